@@ -29,7 +29,7 @@ from relflat_sk._network.borrowing import (
     has_own_forward,
     one_thread,
 )
-from relflat_sk._network.explicit_layers import ExplicitLayers, find_norms
+from relflat_sk._network.explicit_layers import ExplicitLayers, find_fused
 from relflat_sk._network.layer_checks import (
     WeightWatch,
     check_linear,
@@ -76,6 +76,7 @@ from relflat_sk._network.recording import (
     CompiledBody,
     LayerRecord,
     Recorder,
+    features_of,
     keep_graph,
     kept_buffers,
     layer_input,

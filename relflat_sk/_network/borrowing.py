@@ -55,6 +55,20 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__
 
 
+def clamp_hardsigmoid(x: Tensor) -> Tensor:
+    """Compute `nn.Hardsigmoid` so that torch can differentiate it twice."""
+    return (x / 6 + 0.5).clamp(0, 1)
+
+
+def find_hardsigmoids(module: nn.Module) -> list[nn.Module]:
+    """List the modules that compute a hardsigmoid, which torch differentiates once only."""
+    return [
+        part
+        for part in module.modules()
+        if type(part).forward is nn.Hardsigmoid.forward and not has_own_forward(part)
+    ]
+
+
 # -- attention, step by step ---------------------------------------------------------------
 # Torch computes attention in one fused function, in which no module is called and the three
 # input projections are one packed parameter. Within `explicit_attention`, every such module
@@ -195,6 +209,7 @@ def borrowed(module: nn.Module) -> Iterator[None]:
         autocast_off(*module.parameters(), *module.buffers()),
         _evaluation_mode(module),
         explicit_attention(module),
+        ReplacedForwards((part, clamp_hardsigmoid) for part in find_hardsigmoids(module)),
     ):
         yield
 

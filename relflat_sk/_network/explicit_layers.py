@@ -17,7 +17,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from relflat_sk._losses import pull_back
-from relflat_sk._network.borrowing import ReplacedForwards, has_own_forward
+from relflat_sk._network.borrowing import (
+    ReplacedForwards,
+    clamp_hardsigmoid,
+    find_hardsigmoids,
+    has_own_forward,
+)
 from relflat_sk._numerics import full_precision
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, _InstanceNorm, nn.LayerNorm,
@@ -48,9 +53,9 @@ class ExplicitLayers(ReplacedForwards):
             self.inputs_only = self.linear = False
 
 
-def find_norms(module: nn.Module) -> list[nn.Module]:
-    """List the layers of a network that normalise by statistics of their input, as torch does."""
-    return [
+def find_fused(module: nn.Module) -> list[nn.Module]:
+    """List a network's normalisations and hardsigmoids: torch cannot differentiate them thrice."""
+    return find_hardsigmoids(module) + [
         layer
         for layer in module.modules()
         if isinstance(layer, _NORMS)
@@ -61,6 +66,8 @@ def find_norms(module: nn.Module) -> list[nn.Module]:
 
 def _run(layer: Any, explicit: ExplicitLayers, x: Tensor) -> Tensor:
     """Run a layer so that further derivatives are those of its definition."""
+    if isinstance(layer, nn.Hardsigmoid):
+        return clamp_hardsigmoid(x)
     by_input = not isinstance(layer, _BatchNorm | _InstanceNorm) or (
         layer.training or layer.running_mean is None
     )

@@ -18,6 +18,7 @@ curvature in a weight needs. With groups, a row of ``W`` sees the patches of its
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -145,6 +146,31 @@ class LayerMap(ABC):
             Products with the layer's input, rearranged as by `to_rows`.
         """
 
+    def apply_signed(
+        self, features: Tensor, left: Tensor, outer: Tensor, right: Tensor, inner: Tensor
+    ) -> Tensor:
+        """Apply ``L diag(s_i) R diag(t_i)`` to each sample i, whose own signs are s and t.
+
+        Parameters
+        ----------
+        features : Tensor of shape (n, ...)
+            The layer's input, of n samples.
+        left : Tensor of shape (d, k)
+            The matrix L.
+        outer : Tensor of shape (n, k)
+            The signs s.
+        right : Tensor of shape (k, m)
+            The matrix R.
+        inner : Tensor of shape (n, m)
+            The signs t.
+
+        Returns
+        -------
+        Tensor of shape (n, d, P)
+            Products with the layer's input, rearranged as by `to_rows`.
+        """
+        return self.apply(features, (left * outer[:, None]) @ (right * inner[:, None]))
+
     @abstractmethod
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum ``g_p phi_p^T`` over the positions of each sample.
@@ -258,6 +284,14 @@ class LinearMap(LayerMap):
             return self.to_rows(nn.functional.linear(features, matrices))
         return matrices @ self.to_rows(features)
 
+    def apply_signed(
+        self, features: Tensor, left: Tensor, outer: Tensor, right: Tensor, inner: Tensor
+    ) -> Tensor:
+        """Multiply every position with both matrices, without a matrix for each sample."""
+        own = (len(features), *[1] * (features.ndim - 2), -1)
+        between = (features * inner.reshape(own)) @ right.T
+        return self.to_rows((between * outer.reshape(own)) @ left.T)
+
     def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
         """Select features of each sample at all positions."""
         return select_channels(self.to_rows(features), channels)[:, None]
@@ -357,6 +391,19 @@ class ConvolutionMap(LayerMap):
         out = self._convolve(x, self._kernels(matrices), n * self.groups)
         return out.reshape(n, self.n_outputs, -1)
 
+    def apply_signed(
+        self, features: Tensor, left: Tensor, outer: Tensor, right: Tensor, inner: Tensor
+    ) -> Tensor:
+        """Multiply copies of the patches where they take less memory than kernels do."""
+        if self.inputs_first or self.groups > 1 or self._has_more_positions(features, len(left)):
+            return super().apply_signed(features, left, outer, right, inner)
+        found, start = [], 0
+        for columns in self._columns(features):
+            part = slice(start, start := start + len(columns))
+            between = right @ (columns[:, 0] * inner[part, :, None])
+            found.append(left @ (between * outer[part, :, None]))
+        return torch.cat(found)
+
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products of output channels and patches over positions."""
         if not self.inputs_first:
@@ -387,20 +434,29 @@ class ConvolutionMap(LayerMap):
 
     def _transpose_by_patches(self, features: Tensor, rows: Tensor) -> Tensor:
         """Multiply rows with copies of the patches, for some samples at a time."""
-        groups, n_axes = self.groups, len(self.layer.kernel_size)
-        patches = self._patches(features)
-        within = tuple(range(2 + n_axes, 2 + 2 * n_axes))
-        patches = patches.permute(0, 1, *within, *range(2, 2 + n_axes))
-        found = []
-        # copies of patches are large, and products with them are fastest in the cache
-        size = max(1, _PATCHES // max(1, patches[:1].numel()))
-        for some, many in zip(torch.split(patches, size), torch.split(rows, size), strict=True):
-            n = len(some)
-            columns = some.reshape(n, groups, -1, rows.shape[-1]).transpose(2, 3)
-            grouped = many.reshape(n, -1, groups, rows.shape[-2] // groups, rows.shape[-1])
-            sums = grouped @ columns[:, None]
+        groups, found, start = self.groups, [], 0
+        for columns in self._columns(features):
+            many = rows[start : (start := start + len(columns))]
+            grouped = many.reshape(len(many), -1, groups, many.shape[-2] // groups, many.shape[-1])
+            sums = grouped @ columns.transpose(2, 3)[:, None]
             found.append(sums.reshape(*many.shape[:-1], sums.shape[-1]))
         return torch.cat(found)
+
+    def _has_more_positions(self, features: Tensor, n: int) -> bool:
+        """Return whether patches overlap, and are more than so many."""
+        positions = self._patches(features[:1]).shape[2 : -len(self.layer.kernel_size)]
+        return self.n_offsets > 1 and prod(positions) > n
+
+    def _columns(self, features: Tensor) -> Iterator[Tensor]:
+        """Copy the patches of some samples at a time: (n, groups, m, P)."""
+        n_axes, patches = len(self.layer.kernel_size), self._patches(features)
+        within = tuple(range(2 + n_axes, 2 + 2 * n_axes))
+        patches = patches.permute(0, 1, *within, *range(2, 2 + n_axes))
+        n_positions = prod(patches.shape[2 + n_axes :])
+        # copies of patches are large, and products with them are fastest in the cache
+        size = max(1, _PATCHES // max(1, patches[:1].numel()))
+        for some in torch.split(patches, size):
+            yield some.reshape(len(some), self.groups, -1, n_positions)
 
     def _patches(self, features: Tensor) -> Tensor:
         """Return a view of all patches: (n, c, positions ..., kernel ...)."""

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.nn import functional as F
 from torch.nn.utils.parametrize import cached
+from torch.overrides import TorchFunctionMode
 
 from relflat_sk._network.borrowing import MathAttention, ReplacedForwards
 from relflat_sk._network.layer_maps import LayerMap
-from relflat_sk._network.layers import is_weight_layer, layer_map, weight_layers
+from relflat_sk._network.layers import layer_map, weight_kind, weight_layers
 from relflat_sk._numerics import constant
 
 
@@ -41,6 +43,7 @@ class LayerRecord:
     offset: Tensor | None = None
     tail_input: Tensor | None = None
     weight: Tensor | None = None
+    received: Tensor | None = None  # what the layer multiplied, if it changed its input first
 
     @property
     def map(self) -> LayerMap:
@@ -66,6 +69,11 @@ class LayerRecord:
 Keep = Callable[[LayerRecord, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
+def features_of(record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return what a layer multiplied with its weight in a call."""
+    return layer_input(args, kwargs) if record.received is None else record.received
+
+
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the first argument of a call: the input of a layer."""
     value: Tensor = args[0] if args else next(iter(kwargs.values()))
@@ -77,7 +85,7 @@ def keep_graph(
 ) -> Tensor:
     """Keep input and output with their graph; the network runs as ever."""
     record.calls += 1
-    record.features = features = args[0] if args else layer_input(args, kwargs)
+    record.features = features = features_of(record, args, kwargs)
     record.version = features._version
     record.output, record.node, record.output_nr = output, output.grad_fn, output.output_nr
     return output
@@ -91,7 +99,7 @@ def start_graph(
     To be used under `torch.no_grad`, which ends together with the graph's recording.
     """
     record.calls += 1
-    record.features = layer_input(args, kwargs).detach()  # shares its version counter
+    record.features = features_of(record, args, kwargs).detach()  # shares its version counter
     record.version = record.features._version
     record.output = output.detach()
     # a single zero in memory: the outputs of a language model's head are large
@@ -161,8 +169,18 @@ def _forward_of(record: LayerRecord) -> Callable[..., Any]:
     """Return a layer's forward method; one that keeps the weight, if each call computes it."""
     layer: Any = record.layer
     forward: Callable[..., Any] = layer.forward
-    if "weight" in layer._parameters or not is_weight_layer(layer):
+    kind: Any = weight_kind(layer)
+    if kind is None:
         return forward
+    if "weight" in layer._parameters:
+        if type(layer).forward is kind.forward:
+            return forward
+
+        def keeping_operands(*args: Any, **kwargs: Any) -> Any:
+            with _Operands(record):
+                return forward(*args, **kwargs)
+
+        return keeping_operands
 
     def keeping_weight(*args: Any, **kwargs: Any) -> Any:
         with cached():  # spectral norm changes its buffers when the weight is computed once more
@@ -171,6 +189,35 @@ def _forward_of(record: LayerRecord) -> Callable[..., Any]:
         return output
 
     return keeping_weight
+
+
+class _Operands(TorchFunctionMode):
+    """Keep what a layer with a forward method of its own multiplies.
+
+    A standardised convolution multiplies with a weight that it computes from its parameter, and
+    one with padding of its own with another input than it received.
+    """
+
+    def __init__(self, record: LayerRecord) -> None:
+        super().__init__()
+        self._record = record
+        self._shape = layer_map(record.layer).kernel.shape
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch, and keep the operands of the layer's product."""
+        kwargs = kwargs or {}
+        if func in _PRODUCTS:
+            x = kwargs.get("input", args[0] if args else None)
+            weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+            if weight is not None and weight.shape == self._shape:
+                self._record.received, self._record.weight = x, weight
+        return func(*args, **kwargs)
+
+
+_PRODUCTS = {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d,
+             F.conv_transpose3d}  # fmt: skip
 
 
 def record_order(module: nn.Module) -> Recorder:

@@ -95,9 +95,10 @@ def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
 # nodes that are linear, or piecewise linear, in all their inputs together
 _PIECEWISE_LINEAR = {
     "Add", "Sub", "Neg", "Mean", "Sum", "Cat", "Stack", "Relu", "LeakyRelu", "RreluWithNoise",
-    "Threshold", "Hardtanh", "Clamp", "ClampMin", "ClampMax", "Abs", "Maximum", "Minimum", "Max",
-    "Amax", "Where", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D",
-    "AdaptiveMaxPool3D", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D",
+    "Threshold", "Hardtanh", "Hardsigmoid", "Clamp", "ClampMin", "ClampMax", "Abs", "Maximum",
+    "Minimum", "Max", "Amax", "Where", "MaxPool2DWithIndices", "MaxPool3DWithIndices",
+    "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D",
+    "AdaptiveAvgPool3D",
     "MkldnnAdaptiveAvgPool2D", "MkldnnMaxPool2D", "MkldnnMaxPool3D", "UpsampleNearest2D",
     "UpsampleBilinear2D", "ConstantPadNd", "ReflectionPad1D", "ReflectionPad2D",
     "ReplicationPad1D", "ReplicationPad2D", "T", "Transpose", "Permute", "Expand", "Slice",

@@ -22,13 +22,13 @@ from relflat_sk._network import (
     check_uses,
     depends_on,
     explicit_attention,
+    features_of,
     few_rows,
+    find_fused,
     find_layer,
     find_link,
-    find_norms,
     keep_graph,
     kept_buffers,
-    layer_input,
     uses_elsewhere,
     weight_layers,
 )
@@ -69,7 +69,7 @@ class FirstPass:
         self.asked = asked
         self.parts = list(module.modules())
         self.children = [dict(part._modules) for part in self.parts]
-        self.norms = find_norms(module)
+        self.norms = find_fused(module)
         self.named: dict[str, nn.Module] = {}
         self.penalised: list[str] | None = None
         self.rows: dict[str, tuple[Tensor, Tensor]] = {}
@@ -166,7 +166,7 @@ def _keep(
     still be trained to make it flat.
     """
     if rows is not None:
-        features, z = few_rows(record, layer_input(args, kwargs), output)
+        features, z = few_rows(record, features_of(record, args, kwargs), output)
         rows[record.name] = features.clone(), z.clone()
     if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
         output = output.detach().requires_grad_().view_as(output)

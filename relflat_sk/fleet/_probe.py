@@ -18,8 +18,8 @@ from relflat_sk._network import (
     Recorder,
     cast_inputs,
     find_ending,
+    find_fused,
     find_link,
-    find_norms,
     is_piecewise_linear,
     keep_graph,
     primary_output,
@@ -159,7 +159,7 @@ def _find_layers(member: Member, module: nn.Module, x: Tensor, y: Tensor) -> Pen
     if output.ndim != 2 or not _is_linear(last):
         raise NeedsOwnLoop("with a penalty, its last layer must be a Linear, one row per sample")
     parts = list(module.modules())
-    if others and (any(isinstance(part, _OTHERWISE) for part in parts) or find_norms(module)):
+    if others and (any(isinstance(part, _OTHERWISE) for part in parts) or find_fused(module)):
         raise NeedsOwnLoop(
             "with a penalty at earlier layers, it must have no convolution, normalisation or "
             "attention"

@@ -11,7 +11,7 @@ from torch import nn
 
 from relflat_sk._models import DataOptions, joined, name_layer, name_layers
 from relflat_sk._network import Layer
-from relflat_sk.measures._layer_measures import LARGEST_NEURON
+from relflat_sk.measures._layer_measures import LARGEST_NEURON, MAX_PASSES
 from relflat_sk.measures._measure_network import (
     check_layers,
     counts_decay,
@@ -153,8 +153,9 @@ def flatness_report(  # noqa: PLR0913
     process_group : torch.distributed.ProcessGroup or "world", optional
         The processes that hold the data, see `relative_flatness`.
     **params : dict
-        `method`, `n_probes`, `rtol` and `random_state` as in `relative_flatness`,
-        `weight_decay` as in `measure`, and arguments of the measures of the whole network.
+        `method`, `n_probes`, `rtol`, `atol`, `max_passes`, `verbose` and `random_state` as in
+        `relative_flatness`, `weight_decay` as in `measure`, and arguments of the measures of the
+        whole network.
 
     Returns
     -------
@@ -363,6 +364,8 @@ def relative_flatness(  # noqa: PLR0913
     method: str = "auto",
     n_probes: int | None = None,
     rtol: float = 0.01,
+    atol: float = 0.0,
+    max_passes: int = MAX_PASSES,
     batch_size: int = 1024,
     device: Any = None,
     sample_weight: Any = None,
@@ -370,6 +373,7 @@ def relative_flatness(  # noqa: PLR0913
     per_sample: bool = False,
     return_stderr: bool = False,
     process_group: Any = None,
+    verbose: int = 0,
 ) -> float | tuple[float, float] | Floats | tuple[Floats, Floats]:
     r"""Measure how flat the loss is around a trained model, at one layer; small is flat.
 
@@ -397,12 +401,20 @@ def relative_flatness(  # noqa: PLR0913
         value independent of the scale of every single feature, too.
     method : {"auto", "exact", "hutchinson"}, default="auto"
         "auto" is exact where a closed form or few Hessian-vector products are enough.
-        Otherwise it draws random probes, or takes all products if that costs less.
+        Otherwise it draws random probes, or takes all products if that costs less. "exact" takes
+        all products, whatever `max_passes` is.
     n_probes : int, optional
-        Most random probes per sample; as many as `rtol` needs if None.
+        Most random probes per sample, in place of `max_passes`, without a warning.
     rtol : float, default=0.01
         Probes are added until the standard error is at most this share of the value. With
         `per_sample`, this holds for the root mean square of the terms' standard errors.
+    atol : float, default=0.0
+        A standard error that is small enough for any value, in the unit of the loss. A value near
+        zero never meets `rtol`.
+    max_passes : int, default=100
+        Most passes over the data for an estimate, of at least 3: a pass is a forward and a
+        backward pass, or one probe, which takes about as long. Checks of the first batch come in
+        addition.
     batch_size : int, default=1024
         Samples in one forward pass; memory grows with it, the result does not change.
     device : str or torch.device, optional
@@ -424,6 +436,8 @@ def relative_flatness(  # noqa: PLR0913
         Processes that hold the same model and each a part of the data, of any size but 0. All of
         them call the function, and each returns the value for all data. "world" is the default
         group. None: the data of the calling process are all data.
+    verbose : int, default=0
+        1 shows a progress bar of the probes.
 
     Returns
     -------
@@ -446,8 +460,9 @@ def relative_flatness(  # noqa: PLR0913
     -----
     FlatnessWarning
         If the value is doubtful: negative, zero for lack of curvature in the criterion or because
-        the network is dead or saturated, or nan, with the likely cause. If ``layer=-1`` is not
-        the head, because a parameter that is no layer multiplies its output.
+        the network is dead or saturated, or nan, with the likely cause. If `max_passes` ended an
+        estimate, with the standard error that it reached. If ``layer=-1`` is not the head,
+        because a parameter that is no layer multiplies its output.
 
     Notes
     -----
@@ -464,9 +479,9 @@ def relative_flatness(  # noqa: PLR0913
     The value is meaningful at a minimum of the loss only: a network with constant output is
     perfectly flat and useless.
 
-    Random probes are drawn for each sample independently, so each term is estimated without
-    bias. n terms need n times as many probes as their mean to be as precise, so "auto" soon
-    computes them exactly.
+    Random probes have signs of their own for each sample, so each term is estimated without
+    bias, and the standard error falls with the number of samples as well. n terms need n times as
+    many probes as their mean to be as precise, so "auto" soon computes them exactly.
 
     At a head that is tied to the embedding, H is the Hessian in the head's copy of the weight, as
     if the embedding had a copy of its own. Layers whose weight is used a second time are refused,
@@ -503,12 +518,15 @@ def relative_flatness(  # noqa: PLR0913
         method=method,
         n_probes=n_probes,
         rtol=rtol,
+        atol=atol,
+        max_passes=max_passes,
         batch_size=batch_size,
         device=device,
         sample_weight=sample_weight,
         random_state=random_state,
         per_sample=per_sample,
         process_group=process_group,
+        verbose=verbose,
     )
     _warn_of_doubtful({("", name): found})
     if found.terms is not None and found.term_stderrs is not None:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network import Layer, Network, Processes, borrowed
@@ -57,13 +58,15 @@ from relflat_sk.measures._scan import ForwardPass, scan, summarize
 # An exact sum and one of probes are kept in the same way: as a sum over samples and probes, with
 # what it scatters between probes. Probes are drawn for each sample independently, and in pairs:
 # half of the squared difference of a pair estimates the variance of a probe. The first pass draws
-# one pair; the number of further probes follows from the variance.
+# one pair; the number of further probes follows from the variance, and from `max_passes`.
 
-# most backward passes or products for one batch that an exact sum may take; "auto" may always
-# take that many, whatever the number of samples
+# most backward passes or products for one batch that an exact sum may take before the number of
+# probes is known
 METHODS = {"auto": 64, "exact": math.inf, "hutchinson": 0}
-_MAX_PROBES = 10_000
 _PILOT = 2  # probes for each sample in the first pass
+# A pass is a forward and a backward pass over all data, or one further backward pass or product
+# with the Hessian, which takes about as long.
+MAX_PASSES = 100
 
 
 # -- traces and quadratic forms of the Hessian --------------------------------------------------
@@ -113,6 +116,29 @@ _QUANTITIES = TRACE_LIKE | {
 LARGEST_NEURON = "neuron_flatness_max"
 
 
+@dataclass(frozen=True)
+class Precision:
+    """How small the standard error of an estimate must be, and what the estimate may cost."""
+
+    rtol: float = 0.01
+    atol: float = 0.0
+    n_probes: int | None = None
+    max_passes: int = MAX_PASSES
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no estimate can have."""
+        check_number("rtol", self.rtol)
+        check_number("atol", self.atol, positive=False)
+        reason = "one probe has no standard error"
+        check_integer("n_probes", self.n_probes, minimum=2, optional=True, reason=reason)
+        reason = "one pass over the data and two probes"
+        check_integer("max_passes", self.max_passes, minimum=1 + _PILOT, reason=reason)
+
+    def n_left(self, spent: int) -> float:
+        """Return how many probes or products one more pass over the data may make."""
+        return math.inf if self.n_probes is not None else self.max_passes - spent - 1
+
+
 @dataclass
 class _Sum:
     """A sum over samples (1, k), or its terms (n, k), from probes or, as one probe, exact."""
@@ -134,14 +160,15 @@ class _Sum:
         total, scatter = self.total.sum(dim=0), self.scatter.sum(dim=0)
         return _Sum(total, scatter, self.n_probes)
 
-    def n_needed(self, rtol: float) -> float:
-        """Return how many probes bring the standard error down to `rtol` of the value."""
+    def n_needed(self, rtol: float, atol: float) -> float:
+        """Return how many probes bring the standard error down to `atol` or `rtol` of the value."""
         whole = self.over_samples()
         at = whole.total.argmax()  # one value, or the neuron that is least flat
         value, variance = whole.total[at] / self.n_probes, 2 * whole.scatter[at] / self.n_probes
         if not math.isfinite(value) or variance == 0:
             return 0.0
-        return float(variance / (rtol * value) ** 2)  # infinite for a value of zero
+        allowed = max(atol, rtol * abs(float(value)))
+        return float(variance) / allowed**2 if allowed else math.inf
 
 
 @dataclass
@@ -165,27 +192,25 @@ class TraceMeasures:
         self,
         network: Network,
         names: Sequence[str],
+        precision: Precision,
+        bar: Any,
         *,
         random_state: RandomState = None,
         method: str = "auto",
-        n_probes: int | None = None,
-        rtol: float = 0.01,
         per_sample: bool = False,
     ) -> None:
         if method not in METHODS:
             raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
-        reason = "one probe has no standard error"
-        check_integer("n_probes", n_probes, minimum=2, optional=True, reason=reason)
-        check_number("rtol", rtol)
         if network.processes.rank > 0 and random_state is not None:
             # processes must not draw the same probes for their samples
             random_state = draw_seeds(random_state, network.processes.rank)[-1]
         self.network = network
         self.names = names
         self.method = method
-        self.n_probes = n_probes
-        self.rtol = rtol
+        self.precision = precision
         self.per_sample = per_sample
+        self._bar = bar  # of tqdm: one step for each probe of a batch
+        self._spent = 0  # passes of sums that are not finished
         self._generator = make_generator(random_state, network.device)
         self._normalized = any(_QUANTITIES[name].normalized for name in names)
         self._spreads: dict[str, FeatureSpread] = {}
@@ -207,8 +232,9 @@ class TraceMeasures:
         if self._normalized:
             for spread in self._spreads.values():
                 spread.combine(self.network.processes)
+            self._spent += 1
             scan(self.network, list(summary.layer_weights), self._add_first)
-        sums = self._refine(self._close(_PILOT), summary.n_samples)
+        sums = self._refine(self._close(_PILOT), summary)
         return {key: self._measure(key, one, summary, weight_decay) for key, one in sums.items()}
 
     def _add_first(self, forward: ForwardPass) -> None:
@@ -226,10 +252,12 @@ class TraceMeasures:
                 plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
                 self._plans[layer.name, name] = plan
         own, most = {key: plan.n_passes for key, plan in self._plans.items()}, METHODS[self.method]
+        if self.method == "auto":
+            most = min(most, self.precision.n_left(self._spent))
         every = self.network.processes.gather(own)
         for key, plan in self._plans.items():
             plan.n_passes = max(one[key] for one in every)
-            plan.exact = plan.n_passes <= most and most > 0
+            plan.exact = plan.n_passes <= most and self.method != "hutchinson"
 
     def _add(self, forward: ForwardPass, keys: Iterable[Key], n_probes: int) -> None:
         """Add a batch to the sums of some quantities."""
@@ -241,6 +269,7 @@ class TraceMeasures:
             weights = forward.row_weights(forward.layers[key[0]])
             found[key] = self._weigh(forward, weights, terms.double()), 0.0
         for _ in range(n_probes // 2 if drawn else 0):
+            self._bar.update(2)
             first = dict(draw_terms(forward.layers, drawn, self._generator))
             for key, terms in draw_terms(forward.layers, drawn, self._generator):
                 one, other = first.pop(key).double(), terms.double()
@@ -274,21 +303,24 @@ class TraceMeasures:
         self._seen = {}
         return sums
 
-    def _refine(self, sums: dict[Key, _Sum], n_samples: int) -> dict[Key, _Sum]:
+    def _refine(self, sums: dict[Key, _Sum], summary: Summary) -> dict[Key, _Sum]:
         """Draw more probes until standard errors are small, and sum exactly what costs less so."""
-        # n independent terms have standard errors of sqrt(n) times that of their mean
-        rtol = self.rtol / math.sqrt(n_samples if self.per_sample else 1)
-        most, done = self.n_probes or _MAX_PROBES, _PILOT
+        done = _PILOT
+        self._spent += 1 + _PILOT
         probed = [key for key in sums if not self._plans[key].exact]
         while probed:
-            needed = {key: n for key in probed if (n := sums[key].n_needed(rtol)) > done}
+            left, n_probes = self.precision.n_left(self._spent), 0
+            every = {key: self._n_needed(key, sums[key], summary) for key in probed}
+            needed = {key: n for key, n in every.items() if n > done}
             dear = []
             if self.method == "auto":
-                dear = [key for key, n in needed.items() if n > self._plans[key].n_passes]
-            probed = [key for key in needed if key not in dear] if done + 2 <= most else []
-            n_probes = 0
+                plans = {key: (n, self._plans[key].n_passes) for key, n in needed.items()}
+                dear = [key for key, (n, n_exact) in plans.items() if left >= n_exact < n]
+            if self.precision.n_probes is not None:
+                left = self.precision.n_probes - done
+            probed = [key for key in needed if key not in dear] if left >= 2 else []
             if probed:
-                missing = min(1.05 * max(needed[key] for key in probed), most) - done
+                missing = min(1.05 * max(needed[key] for key in probed) - done, left)
                 n_probes = 2 * max(int(missing) // 2, 1)
             for key in dear:
                 self._plans[key].exact = True
@@ -296,11 +328,22 @@ class TraceMeasures:
             keys = [*probed, *dear]
             layers = list(dict.fromkeys(layer for layer, _ in keys))
             if layers:
+                self._bar.total = self._bar.n + n_probes * self._bar.n // done
                 scan(self.network, layers, partial(self._add, keys=keys, n_probes=n_probes))
             for key, more in self._close(n_probes).items():
                 sums[key] = sums[key] + more if key in sums else more
             done += n_probes
+            self._spent += 1 + n_probes
         return sums
+
+    def _n_needed(self, key: Key, found: _Sum, summary: Summary) -> float:
+        """Return how many probes bring a measure's standard error below the tolerance."""
+        finish, weight = _QUANTITIES[key[1]].finish, summary.layer_weights[key[0]]
+        unit = abs(float(finish(found.total.new_ones(()) / summary.divisor, weight)))
+        # n independent terms have standard errors of sqrt(n) times that of their mean
+        n_terms = summary.n_samples if self.per_sample else 1
+        terms = unit * math.sqrt(n_terms)
+        return found.n_needed(self.precision.rtol / math.sqrt(n_terms), self.precision.atol / terms)
 
     def _measure(self, key: Key, each: _Sum, summary: Summary, weight_decay: float) -> Flatness:
         """Compute one measure at one layer from the sum of its quantity."""
@@ -318,9 +361,8 @@ class TraceMeasures:
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
         method = plan.method if plan.exact else "hutchinson"
         found = Flatness(value, stderr, method, self.network, summary)
-        if not plan.exact and self.n_probes is None:
-            n_terms = summary.n_samples if self.per_sample else 1
-            self._warn_if_loose(key, each.n_probes, total[at], deviation[at], n_terms)
+        if not plan.exact and self.precision.n_probes is None:
+            self._warn_if_loose(key, each, found)
         if key[1] == LARGEST_NEURON:
             found.neurons, found.neuron_stderrs = values.cpu().numpy(), stderrs.cpu().numpy()
         if self.per_sample:
@@ -330,19 +372,27 @@ class TraceMeasures:
             found.term_stderrs = measure.finish(deviations.abs(), weight)[:, at].cpu().numpy()
         return found
 
-    def _warn_if_loose(
-        self, key: Key, n_probes: int, value: Tensor, stderr: Tensor, n_terms: int
-    ) -> None:
-        """Warn if the standard error of a mean, or of its terms, is larger than asked for."""
-        stderr = stderr.abs() * math.sqrt(n_terms)
-        if stderr > self.rtol * value.abs():
-            what = "standard error of", f"a {key[1]} of"
-            if n_terms > 1:
-                what = "typical standard error of", f"the terms of {key[1]} with a mean of"
-            warn(
-                f"{n_probes} probes left a {what[0]} {stderr:.3g} on {what[1]} {value:.3g} at "
-                f"layer {key[0]!r}, more than rtol={self.rtol:g} asks for; use method='exact'."
-            )
+    def _warn_if_loose(self, key: Key, each: _Sum, found: Flatness) -> None:
+        """Warn if the budget ended an estimate before its standard error was small enough."""
+        needed = self._n_needed(key, each, found.summary)
+        if needed <= each.n_probes:
+            return
+        n_terms = found.summary.n_samples if self.per_sample else 1
+        what = f"{key[1]} at layer {key[0]!r}"
+        reached = f"{found.stderr * math.sqrt(n_terms):.3g}"
+        if n_terms > 1:
+            what, reached = f"the terms of {what}", f"typically {reached}"
+        more = ""
+        if math.isfinite(needed):
+            more = f" They take about {needed:.2g} probes."
+        precision = self.precision
+        warn(
+            f"max_passes={precision.max_passes} ended the estimate of {what} after "
+            f"{each.n_probes} probes. Its standard error is {reached} on a value of "
+            f"{found.value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
+            f"allow.{more} Raise max_passes, rtol or atol, or pass method='exact', which takes "
+            f"{self._plans[key].n_passes:.0f} passes."
+        )
 
 
 Pair = tuple[Tensor, Tensor | float]
@@ -464,22 +514,34 @@ def measure_layers(
     *,
     random_state: RandomState = None,
     weight_decay: float = 0.0,
-    rtol: float = 0.01,
-    **params: Any,
+    method: str = "auto",
+    per_sample: bool = False,
+    verbose: int = 0,
+    **precision: Any,
 ) -> Found:
     """Measure several layers in several ways, with as few passes over the data as possible.
 
-    Further arguments are those of `Sums`.
+    Further arguments are those of `Precision`.
     """
-    random: dict[str, Any] = {"rtol": rtol, "random_state": random_state}
+    precise = Precision(**precision)
+    bar = tqdm(desc="probes of batches", unit="probe", disable=not verbose)
     groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
     if traces := [name for name in names if name in _QUANTITIES]:
-        groups.append(TraceMeasures(network, traces, **random, **params))
+        measures = TraceMeasures(
+            network,
+            traces,
+            precise,
+            bar,
+            random_state=random_state,
+            method=method,
+            per_sample=per_sample,
+        )
+        groups.append(measures)
     if GRADIENT_NORM in names:
         groups.append(GradientNorms(network))
     if EIGENVALUE_LIKE.keys() & set(names):
-        groups.append(EigenvalueMeasures(network, **random))
-    with borrowed(network.module):
+        groups.append(EigenvalueMeasures(network, rtol=precise.rtol, random_state=random_state))
+    with bar, borrowed(network.module):
         summary = summarize(network, layers, *(group.add for group in groups))
         if summary.divisor == 0:
             raise ValueError(

@@ -106,7 +106,7 @@ NETWORK_WIDE: dict[str, NetworkMeasure] = {
     **SHARPNESS_MEASURES,
 }
 # arguments of the measures of layers, which measures of the whole network accept without effect
-_OF_LAYERS = {"method", "n_probes", "rtol"}
+_OF_LAYERS = {"atol", "max_passes", "method", "n_probes", "rtol", "verbose"}
 # an argument that every measure accepts, also where it has no effect
 _SEED = {"random_state"}
 _ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}

@@ -138,6 +138,28 @@ class LayerPass:
         """
         return self.map.apply(self.features, matrix.to(self.features.dtype))
 
+    def draw_rows(
+        self, factor: Tensor, inverse: Tensor | None, generator: torch.Generator
+    ) -> Tensor:
+        """Apply ``F R_i D`` with random signs R_i to the features of each sample i.
+
+        ``R_i = diag(s_i) R diag(t_i)`` has the law of independent signs. R is the same for all
+        samples, so that no sample needs a matrix of its own, but two samples' quadratic forms are
+        uncorrelated: given R, each of them is unbiased and depends on its own s_i and t_i only.
+
+        Shapes: `factor` (d, k), `inverse` (m,) or (d, m); returns (n, d, P).
+        """
+        n, k, m = len(self.features), factor.shape[1], self.weight.shape[1]
+        left = factor.to(self.features.dtype)
+        right = rademacher((k, m), left, generator)
+        outer, inner = (rademacher((n, size), left, generator) for size in (k, m))
+        if inverse is not None and inverse.ndim > 1:  # each row of F reads channels of its own
+            matrices = (left * outer[:, None]) @ (right * inner[:, None])
+            return self.map.apply(self.features, matrices * inverse.to(left.dtype))
+        if inverse is not None:
+            inner = inner * inverse.to(left.dtype)
+        return self.map.apply_signed(self.features, left, outer, right, inner)
+
     def product(self, rows: Tensor) -> Tensor:
         """Compute products with the Hessians of the samples' losses in the layer's output.
 
@@ -336,14 +358,13 @@ class Trace(Quantity):
                 yield layer.apply(matrix)
 
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
-        columns, n = self._columns(layer), len(layer.features)
-        k, m = columns.shape[1], layer.weight.shape[1]
+        columns = self._columns(layer)
         if layer.is_flat:
-            rows = (rademacher((n, k), columns, generator) @ columns.T)[:, :, None]
+            signs = rademacher((len(layer.features), columns.shape[1]), columns, generator)
+            rows = (signs @ columns.T)[:, :, None]
             rows = rows * self._square_norms(layer).sqrt()[:, None, None]
         else:
-            matrices = columns @ rademacher((n, k, m), columns, generator)
-            rows = layer.apply(matrices if self.inverse is None else matrices * self.inverse)
+            rows = layer.draw_rows(columns, self.inverse, generator)
         return layer.forms([rows])
 
     def identity(self, weight: Tensor) -> Tensor:
@@ -424,6 +445,8 @@ Quantities = Mapping[Key, Quantity]
 # overhead: 16 of a layer's output of (16, 100) take a fifth of the time together, of (1024, 100)
 # no less
 _TOGETHER = {False: 2**17, True: 2**25}
+# numbers in the gradients of samples in a weight that are held at a time
+_PULLED = 2**24
 
 
 def n_passes(layer: LayerPass, quantity: Quantity) -> float:
@@ -492,7 +515,8 @@ def _by_gradients(
     """Yield the terms that belong to one vector (n, o) in the network's output.
 
     It is pulled back to rows (n, d, 1) of a flat layer's output, and to the weight (n, d, m) of
-    any other: all quantities there share the sum over positions, which dominates the cost.
+    any other, for some samples at a time: all quantities there share the sum over positions, which
+    dominates the cost.
     """
     names = [name for name, _ in quantities if layers[name].gradients is not None]
     names = list(dict.fromkeys(names))
@@ -503,11 +527,12 @@ def _by_gradients(
         retain_graph=True,
         materialize_grads=True,
     )
-    pulled = {}
     for name, slope in zip(names, slopes, strict=True):
-        layer = layers[name]
-        rows = layer.map.to_rows(slope)
-        pulled[name] = rows if layer.is_flat else layer.map.transpose(layer.features, rows)
-    for key, quantity in quantities.items():
-        if key[0] in pulled:
-            yield key, quantity.gradient(layers[key[0]], pulled[key[0]])
+        layer, rows = layers[name], layers[name].map.to_rows(slope)
+        size = len(rows) if layer.is_flat else max(1, _PULLED // layer.weight.numel())
+        parts: dict[Key, list[Tensor]] = {key: [] for key in quantities if key[0] == name}
+        for some, features in zip(rows.split(size), layer.features.split(size), strict=True):
+            pulled = some if layer.is_flat else layer.map.transpose(features, some)
+            for key, terms in parts.items():
+                terms.append(quantities[key].gradient(layer, pulled))
+        yield from ((key, torch.cat(terms)) for key, terms in parts.items())

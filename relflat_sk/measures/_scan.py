@@ -36,7 +36,6 @@ from relflat_sk._network import (
     find_multiplier,
     find_uses_elsewhere,
     has_fused_attention,
-    layer_map,
     record_order,
     record_tail,
     sample_weight,
@@ -130,7 +129,7 @@ def _make_forward_pass(
 def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: Any) -> LayerPass:
     """Make the pass of a layer from its record, and from what is known of its curvature."""
     assert record.offset is not None
-    return LayerPass(record.name, layer_map(record.layer), features, record.offset, losses, **known)
+    return LayerPass(record.name, record.map, features, record.offset, losses, **known)
 
 
 def _precise(z: Tensor) -> Tensor:

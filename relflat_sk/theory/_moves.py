@@ -35,6 +35,7 @@ from relflat_sk._models import DataOptions, name_layer, to_network
 from relflat_sk._network import (
     Batch,
     Layer,
+    LayerMap,
     LayerRecord,
     Network,
     Recorder,
@@ -42,7 +43,6 @@ from relflat_sk._network import (
     borrowed,
     find_link,
     layer_input,
-    layer_map,
     outcome_of,
     record_tail,
     sample_weight,
@@ -115,7 +115,7 @@ class Site:
             flat = features.flatten(1).double()
             run = _run_with(self.network, layer, batch.x)
             if link is not None and z.ndim == 2:
-                run = _run_link(layer, flat, link, output.shape)
+                run = _run_link(recorder[self.name].map, flat, link, output.shape)
             yield Split(self.network, batch, flat, run)
 
 
@@ -162,12 +162,14 @@ def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel) -> Batch:
     return replace(batch, y=labels.to(before.dtype))
 
 
-def _run_link(layer: Any, flat: Tensor, link: str, shape: torch.Size) -> Callable[[Tensor], Tensor]:
+def _run_link(
+    as_map: LayerMap, flat: Tensor, link: str, shape: torch.Size
+) -> Callable[[Tensor], Tensor]:
     """Return the last layer and its link as a function of the move.
 
     The layers before need not run again, and float64 resolves the rise for small moves.
     """
-    weight, bias = layer_map(layer).weight.double(), layer.bias
+    weight, bias = as_map.weight.double(), as_map.layer.bias
     bias = None if bias is None else bias.detach().double()
     return lambda move: LINKS[link](F.linear(flat + move, weight, bias)).reshape(shape)
 

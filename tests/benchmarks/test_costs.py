@@ -76,6 +76,14 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
 
 
 @pytest.mark.slow
+def test_networks_of_other_libraries():
+    printed = run("benchmarks.costs.networks", "--quick", "--only", "llama")
+    rows = [line.split() for line in printed.splitlines() if line.startswith("llama")]
+    assert [row[2] for row in rows] == 2 * ["0", "7", "-2"]
+    assert all(float(row[5]) <= 51 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.scale
 @pytest.mark.parametrize("module", MINIMA)
 def test_quick_run_counts_minima(module):

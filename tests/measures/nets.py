@@ -48,7 +48,49 @@ class Block(nn.Module):
         return self.head(nn.functional.gelu(self.up(h)).mean(1))
 
 
+class GroupedQueries(nn.Module):
+    """Attention in which two heads of queries share keys and values, with rotary positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(4, d, bias=False) for d in (8, 4, 4))
+        self.o_proj = nn.Linear(8, 4, bias=False)
+        self.norm = nn.RMSNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        n, length, _ = x.shape
+        parts = (layer(self.norm(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (z.reshape(n, length, -1, 2).transpose(1, 2) for z in parts)
+        k, v = (z.repeat_interleave(2, dim=1) for z in (k, v))
+        h = nn.functional.scaled_dot_product_attention(
+            self.turn(q), self.turn(k), v, is_causal=True
+        )
+        return self.head((x + self.o_proj(h.transpose(1, 2).reshape(n, length, 8))).mean(1))
+
+    def turn(self, z):
+        angle = torch.arange(z.shape[2], dtype=z.dtype)[:, None]
+        a, b = z.split(1, dim=-1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+
+
+class SqueezeExcitation(nn.Module):
+    """As in MobileNet: a hard sigmoid scales the channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 3, 3, padding=1)
+        self.scale = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1), nn.Hardsigmoid())
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = nn.functional.hardswish(self.stem(x))
+        return self.head((h * self.scale(h)).mean((2, 3)))
+
+
 NETS = {
+    "grouped queries": (GroupedQueries, (3, 4)),
+    "squeeze and excitation": (SqueezeExcitation, (2, 4, 4)),
     "mlp relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.LeakyReLU(),
                                        nn.Linear(5, 3)), (4,)),
     "mlp tanh": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (4,)),
@@ -303,6 +345,34 @@ def gpt2():
     )
 
 
+class Standardised(nn.Conv2d):
+    """A convolution by a standardised weight, which pads its input as TensorFlow does."""
+
+    def computed(self):
+        rows = self.weight.flatten(1)
+        rows = (rows - rows.mean(1, keepdim=True)) / rows.std(1, keepdim=True)
+        return rows.reshape(self.weight.shape)
+
+    def forward(self, x):
+        x = F.pad(x, (0, 1, 0, 1))
+        return F.conv2d(x, self.computed(), self.bias, self.stride, self.padding)
+
+
+def computed_weights():
+    """A standardised convolution and a layer with weight norm; kappa is that of what multiplies."""
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    parts = Standardised(2, 4, 2, stride=2), nn.Tanh(), nn.Flatten(), nn.Unflatten(1, (4, 4))
+    net = nn.Sequential(*parts, normed, nn.GELU(), nn.Flatten(), nn.Linear(20, 3)).double()
+    conv, linear = nn.Conv2d(2, 4, 2, stride=2).double(), nn.Linear(4, 5).double()
+    conv.load_state_dict({"weight": net[0].computed(), "bias": net[0].bias})
+    linear.load_state_dict({"weight": normed.weight, "bias": normed.bias})
+    padded = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv)
+    oracle = nn.Sequential(padded, *net[1:4], linear, *net[5:])
+    X, y = torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3
+    return Problem(net, X, y, oracle=oracle, layers=("0", "4", "7"), names={"0": "0.1"})
+
+
 def tokens(classes_second, criterion):
     torch.manual_seed(0)
     X, y = torch.randint(0, 6, (2, 5, 3))
@@ -354,6 +424,7 @@ PROBLEMS = {
     "packed cross-attention": lambda: packed(AttendsAcross),
     **{f"fused attention, {kind}": lambda kind=kind: fused(kind) for kind in KINDS},
     "GPT-2": gpt2,
+    "computed weights": computed_weights,
     **{
         f"language model, {name}, {axis}": lambda criterion=criterion, axis=axis: tokens(
             axis == "classes second", criterion

@@ -9,8 +9,10 @@ from torch.testing import assert_close
 import relflat_sk
 from relflat_sk import relative_flatness
 from relflat_sk.measures import evaluate
+from relflat_sk.measures._quantities import LayerPass
 from tests import oracles
 from tests.cases import CASES
+from tests.measures.nets import CE, PROBLEMS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -150,11 +152,83 @@ def test_n_probes_caps_the_work():
     assert few[1] > 5 * many[1]
 
 
-def test_too_many_probes_needed_warns(monkeypatch):
+# networks, layers and shapes of inputs at which random probes are drawn in each of their ways
+PROBED = {
+    "flat": ("mlp tanh", 0),
+    "tokens": ("grouped queries", "k_proj"),
+    "a weight with more columns": ("grouped queries", "o_proj"),
+    "kernels": ("squeeze and excitation", 0),
+    "patches": ("computed weights", 0),
+    "groups": ("conv", 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
+@pytest.mark.parametrize("name", PROBED)
+def test_probes_are_unbiased_and_their_standard_errors_honest(name, normalize):
+    kind, layer = PROBED[name]
+    problem = PROBLEMS[kind]()
+    options = {"layer": layer, "criterion": CE, "normalize": normalize, "return_stderr": True}
+    exact, _ = relative_flatness(problem.net, problem.X, problem.y, method="exact", **options)
+    options |= {"method": "hutchinson", "n_probes": 4}
+    found = [
+        relative_flatness(problem.net, problem.X, problem.y, random_state=seed, **options)
+        for seed in range(200)
+    ]
+    values, stderrs = np.array(found).T
+    spread = values.std(ddof=1)
+    assert abs(values.mean() - exact) <= 4 * spread / 200**0.5
+    # of the ratio of variances 1 for normal values; the tails here are heavier
+    assert 0.6 < (stderrs**2).mean() / spread**2 < 1.7
+
+
+def test_the_budget_is_kept(monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 3)).double()
+    X, y = torch.randn(30, 80).double(), torch.arange(30) % 3
+    forms, calls, forwards = LayerPass.forms, [], []
+    monkeypatch.setattr(LayerPass, "forms", lambda *args: calls.append(1) or forms(*args))
+    net.register_forward_hook(lambda *_: forwards.append(1))
+    options = {"layer": 0, "criterion": CE, "random_state": 0, "return_stderr": True}
+    stderrs = []
+    for most in (3, 20, 60):
+        calls.clear()
+        forwards.clear()
+        with pytest.warns(relflat_sk.FlatnessWarning) as caught:
+            value, stderr = relative_flatness(net, X, y, rtol=1e-6, max_passes=most, **options)
+        # passes over the data: the first one, for two probes, and one for the others
+        n_passes = 1 if most == 3 else 2
+        assert len(calls) == most - n_passes
+        assert len(forwards) <= n_passes + 2  # and those that check the first batch
+        (warning,) = caught
+        message = str(warning.message)
+        assert f"max_passes={most} ended the estimate of relative_flatness at layer '0'" in message
+        assert f"after {most - n_passes} probes. Its standard error is {stderr:.3g}" in message
+        assert f"on a value of {value:.3g}, more than rtol=1e-06 and atol=0 allow" in message
+        assert "method='exact', which takes 80 passes" in message
+        stderrs.append(stderr)
+    assert stderrs[0] > stderrs[1] > stderrs[2]
+
+
+@pytest.mark.parametrize("name", ["relative_flatness", "trace_flatness", "neuron_flatness_max"])
+def test_atol_is_in_the_unit_of_the_measure(name):
     net, criterion, X, y, _ = make("cross-entropy")
-    monkeypatch.setattr("relflat_sk.measures._layer_measures._MAX_PROBES", 5)
-    with pytest.warns(relflat_sk.FlatnessWarning, match="4 probes left a standard error of"):
-        relative_flatness(net, X, y, layer=0, criterion=criterion, method="hutchinson", rtol=1e-6)
+    options = {"layer": 0, "criterion": criterion, "method": "hutchinson", "random_state": 0}
+    first = evaluate(name, net, X, y, n_probes=2, **options)
+    atol = first.stderr / 3
+    found = evaluate(name, net, X, y, rtol=1e-9, atol=atol, max_passes=1000, **options)
+    assert 0 < found.stderr <= atol
+    assert found.stderr > atol / 3  # not many more probes than needed
+
+
+def test_a_bar_shows_the_probes_on_request(capsys):
+    net, criterion, X, y, _ = make("cross-entropy")
+    options = {"layer": 0, "criterion": criterion, "method": "hutchinson", "rtol": 0.2}
+    relative_flatness(net, X, y, random_state=0, **options)
+    assert not capsys.readouterr().err
+    relative_flatness(net, X, y, random_state=0, verbose=1, **options)
+    assert "probes of batches: 100%" in capsys.readouterr().err
 
 
 def test_auto_turns_to_probes_for_wide_layers_and_back_where_exact_is_cheaper():

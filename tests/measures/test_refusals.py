@@ -100,6 +100,8 @@ REFUSED = [
     (flat(method="guess"), V, rf"method must be one of {METHODS}, got 'g"),
     (flat(n_probes=1), V, "n_probes must be an integer of at least 2"),
     (flat(rtol=0), V, "rtol must be a finite positive number, got 0"),
+    (flat(atol=-1), V, "atol must be a finite .*number.*, got -1"),
+    (flat(max_passes=2), V, "max_passes must be an integer of at least 3"),
     (flat(batch_size=0), V, "batch_size must be a positive integer, got 0"),
     (flat(method="hutchinson", random_state="a"), V, "random_state must be an int"),
     (flat(criterion=None), V, "criterion is needed for a bare module"),

@@ -9,7 +9,7 @@ from torch.autograd import grad
 from torch.autograd.graph import GradientEdge
 from torch.testing import assert_close
 
-from relflat_sk._network import ExplicitLayers, find_norms
+from relflat_sk._network import ExplicitLayers, find_fused
 
 
 class ChannelsFirst(nn.LayerNorm):
@@ -18,12 +18,12 @@ class ChannelsFirst(nn.LayerNorm):
 
 
 def test_layers_with_a_way_of_their_own_are_left_alone():
-    assert not find_norms(ChannelsFirst(3))
-    assert not find_norms(nn.Conv2d(2, 3, 3))
+    assert not find_fused(ChannelsFirst(3))
+    assert not find_fused(nn.Conv2d(2, 3, 3))
     layer = nn.LayerNorm(3)
-    assert find_norms(layer) == [layer]
+    assert find_fused(layer) == [layer]
     layer.forward = lambda x: x
-    assert not find_norms(layer)
+    assert not find_fused(layer)
 
 
 @pytest.mark.parametrize("axes", [1, 2])
@@ -39,7 +39,7 @@ def test_a_batch_norm_is_pulled_back_with_its_statistics_as_constants(axes, affi
     fixed.running_mean.copy_(z.detach().mean(over))
     fixed.running_var.copy_(z.detach().var(over, correction=0))
     vector = torch.randn_like(z)
-    with ExplicitLayers(find_norms(norm)) as explicit:
+    with ExplicitLayers(find_fused(norm)) as explicit:
         x = z * 1
         out = norm(x)
     assert "forward" not in vars(norm)
@@ -64,6 +64,6 @@ def test_the_gradient_of_a_normalisation_is_torchs(norm, frozen):
     wanted = [z] if frozen else [z, *norm.parameters()]
     vector = torch.randn_like(z)
     expected = grad(norm(z), wanted, vector)
-    with ExplicitLayers(find_norms(norm)):
+    with ExplicitLayers(find_fused(norm)):
         out = norm(z)
     assert_close(grad(out, wanted, vector), expected)

@@ -16,6 +16,8 @@ LAYERS = {
     "gpt2 on tokens": (lambda: conv1d(5, 3), (4, 5)),
     "conv1d": (lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), (2, 9)),
     "conv2d": (lambda: nn.Conv2d(3, 4, 3), (3, 6, 7)),
+    "conv2d of few positions": (lambda: nn.Conv2d(2, 12, 3, padding=1, stride=2), (2, 5, 5)),
+    "conv2d of single pixels": (lambda: nn.Conv2d(3, 4, 1), (3, 6, 7)),
     "conv2d stride, padding, dilation": (
         lambda: nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
         (3, 6, 7),
@@ -67,6 +69,19 @@ def test_samples_may_have_matrices_of_their_own(case):
     rows = linear_map.apply(features, matrices)
     for i in range(5):
         assert_close(rows[i], linear_map.apply(features[i : i + 1], matrices[i])[0])
+
+
+def test_samples_may_have_signs_of_their_own(case):
+    layer, features = case
+    linear_map = layer_map(layer)
+    d, m = linear_map.weight.shape
+    left, right = torch.randn(d, 2).double(), torch.randn(2, m).double()
+    outer, inner = torch.randn(5, 2).double(), torch.randn(5, m).double()
+    rows = linear_map.apply_signed(features, left, outer, right, inner)
+    matrices = torch.stack([
+        left @ s.diag() @ right @ t.diag() for s, t in zip(outer, inner, strict=True)
+    ])
+    assert_close(rows, linear_map.apply(features, matrices))
 
 
 def test_transpose_is_the_transpose(case):
