@@ -531,7 +531,9 @@ def _by_gradients(
         layer, rows = layers[name], layers[name].map.to_rows(slope)
         size = len(rows) if layer.is_flat else max(1, _PULLED // layer.weight.numel())
         parts: dict[Key, list[Tensor]] = {key: [] for key in quantities if key[0] == name}
-        for some, features in zip(rows.split(size), layer.features.split(size), strict=True):
+        for some, features in zip(
+            torch.split(rows, size), torch.split(layer.features, size), strict=True
+        ):
             pulled = some if layer.is_flat else layer.map.transpose(features, some)
             for key, terms in parts.items():
                 terms.append(quantities[key].gradient(layer, pulled))
