@@ -90,7 +90,6 @@ class SqueezeExcitation(nn.Module):
 
 NETS = {
     "grouped queries": (GroupedQueries, (3, 4)),
-    "squeeze and excitation": (SqueezeExcitation, (2, 4, 4)),
     "mlp relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.LeakyReLU(),
                                        nn.Linear(5, 3)), (4,)),
     "mlp tanh": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (4,)),
@@ -345,6 +344,21 @@ def gpt2():
     )
 
 
+class Clamp(nn.Module):
+    """A hard sigmoid that torch can differentiate twice."""
+
+    def forward(self, x):
+        return F.relu6(x + 3) / 6
+
+
+def squeeze_and_excitation():
+    torch.manual_seed(0)
+    net = SqueezeExcitation().double()
+    oracle = copy.deepcopy(net)
+    oracle.scale[2] = Clamp()
+    return Problem(net, torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3, oracle=oracle)
+
+
 class Standardised(nn.Conv2d):
     """A convolution by a standardised weight, which pads its input as TensorFlow does."""
 
@@ -425,6 +439,7 @@ PROBLEMS = {
     **{f"fused attention, {kind}": lambda kind=kind: fused(kind) for kind in KINDS},
     "GPT-2": gpt2,
     "computed weights": computed_weights,
+    "squeeze and excitation": squeeze_and_excitation,
     **{
         f"language model, {name}, {axis}": lambda criterion=criterion, axis=axis: tokens(
             axis == "classes second", criterion

@@ -157,7 +157,7 @@ PROBED = {
     "flat": ("mlp tanh", 0),
     "tokens": ("grouped queries", "k_proj"),
     "a weight with more columns": ("grouped queries", "o_proj"),
-    "kernels": ("squeeze and excitation", 0),
+    "kernels": ("squeeze and excitation", "stem"),
     "patches": ("computed weights", 0),
     "groups": ("conv", 0),
 }
