@@ -112,8 +112,8 @@ def test_the_tolerance_is_of_the_terms():
     assert 0.1 * found.value < typical < 0.21 * found.value
     # the mean alone needs far fewer probes
     mean = evaluate(
-        "relative_flatness", net, X, y, method="hutchinson", rtol=0.2, max_passes=10_000, layer="0", criterion=CE,
-        random_state=0,
+        "relative_flatness", net, X, y, method="hutchinson", rtol=0.2, max_passes=10_000,
+        layer="0", criterion=CE, random_state=0,
     )  # fmt: skip
     assert mean.stderr > 2 * found.stderr
 
