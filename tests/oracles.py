@@ -101,3 +101,25 @@ TABLE_1 = {
 
 def largest(H):
     return float(torch.linalg.eigvalsh(flat_matrix(H))[-1])
+
+
+def comparable_flatness(net, name, criterion, X, y):
+    """Mean variance of a feature, times the mean trace of the curvature in the features.
+
+    `net` is a chain; `name` that of a linear layer or of a convolution, whose features are the
+    patches of the positions. `criterion` is the mean over samples of losses of their own.
+    """
+    k = int(name)
+    layer, features = net[k], net[:k](X)
+    W = layer.weight.flatten(1)
+    groups = getattr(layer, "groups", 1)
+    total = 0.0
+    for z, target in zip(layer(features), y, strict=True):
+        H = hessian(lambda one, t=target: criterion(net[k + 1 :](one[None]), t[None]))(z)
+        d, size = len(z), z[0].numel()
+        H = H.reshape(d, size, d, size)
+        for p in range(size):
+            for rows in torch.arange(d).chunk(groups):  # a group reads features of its own
+                total += torch.trace(W[rows].T @ H[rows][:, p, rows, p] @ W[rows])
+    values = features.transpose(0, 1).flatten(1)
+    return float(values.var(dim=1, correction=0).mean() * total / len(X))

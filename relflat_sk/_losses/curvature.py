@@ -24,7 +24,7 @@ other curvature is given by its products with vectors.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
@@ -154,6 +154,21 @@ class ClosedForm(ABC):
             One product for each sample.
         """
 
+    @abstractmethod
+    def times(self, factor: float) -> "ClosedForm":
+        """Multiply the ``B_i`` by a number.
+
+        Parameters
+        ----------
+        factor : float
+            The number.
+
+        Returns
+        -------
+        ClosedForm
+            Of the same kind.
+        """
+
     def trace(self, factor: Factor | None) -> Tensor:
         """Sum the quadratic forms of the columns of a factor: ``Tr(F^T B_i F)``.
 
@@ -233,6 +248,9 @@ class _Diagonal(ClosedForm):
 
     def diagonal(self) -> Tensor:
         return self.beta
+
+    def times(self, factor: float) -> ClosedForm:
+        return _Diagonal(self.beta * factor)
 
     def root(self) -> Tensor:
         return torch.diag_embed(self.beta.sqrt())
@@ -331,6 +349,10 @@ class Softmax(ClosedForm):
 
     def diagonal(self) -> Tensor:
         return self._scaled(self.p * self._others())
+
+    def times(self, factor: float) -> ClosedForm:
+        scale = full_precision(self.z[:, 0]).new_ones(()) if self.scale is None else self.scale
+        return replace(self, scale=(scale * factor).expand(len(self.z)))
 
     def root(self) -> Tensor:
         # diag(p) - p p^T = sum_c p_c (e_c - p) (e_c - p)^T

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 
 from relflat_sk._losses.curvature import ClosedForm
-from relflat_sk._losses.table import LINKS, TABLE, Row, Target
-from relflat_sk._numerics import or_one
+from relflat_sk._losses.table import LINKS, LOGITS, TABLE, Row, Target
+from relflat_sk._numerics import full_precision, or_one
 from relflat_sk._warnings import warn
 
 # Criteria as users give them, and how they are called.
@@ -115,9 +115,15 @@ def warn_of_ending(criterion: Any, ending: str | None) -> None:
 
 @dataclass(frozen=True)
 class Loss:
-    """A criterion as a sum over samples divided by a sum of divisors."""
+    """A criterion as a sum over samples divided by a sum of divisors, at a temperature.
+
+    The temperature is the scale of the likelihood whose negative logarithm the loss is. It divides
+    the logits of a classifier, ``L(z / T)``, so that the classes with the largest probability stay
+    the same. It divides squared errors, ``L(z) / T``, as the variance of normal noise does.
+    """
 
     criterion: Any
+    temperature: float = 1.0
 
     @property
     def row(self) -> Row | None:
@@ -140,7 +146,30 @@ class Loss:
         module = self.criterion
         if not isinstance(module, nn.Module) or not [*module.parameters(), *module.buffers()]:
             return self
-        return Loss(copy.deepcopy(module).to(device=device, dtype=dtype))
+        return replace(self, criterion=copy.deepcopy(module).to(device=device, dtype=dtype))
+
+    # -- at a temperature
+
+    def at_temperature(self, temperature: float) -> "Loss":
+        """Return the loss at a temperature; 1 gives the criterion."""
+        return replace(self, temperature=temperature)
+
+    @property
+    def divides_logits(self) -> bool:
+        """Whether the temperature divides the logits, and not the loss."""
+        return self.row is not None and self.row.task != "regression"
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Return logits, up to a constant for each sample, from what the criterion takes."""
+        return output if self.row is None else LOGITS[self.row.link](output)
+
+    def from_logits(self, z: Tensor) -> Tensor:
+        """Return what the criterion takes from logits. Shapes: `z` (n, d, ...)."""
+        if self.row is None or self.row.link == "identity":
+            return z
+        if z.ndim < 3:
+            return LINKS[self.row.link](z)
+        return LINKS[self.row.link](z.movedim(1, -1)).movedim(-1, 1)
 
     def classes_second(self, output: Tensor, target: Tensor | None) -> Tensor:
         """Move the classes of a language model's logits, (n, tokens, classes), to axis 1."""
@@ -200,7 +229,14 @@ class Loss:
         """Return the curvature of the summed loss in a layer's output. Shapes: `z` (n, d)."""
         row = self.row
         curvature = None if row is None else row.links.get(link or "")
-        return None if curvature is None or z.ndim != 2 else curvature(self.criterion, z, target)
+        if curvature is None or z.ndim != 2:
+            return None
+        heat = self.temperature
+        if heat == 1:
+            return curvature(self.criterion, z, target)
+        if not self.divides_logits:
+            return curvature(self.criterion, z, target).times(1 / heat)
+        return curvature(self.criterion, full_precision(z) / heat, target).times(1 / heat**2)
 
     def terms(
         self, output: Tensor, target: Tensor | Target, *, each: bool = False
@@ -216,6 +252,15 @@ class Loss:
 
     def losses(self, output: Tensor, target: Tensor, *, each: bool = False) -> Tensor:
         """Compute the losses of the samples. Shapes: returns (n,)."""
+        if self.temperature == 1:
+            return self._of_criterion(output, target, each=each)
+        if not self.divides_logits:
+            return self._of_criterion(output, target, each=each) / self.temperature
+        heated = self.from_logits(self.logits(output) / self.temperature)
+        return self._of_criterion(heated, target, each=each)
+
+    def _of_criterion(self, output: Tensor, target: Tensor, *, each: bool) -> Tensor:
+        """Compute the losses without a temperature. Shapes: returns (n,)."""
         n, row = len(output), self.row
         losses = call_criterion(self.criterion, output, target, each=each or row is not None)
         if row is not None:
@@ -253,10 +298,13 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | N
 def constant_risk(
     loss: Loss, targets: Tensor, weight: Tensor, output_shape: torch.Size, link: str | None
 ) -> float:
-    """Compute the mean loss of the best constant prediction. Shapes: `weight` (n,)."""
+    """Compute the mean loss of the best constant prediction, at temperature 1.
+
+    Shapes: `weight` (n,).
+    """
     weight = weight.double()
     targets = targets.double() if targets.is_floating_point() else targets
-    loss = loss.to(targets.device, torch.float64)
+    loss = loss.at_temperature(1.0).to(targets.device, torch.float64)
 
     def risk(constant: Tensor) -> Tensor:
         constant = constant.reshape(output_shape)

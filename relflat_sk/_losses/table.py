@@ -33,6 +33,13 @@ LINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "log_softmax": lambda z: z.log_softmax(dim=-1),
     "sigmoid": torch.sigmoid,
 }
+# and back to logits, up to a constant for each sample
+LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "softmax": lambda p: (p + torch.finfo(p.dtype).tiny).log(),
+    "log_softmax": lambda z: z,
+    "sigmoid": torch.logit,
+}
 
 
 def never(criterion: Any) -> bool:
@@ -73,6 +80,8 @@ class Row:
         For each link, a function from the layer's output and `Target.relevant` to the curvature.
     needs_target : callable
         Whether the curvature depends on the labels.
+    has_temperature : bool
+        Whether the likelihood has a scale: a temperature of logits, or a variance.
     """
 
     task: Task
@@ -81,6 +90,12 @@ class Row:
     best_constant: BestConstant | None
     links: Mapping[str, CurvatureOf]
     needs_target: Callable[[Any], bool] = never
+    has_temperature: bool = True
+
+    @property
+    def link(self) -> str:
+        """The function that turns logits into the criterion's input."""
+        return next(iter(self.links), "identity")
 
 
 # Rows of the table for softmax cross-entropy in its spellings.
@@ -356,6 +371,7 @@ def _output_row(
     best_constant: BestConstant | None,
     links: Mapping[str, CurvatureOf],
     needs_target: Callable[[Any], bool] = never,
+    has_temperature: bool = True,
 ) -> Row:
     """Return the row of a criterion that is a sum over outputs."""
 
@@ -363,7 +379,8 @@ def _output_row(
         target = check(criterion, output, target)
         return Target(target, target)
 
-    return Row(task, read, _output_divisors, best_constant, links, needs_target)
+    divisors = _output_divisors
+    return Row(task, read, divisors, best_constant, links, needs_target, has_temperature)
 
 
 OUTPUT_LOSSES: dict[type, Row] = {
@@ -387,13 +404,18 @@ OUTPUT_LOSSES: dict[type, Row] = {
         _best_rate,
         {"identity": _poisson},
         lambda criterion: not criterion.log_input,
+        has_temperature=False,  # the variance is the mean
     ),
     # no closed form, but the task and the shape of the targets are known
     nn.L1Loss: _output_row(
-        "regression", _check_numbers, lambda criterion, y, w, shape: _median(y, w), {}
+        "regression",
+        _check_numbers,
+        lambda criterion, y, w, shape: _median(y, w),
+        {},
+        has_temperature=False,
     ),
-    nn.SmoothL1Loss: _output_row("regression", _check_numbers, None, {}),
-    nn.HuberLoss: _output_row("regression", _check_numbers, None, {}),
+    nn.SmoothL1Loss: _output_row("regression", _check_numbers, None, {}, has_temperature=False),
+    nn.HuberLoss: _output_row("regression", _check_numbers, None, {}, has_temperature=False),
 }
 
 

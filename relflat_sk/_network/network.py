@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -245,6 +245,10 @@ class Outcome:
         losses, divisors = zip(*terms, strict=True)
         return torch.cat(losses), torch.cat(divisors)
 
+    def divisors(self) -> Tensor:
+        """Return what each sample adds to the divisor of the mean loss. Shapes: returns (n,)."""
+        return self.loss.divisors(self.output, self.target).detach().double()
+
     def total(self) -> tuple[Tensor, float]:
         """Sum losses and divisors with the sample weights; their ratio is the mean loss."""
         losses, divisors = self.loss.terms(self.output, self.target, each=self.weighted)
@@ -298,23 +302,37 @@ def output_shape(network: Network) -> torch.Size:
         return outcome_of(network, batch, network(batch.x)).output.shape[1:]
 
 
-def best_constant_loss(network: Network, shape: torch.Size, link: str | None) -> float:
+# targets as the criterion takes them, and weights of the samples of a batch
+Labels = tuple[Tensor, Tensor]
+
+
+def best_constant_loss(
+    network: Network, shape: torch.Size, link: str | None, labels: Iterable[Labels] | None = None
+) -> float:
     """Compute the mean loss of the best constant prediction on a network's data.
 
-    The labels are read, the network is not run.
+    The labels are read, if they are not given. The network is not run.
     """
     targets, weights = [], []
-    for batch in network.batches():
-        if batch.y is None:
-            return math.nan
-        n, device = len(batch.y), batch.y.device
-        output = torch.empty((n, *shape), dtype=torch.float64, device=device)
-        target, weight = network.loss.check_target(output, batch.y), sample_weight(batch, n, device)
+    for labelled in _read_labels(network, shape) if labels is None else labels:
+        target, weight = labelled
         if network.loss.row is not None and target.ndim == 1 and not target.is_floating_point():
             # losses are computed for all classes of a label
             target, positions = torch.unique(target, return_inverse=True)
             weight = weight.new_zeros(len(target)).index_add_(0, positions, weight)
         targets.append(target)
         weights.append(weight)
-    labels, counts = network.processes.join_rows(torch.cat(targets), torch.cat(weights))
-    return constant_risk(network.loss, labels, counts, shape, link)
+    if not targets:
+        return math.nan
+    every, counts = network.processes.join_rows(torch.cat(targets), torch.cat(weights))
+    return constant_risk(network.loss, every, counts, shape, link)
+
+
+def _read_labels(network: Network, shape: torch.Size) -> Iterator[Labels]:
+    """Read the labels of all batches, if there are any."""
+    for batch in network.batches():
+        if batch.y is None:
+            return
+        n, device = len(batch.y), batch.y.device
+        output = torch.empty((n, *shape), dtype=torch.float64, device=device)
+        yield network.loss.check_target(output, batch.y), sample_weight(batch, n, device)

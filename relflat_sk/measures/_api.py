@@ -11,12 +11,14 @@ from torch import nn
 
 from relflat_sk._models import DataOptions, joined, name_layer, name_layers
 from relflat_sk._network import Layer
+from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import LARGEST_NEURON, MAX_PASSES
 from relflat_sk.measures._measure_network import (
     check_layers,
     counts_decay,
     is_of_network,
     measure_network,
+    takes_loss,
     warn_of_non_finite,
 )
 from relflat_sk.measures._minimum import warn_of_vanished
@@ -96,14 +98,40 @@ def evaluate(  # noqa: PLR0913
     >>> round(found.risk, 4), round(found.constant_risk(), 4)
     (0.0556, 1.5556)
     """
+    found = evaluate_or_explain(
+        name,
+        model,
+        X,
+        y,
+        layer=layer,
+        options=DataOptions(criterion, batch_size, device, sample_weight, in_order=per_sample),
+        process_group=process_group,
+        per_sample=per_sample,
+        **params,
+    )
+    if found.reason:
+        raise ValueError(f"{found.reason}.")
+    return found
+
+
+def evaluate_or_explain(
+    name: Any,
+    model: Any,
+    X: Any,
+    y: Any,
+    *,
+    layer: Layer,
+    options: DataOptions,
+    process_group: Any = None,
+    **params: Any,
+) -> Flatness:
+    """Do the same as `evaluate`, but return nan with a reason where `at_loss` is not reached."""
     name = find_measure(name)
     if "layers" in params:
         raise TypeError(
             f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
         )
     check_layers([name], layer)
-    options = DataOptions(criterion, batch_size, device, sample_weight, in_order=per_sample)
-    params["per_sample"] = per_sample
     with joined(model, X, y, options, process_group) as network:
         (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
     return found
@@ -153,9 +181,9 @@ def flatness_report(  # noqa: PLR0913
     process_group : torch.distributed.ProcessGroup or "world", optional
         The processes that hold the data, see `relative_flatness`.
     **params : dict
-        `method`, `n_probes`, `rtol`, `atol`, `max_passes`, `verbose` and `random_state` as in
-        `relative_flatness`, `weight_decay` as in `measure`, and arguments of the measures of the
-        whole network.
+        `method`, `n_probes`, `rtol`, `atol`, `max_passes`, `verbose`, `random_state` and
+        `at_loss` as in `relative_flatness`, `weight_decay` as in `measure`, and arguments of the
+        measures of the whole network.
 
     Returns
     -------
@@ -180,7 +208,8 @@ def flatness_report(  # noqa: PLR0913
     Warns
     -----
     FlatnessWarning
-        If a measure does not apply to the network, is not finite, or is zero up to rounding.
+        If a measure does not apply to the network, is not finite, or is zero up to rounding, or
+        the loss of `at_loss` is reached at no temperature.
 
     Examples
     --------
@@ -204,8 +233,11 @@ def flatness_report(  # noqa: PLR0913
         )
     check_layers(names, layers)
     layers = name_layers(model, layers)
-    if params.get("weight_decay") and measures is None:
-        names = [name for name in names if counts_decay(name)]
+    if measures is None:
+        if params.get("weight_decay"):
+            names = [name for name in names if counts_decay(name)]
+        if params.get("at_loss") is not None:
+            names = [name for name in names if takes_loss(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
     measured = {name: LARGEST_NEURON if name == NEURONS else name for name in names}
     with joined(model, X, y, options, process_group) as network:
@@ -238,6 +270,9 @@ def flatness_report(  # noqa: PLR0913
 
 
 def _warn_of_doubtful(found: Found) -> None:
+    for reason in dict.fromkeys(one.reason for one in found.values() if one.reason):
+        names = dict.fromkeys(name for (_, name), one in found.items() if one.reason == reason)
+        warn(f"{', '.join(names)} is nan: {reason}.")
     warn_of_non_finite(found)
     warn_of_vanished(found)
 
@@ -285,7 +320,8 @@ def measure(
         DataLoader that shuffles is refused.
     **params : dict
         Further arguments, see `relative_flatness`. `weight_decay` is the optimiser's, to be
-        counted into the loss as ``weight_decay / 2 * |W|^2``.
+        counted into the loss as ``weight_decay / 2 * |W|^2``. "comparable_flatness" is measured
+        at equal loss always, with ``at_loss=0.05`` if nothing else is given.
 
     Returns
     -------
@@ -374,6 +410,7 @@ def relative_flatness(  # noqa: PLR0913
     return_stderr: bool = False,
     process_group: Any = None,
     verbose: int = 0,
+    at_loss: float | None = None,
 ) -> float | tuple[float, float] | Floats | tuple[Floats, Floats]:
     r"""Measure how flat the loss is around a trained model, at one layer; small is flat.
 
@@ -438,6 +475,12 @@ def relative_flatness(  # noqa: PLR0913
         group. None: the data of the calling process are all data.
     verbose : int, default=0
         1 shows a progress bar of the probes.
+    at_loss : float, optional
+        A share of the best constant prediction's loss, such as 0.05: measure the network whose
+        outputs are divided by the temperature at which its mean loss on X is that share. So
+        networks can be compared that were trained to different losses, saturated ones included.
+        Squared errors are divided by the temperature instead of the outputs, as by a variance.
+        None: the network as it is.
 
     Returns
     -------
@@ -452,7 +495,8 @@ def relative_flatness(  # noqa: PLR0913
     TypeError
         If there is no network in the model, or the layer is of an unsupported kind.
     ValueError
-        If data, labels, criterion and network do not fit together.
+        If data, labels, criterion and network do not fit together. With `at_loss`, if the loss is
+        reached at no temperature, or the criterion has none.
     sklearn.exceptions.NotFittedError
         If the estimator is not fitted.
 
@@ -487,6 +531,12 @@ def relative_flatness(  # noqa: PLR0913
     if the embedding had a copy of its own. Layers whose weight is used a second time are refused,
     by another layer or by a function, as in a tied autoencoder.
 
+    At a temperature T, the last layer's terms are
+    :math:`|\phi(x_i)|^2 \mathrm{Tr}(W^\top B(z_i / T) W) / T^2` with logits :math:`z_i`. They do
+    not change when the logits are multiplied by a number. Of two temperatures with the same loss,
+    the larger one is taken. For squared errors, the value is :math:`\kappa` divided by the mean
+    loss, times the loss of `at_loss`.
+
     References
     ----------
     .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
@@ -506,6 +556,17 @@ def relative_flatness(  # noqa: PLR0913
 
     >>> relative_flatness(regression, X, y, per_sample=True).tolist()
     [8.0, 32.0]
+
+    A classifier that is more confident is as flat at equal loss:
+
+    >>> from sklearn.linear_model import LogisticRegression
+    >>> X, y = np.array([[-2.0], [-1.0], [1.0], [3.0]]), [0, 0, 1, 1]
+    >>> classifier = LogisticRegression(C=10).fit(X, y)
+    >>> before = relative_flatness(classifier, X, y, at_loss=0.1)
+    >>> classifier.coef_ *= 100
+    >>> classifier.intercept_ *= 100
+    >>> bool(np.isclose(relative_flatness(classifier, X, y, at_loss=0.1), before))
+    True
     """
     name = "normalized_relative_flatness" if normalize else "relative_flatness"
     found = evaluate(
@@ -527,6 +588,7 @@ def relative_flatness(  # noqa: PLR0913
         per_sample=per_sample,
         process_group=process_group,
         verbose=verbose,
+        at_loss=at_loss,
     )
     _warn_of_doubtful({("", name): found})
     if found.terms is not None and found.term_stderrs is not None:

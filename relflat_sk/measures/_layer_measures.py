@@ -9,6 +9,7 @@ trace_flatness               ``|W|_F^2 Tr(H)`` [2]_
 eigenvalue_flatness          ``|W|_F^2 lambda_max(H)`` [2]_
 neuron_flatness_max          ``max_j rho(j)``, rho(j) the form of H in column j of W [2]_
 neuron_flatness_sum          ``sum_j rho(j)``
+comparable_flatness          ``sum_j Var(phi_j) mean_i Tr(W^T B_i W) / m``, at equal loss
 hessian_trace                ``Tr(H)``
 hessian_max_eigenvalue       ``lambda_max(H)``
 gradient_norm                norm of the gradient of the mean loss in ``W``
@@ -92,6 +93,12 @@ def _normalized(layer: LayerPass, spread: Tensor | None) -> Quantity:
     return Trace(layer.left_factor(spread), inverse_spread(spread))
 
 
+def _comparable(layer: LayerPass, spread: Tensor | None) -> Quantity:
+    """Return the curvature in the features, times the mean of the features' variances."""
+    assert spread is not None
+    return FeatureTrace(layer.feature_factor(), scale=float(spread.square().mean()))
+
+
 TRACE_LIKE: dict[str, TraceLike] = {
     "relative_flatness": TraceLike(
         lambda layer, spread: Trace(layer.left_factor()), same=("layer", "own neurons")
@@ -107,10 +114,11 @@ TRACE_LIKE: dict[str, TraceLike] = {
     "neuron_flatness_max": TraceLike(
         lambda layer, spread: Neurons(is_sum=False), same=EVERY_CHANGE
     ),
+    "comparable_flatness": TraceLike(_comparable, same=("layer", "own neurons"), normalized=True),
 }
 # of the measures that `theory` needs, beside those with a public name
 _QUANTITIES = TRACE_LIKE | {
-    "feature_curvature": TraceLike(lambda layer, spread: FeatureTrace(layer.left_factor()))
+    "feature_curvature": TraceLike(lambda layer, spread: FeatureTrace(layer.feature_factor()))
 }
 # the measure with a value for each neuron, of which it is the largest
 LARGEST_NEURON = "neuron_flatness_max"

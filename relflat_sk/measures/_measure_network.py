@@ -13,6 +13,7 @@ from relflat_sk._losses import name_criterion, product_curvature, pull_back
 from relflat_sk._network import Batch, Layer, Network, borrowed, find_non_finite, outcome_of
 from relflat_sk._random import RandomState, draw_seed, make_generator, rademacher, seed_from
 from relflat_sk._warnings import warn
+from relflat_sk.measures._equal_loss import EqualLoss, at_equal_loss, check_share
 from relflat_sk.measures._layer_measures import (
     GRADIENT_NORM,
     LAYER_MEASURES,
@@ -21,7 +22,7 @@ from relflat_sk.measures._layer_measures import (
 )
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
-from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure
+from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
 from relflat_sk.measures._rivals import RIVALS
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
@@ -113,6 +114,12 @@ _ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
 # measures that are zero where the loss has no curvature
 CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
 _NONE = Estimate(math.nan, math.nan, "none")
+# measures that are taken at equal loss always, and the share of the best constant's loss
+_SHARES = {"comparable_flatness": 0.05}
+# measures of the whole network that depend on the loss, and so on its temperature
+_OF_LOSS = {"network_flatness", *SHARPNESS_MEASURES} - {
+    "pac_bayes_flatness", "pac_bayes_magnitude_flatness",
+}  # fmt: skip
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
 
@@ -125,14 +132,17 @@ def measure_network(
     weight_decay: float = 0.0,
     refuse: bool = True,
     per_sample: bool = False,
+    at_loss: float | None = None,
     **params: Any,
 ) -> Found:
     """Measure a network in several ways, with as few passes over the data as possible.
 
     All traces, the gradient norm, the mean loss, the number of samples and the shape of the
-    outputs come from one pass; the largest eigenvalues begin with it.
+    outputs come from one pass; the largest eigenvalues begin with it. Measures at equal loss have
+    passes of their own. Where the loss is reached at no temperature, they are nan, with a reason.
     """
     check_number("weight_decay", weight_decay, positive=False)
+    check_at_loss(names, at_loss)
     check_arguments(names, params)
     _check_together(names, weight_decay, per_sample, network.processes.are_several)
     if network.processes.are_several:
@@ -140,17 +150,79 @@ def measure_network(
         seed = seed_from(params.get("random_state"))
         seed = draw_seed(None) if seed is None else seed
         params["random_state"] = network.processes.gather(seed)[0]
-    params["weight_decay"] = weight_decay
+    params |= {"weight_decay": weight_decay, "per_sample": per_sample, "refuse": refuse}
     found: Found = {}
-    if of_layers := [name for name in names if name in LAYER_MEASURES]:
-        some = {key: value for key, value in params.items() if key in _ALWAYS}
-        found |= measure_layers(network, of_layers, layers, per_sample=per_sample, **some)
-    if whole := [name for name in names if is_of_network(name)]:
-        found |= _measure_whole(network, whole, refuse, params, found)
+    shares = {name: loss_share(name, at_loss) for name in names}
+    for share in dict.fromkeys(shares.values()):
+        some = [name for name in names if shares[name] == share]
+        found |= _measure_at_loss(network, some, layers, share, params)
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
     return found
+
+
+def loss_share(name: str, at_loss: float | None) -> float | None:
+    """Return the share of the best constant's loss at which a measure is taken, if at any."""
+    return _SHARES.get(name) if at_loss is None else at_loss
+
+
+def takes_loss(name: str) -> bool:
+    """Return whether a measure can be taken at equal loss."""
+    return name in LAYER_MEASURES or name in _OF_LOSS
+
+
+def check_at_loss(names: Sequence[str], at_loss: float | None) -> None:
+    """Refuse a bad share of the loss, and measures that do not depend on the loss."""
+    check_share(at_loss)
+    without = [str(name) for name in names if not takes_loss(name)]
+    if at_loss is not None and without:
+        raise ValueError(
+            f"at_loss={at_loss!r} has no effect on {', '.join(without)}, which does not depend on "
+            "the loss: leave it out, or measure a flatness."
+        )
+
+
+def _measure_at_loss(
+    network: Network,
+    names: Sequence[str],
+    layers: Sequence[Layer] | str,
+    share: float | None,
+    params: Mapping[str, Any],
+) -> Found:
+    """Measure a network, or the network at the temperature of a share of the loss."""
+    of_layers = [name for name in names if name in LAYER_MEASURES]
+    whole = [name for name in names if is_of_network(name)]
+    equal = None
+    if share is not None:
+        checked, where = bool(of_layers), layers if of_layers else [-1]
+        equal = at_equal_loss(network, where, share, checked=checked, refuse=params["refuse"])
+        if equal.reason:
+            reason = f"no temperature gives the loss of at_loss={share:g}: {equal.reason}"
+            return _without_value(equal, of_layers, whole, reason)
+        network = equal.network
+    found: Found = {}
+    if of_layers:
+        some = {key: value for key, value in params.items() if key in _ALWAYS | {"per_sample"}}
+        recorded = network if equal is None else equal.recorded
+        found |= measure_layers(recorded, of_layers, layers, **some)
+    if whole:
+        found |= _measure_whole(network, whole, params["refuse"], params, found)
+    for one in found.values():
+        one.own = None if equal is None else equal.own
+    return found
+
+
+def _without_value(
+    equal: EqualLoss, of_layers: Sequence[str], whole: Sequence[str], reason: str
+) -> Found:
+    """Return nan for all measures of a network that reaches the loss at no temperature."""
+    keys = [(layer, name) for layer in equal.own.layer_weights for name in of_layers]
+    own: Summary = equal.own
+    return {
+        key: Flatness(math.nan, math.nan, "none", equal.network, own, own=own, reason=reason)
+        for key in [*keys, *(("", name) for name in whole)]
+    }
 
 
 def is_of_network(name: str) -> bool:
@@ -209,7 +281,7 @@ def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
     """Refuse arguments that none of the measures takes."""
     known = _SEED.union(*map(_arguments, names)) - {"weight_decay"}
     if not all(isinstance(name, OwnMeasure) for name in names):
-        known |= _OF_LAYERS
+        known |= _OF_LAYERS | {"at_loss"}
     for key in params:
         if key not in known:
             raise TypeError(
@@ -280,7 +352,9 @@ def _warn_of_no_curvature(network: Network, found: Found) -> None:
 def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
     """Say why measures are nan or infinite, unless the measures have said so themselves."""
     # by name, not by layer: a network that diverged has diverged at all of them
-    names = dict.fromkeys(name for (_, name), one in found.items() if not math.isfinite(one.value))
+    names = dict.fromkeys(
+        name for (_, name), one in found.items() if not math.isfinite(one.value) and not one.reason
+    )
     if not names:
         return
     one = next(iter(found.values()))

@@ -40,7 +40,9 @@ _VANISHED = 1e-6
 # A loss that may be that share of the constant's: cross-entropies of a constant are below 10.
 _TINY_LOSS = 1e-5
 # curvatures that are not in the unit of the loss, or of single neurons: only zero is too little
-_OF_ANY_SIZE = {"hessian_trace", "hessian_max_eigenvalue", "neuron_flatness_max"}
+_OF_ANY_SIZE = {
+    "comparable_flatness", "hessian_max_eigenvalue", "hessian_trace", "neuron_flatness_max",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def compare_with_constant(measured: Flatness) -> ConstantComparison:
     The network runs again, for the score, only if its loss is no lower than the constant's.
     """
     with measured.network.processes.together():
-        comparison = ConstantComparison(measured.risk, measured.constant_risk())
+        comparison = ConstantComparison(measured.compared_risk, measured.constant_risk())
         if comparison.beats_constant or not math.isfinite(comparison.loss):
             return comparison
         score = score_of(measured.network)
@@ -98,9 +100,10 @@ def find_objection(
     if has_vanished(measure, flatness, comparison):
         return (
             f"has no curvature left that could be compared, with a flatness of {flatness:.3g}. Its "
-            "network may be saturated, so that the loss of nearly all samples rounds to 0: train "
-            "all models to the same loss, with StopAtLoss for example. Or its criterion may have "
-            "no curvature: score with measure_params={'criterion': ...}"
+            "network may be saturated, so that the loss of nearly all samples rounds to 0: measure "
+            "all models at equal loss, with measure_params={'at_loss': 0.05}, or train them to the "
+            "same loss. Or its criterion may have no curvature: score with "
+            "measure_params={'criterion': ...}"
         )
     return None
 
@@ -124,7 +127,11 @@ def warn_of_vanished(found: Found) -> None:
         key: one
         for key, one in found.items()
         if key[1] in CURVATURES
-        and (one.value == 0 or abs(one.value) <= _VANISHED * one.risk or abs(one.risk) < _TINY_LOSS)
+        and (
+            one.value == 0
+            or abs(one.value) <= _VANISHED * one.compared_risk
+            or abs(one.compared_risk) < _TINY_LOSS
+        )
     }
     if not tiny:
         return
@@ -134,7 +141,7 @@ def warn_of_vanished(found: Found) -> None:
             constant = one.constant_risk()
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
             constant = math.nan  # a criterion of the user's own need not take a constant
-        comparison = ConstantComparison(one.risk, constant)
+        comparison = ConstantComparison(one.compared_risk, constant)
         gone = [key for key, one in tiny.items() if has_vanished(key[1], one.value, comparison)]
         if not gone or not criterion_has_curvature(one.network):
             return  # a criterion without curvature has a warning of its own
@@ -150,9 +157,9 @@ def warn_of_vanished(found: Found) -> None:
         return
     warn(
         f"{names} is {tiny[gone[0]].value:.3g}: there is no curvature left that could be compared. "
-        "The network may be saturated, with outputs so large that the curvature rounds to 0: train "
-        "all models to the same loss, with StopAtLoss for example. Or its loss may not depend on "
-        "the layer."
+        "The network may be saturated, with outputs so large that the curvature rounds to 0: "
+        "measure at equal loss, with at_loss=0.05, or train all models to the same loss. Or its "
+        "loss may not depend on the layer."
     )
 
 

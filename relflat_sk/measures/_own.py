@@ -82,8 +82,8 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
 # arguments of the functions that measure; a function's own argument of such a name would get no
 # value
 TAKEN = {
-    "aggregate", "batch_size", "criterion", "device", "layer", "layers", "measure", "measures",
-    "name", "names", "network", "per_sample", "process_group", "refuse", "weight_decay",
+    "aggregate", "at_loss", "batch_size", "criterion", "device", "layer", "layers", "measure",
+    "measures", "name", "names", "network", "per_sample", "process_group", "refuse", "weight_decay",
 }  # fmt: skip
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

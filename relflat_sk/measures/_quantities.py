@@ -100,6 +100,19 @@ class LayerPass:
             return Factor(weight)
         return Factor(torch.linalg.qr(weight.T, mode="r").R.T)  # W = R^T Q^T
 
+    def feature_factor(self) -> Factor:
+        """Return a factor of the weight in all features, of which each group reads its own.
+
+        Shapes: returns (d, k).
+        """
+        groups = self.map.groups
+        if groups == 1:
+            return self.left_factor()
+        weight = self.weight
+        group = torch.arange(groups, device=weight.device).repeat_interleave(len(weight) // groups)
+        own = group[:, None, None] == torch.arange(groups, device=weight.device)[:, None]
+        return Factor((weight[:, None] * own).flatten(1))
+
     @cached_property
     def summed_loss(self) -> Tensor:
         """The loss, summed over the batch."""
@@ -222,9 +235,12 @@ class Quantity(Protocol):
     ----------
     is_sum : bool
         Whether the forms of all directions are summed up; otherwise each is a number of its own.
+    of_rows : bool
+        Whether `gradient` takes gradients in the layer's output at any layer.
     """
 
     is_sum: bool = True
+    of_rows: bool = False
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
         """Compute each sample's terms from a closed form.
@@ -249,8 +265,9 @@ class Quantity(Protocol):
         ----------
         layer : LayerPass
             The layer.
-        pulled : Tensor of shape (n, d, 1) or (n, d, m)
-            Gradients ``g_ic`` in a flat layer's output, or ``G_ic`` in any other's weight.
+        pulled : Tensor of shape (n, d, P) or (n, d, m)
+            Gradients ``g_ic`` in the layer's output, if it is flat or the quantity is `of_rows`,
+            else ``G_ic`` in its weight.
 
         Returns
         -------
@@ -389,10 +406,37 @@ class Trace(Quantity):
 
 @dataclass(frozen=True)
 class FeatureTrace(Trace):
-    """``Tr(W^T B_i W)`` of a layer that receives one vector for each sample."""
+    """``scale sum_p Tr(W^T B_ipp W)``, with the curvature ``B_ipp`` at each position p."""
+
+    scale: float = 1.0
+    of_rows = True
+
+    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
+        left = self._columns(layer).T @ pulled.double()
+        return self.scale * left.square().sum(dim=(1, 2))[:, None]
+
+    def n_products(self, layer: LayerPass) -> float:
+        return self._columns(layer).shape[1] * _n_positions(layer)
+
+    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
+        columns, n = self._columns(layer), len(layer.features)
+        for column in columns.T:
+            for p in range(_n_positions(layer)):
+                rows = column.new_zeros(n, len(column), _n_positions(layer))
+                rows[:, :, p] = math.sqrt(self.scale) * column
+                yield rows
+
+    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        columns = self._columns(layer)
+        shape = (len(layer.features), columns.shape[1], _n_positions(layer))
+        return self.scale * layer.forms([columns @ rademacher(shape, columns, generator)])
 
     def _square_norms(self, layer: LayerPass) -> Tensor:
-        return torch.ones(len(layer.features), dtype=torch.float64, device=layer.features.device)
+        return torch.full_like(layer.features[:, 0], self.scale, dtype=torch.float64)
+
+
+def _n_positions(layer: LayerPass) -> int:
+    return 1 if layer.is_flat else layer.map.to_rows(layer.offset.detach()).shape[2]
 
 
 @dataclass(frozen=True)
@@ -534,7 +578,10 @@ def _by_gradients(
         for some, features in zip(
             torch.split(rows, size), torch.split(layer.features, size), strict=True
         ):
-            pulled = some if layer.is_flat else layer.map.transpose(features, some)
+            pulled = some
+            if not layer.is_flat and not all(quantities[key].of_rows for key in parts):
+                pulled = layer.map.transpose(features, some)
             for key, terms in parts.items():
-                terms.append(quantities[key].gradient(layer, pulled))
+                given = some if quantities[key].of_rows else pulled
+                terms.append(quantities[key].gradient(layer, given))
         yield from ((key, torch.cat(terms)) for key, terms in parts.items())

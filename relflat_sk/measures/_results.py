@@ -123,6 +123,10 @@ class Flatness:
         The numbers of the input neurons, of which the value is the largest.
     neuron_stderrs : ndarray of shape (m,), optional
         Standard errors of these.
+    own : Summary, optional
+        Totals of the network itself, if the value is that of the network at a temperature.
+    reason : str
+        Why the network has no value at the loss of `at_loss`; empty if it has one.
 
     Examples
     --------
@@ -144,11 +148,25 @@ class Flatness:
     term_stderrs: NDArray[np.float64] | None = None
     neurons: NDArray[np.float64] | None = None
     neuron_stderrs: NDArray[np.float64] | None = None
+    own: Summary | None = None
+    reason: str = ""
 
     @property
     def risk(self) -> float:
-        """Mean loss on the data; nan without labels."""
-        return self.summary.loss / self.summary.divisor
+        """Mean loss of the network itself on the data; nan without labels."""
+        own = self.own or self.summary
+        return own.loss / own.divisor
+
+    @property
+    def has_fitted(self) -> bool:
+        """Whether the network reaches the loss of `at_loss` by the temperature of its logits."""
+        at_loss = self.own is not None and not self.reason
+        return at_loss and self.network.loss.divides_logits
+
+    @property
+    def compared_risk(self) -> float:
+        """Mean loss to compare with a constant's: at equal loss, that of the tempered logits."""
+        return self.summary.loss / self.summary.divisor if self.has_fitted else self.risk
 
     @property
     def n_samples(self) -> int:

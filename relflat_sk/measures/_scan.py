@@ -4,8 +4,8 @@ Memory does not grow with the number of samples: nothing of a batch is alive whi
 runs on the next one.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,9 +56,11 @@ class ForwardPass:
     sample_weight: Tensor
     divisor: float | Tensor
     loss: float | Tensor
-    output_shape: torch.Size
+    output: Tensor
+    target: Tensor | None
     link: str | None
-    has_labels: bool
+    z: Tensor  # output of the last of the layers
+    again: Callable[[Network], "ForwardPass"]  # the same pass with another loss
 
     def __len__(self) -> int:
         return len(self.sample_weight)
@@ -79,6 +81,9 @@ def _make_forward_pass(
     """Compute the losses of a batch, and choose how curvatures are computed."""
     for record in records:
         _check_samples(record, output)
+    again = partial(
+        _make_forward_pass, batch=replace(batch, x=None), output=output, records=records
+    )
     with torch.enable_grad():
         output = full_precision(network.loss.classes_second(output, batch.y))
     warn_of_ending(network.loss.criterion, find_ending(output))
@@ -120,10 +125,20 @@ def _make_forward_pass(
         sample_weight=weights,
         divisor=total(loss.each_divisor(output, tail.relevant)),
         loss=total(losses),
-        output_shape=output.shape[1:],
+        output=output,
+        target=None if target is None else target.values,
         link=find_link(output, records[-1].node),
-        has_labels=target is not None,
+        z=records[-1].check()[1],
+        again=again,
     )
+
+
+@dataclass(frozen=True)
+class RecordedNetwork(Network):
+    """A network of which the passes at some layers are recorded: it does not run for these."""
+
+    passes: Sequence[Callable[[Network], ForwardPass]] = ()
+    order: Sequence[str] = ()
 
 
 def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: Any) -> LayerPass:
@@ -166,9 +181,12 @@ def scan(
     The totals are those of this process. To be used within `borrowed`.
     """
     runner, summary = _Runner(network, layers, checked), Summary()
+    forwards: Iterator[ForwardPass] = map(runner.run, network.batches())
+    if isinstance(network, RecordedNetwork):
+        forwards = (again(network) for again in network.passes)
+        runner.order = list(network.order)
     with gather_checks():
-        for batch in network.batches():
-            forward = runner.run(batch)
+        for forward in forwards:
             for visit in visits:
                 visit(forward)
             _add_totals(forward, summary)
@@ -181,9 +199,10 @@ def summarize(
     network: Network,
     layers: Sequence[Layer] | str = (-1,),
     *visits: Callable[[ForwardPass], object],
+    checked: bool | None = None,
 ) -> Summary:
     """Do the same as `scan`, with the totals of all processes."""
-    summary = scan(network, layers, *visits, checked=bool(visits))
+    summary = scan(network, layers, *visits, checked=bool(visits) if checked is None else checked)
     if network.processes.are_several:
         totals = float(summary.divisors), float(summary.losses), summary.n_samples
         summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)
@@ -196,8 +215,8 @@ def _add_totals(forward: ForwardPass, summary: Summary) -> None:
     summary.divisors = forward.divisor + summary.divisors
     summary.losses = forward.loss + summary.losses
     summary.n_samples += len(forward)
-    summary.output_shape, summary.link = forward.output_shape, forward.link
-    summary.has_labels = forward.has_labels
+    summary.output_shape, summary.link = forward.output.shape[1:], forward.link
+    summary.has_labels = forward.target is not None
     if not summary.layer_weights:
         summary.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}
 

@@ -16,7 +16,7 @@ from relflat_sk._models import DataOptions, describe, final_estimator, to_networ
 from relflat_sk._network import Layer, find_layer, layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._api import evaluate, relative_flatness
+from relflat_sk.measures._api import evaluate_or_explain, relative_flatness
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
 from relflat_sk.measures._names import find_measure, hold_functions
 from relflat_sk.measures._results import Flatness
@@ -27,6 +27,8 @@ AT_MINIMUM = ("ignore", "reject", "warn")
 # measures that nets record at the end of fit, with the `flatness_normalize` that each needs
 RECORDED = {"normalized_relative_flatness": True, "relative_flatness": False}
 
+# arguments of the measures that say how the data are read
+OF_DATA = {"batch_size", "criterion", "device"}
 # arguments of the measures that the scorer passes itself, and where users give them
 OWN_ARGUMENTS = {
     "layer": "give it to the scorer itself: FlatnessScorer(layer=...)",
@@ -171,6 +173,10 @@ class FlatnessScorer(BaseEstimator):
         else:
             measured = self._measure(estimator, X, y, sample_weight)
             flatness = measured.value
+            if measured.reason:
+                name = describe(final_estimator(estimator))
+                warn(f"the {name} cannot be scored: {measured.reason}. Its score is nan.")
+                return math.nan
         score = 0.0 - flatness  # which is never -0.0
         if self.at_minimum == "ignore":
             return score
@@ -185,14 +191,11 @@ class FlatnessScorer(BaseEstimator):
 
     def _measure(self, estimator: Any, X: Any, y: Any, sample_weight: Any) -> Flatness:
         """Measure the model on the data that the scorer is called with."""
-        return evaluate(
-            self.measure,
-            estimator,
-            X,
-            y,
-            layer=self.layer,
-            sample_weight=sample_weight,
-            **(self.measure_params or {}),
+        params = dict(self.measure_params or {})
+        of_data = {name: params.pop(name) for name in OF_DATA & params.keys()}
+        options = DataOptions(**of_data, sample_weight=sample_weight)
+        return evaluate_or_explain(
+            self.measure, estimator, X, y, layer=self.layer, options=options, **params
         )
 
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:

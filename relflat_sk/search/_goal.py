@@ -7,7 +7,9 @@ Flatness says something at a minimum only, so a candidate is one if its training
 - was ended by the **solver** of a scikit-learn estimator, by its own tolerance;
 - has come to a **plateau**, if a net has no goal of its own: over the last fifth of its epochs,
   the mean training loss differs from that of the fifth before by at most 1% of the drop from the
-  best constant prediction's loss. With fewer than `FEWEST_EPOCHS` epochs nothing can be said.
+  best constant prediction's loss. With fewer than `FEWEST_EPOCHS` epochs nothing can be said;
+- reaches the loss at which candidates are ranked, at some **temperature**: where the ranking
+  measure is at equal loss and the user has chosen no goal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +29,7 @@ from relflat_sk.training import StopAtDepth, StopAtGradientNorm, StopAtLoss
 
 AUTO = "auto"
 FEWEST_EPOCHS = 10
+EQUAL_LOSS = "equal loss"  # what ended the training of a network that is ranked at equal loss
 WINDOW = 5  # the last fifth of the epochs
 STILL = 0.01  # of the drop of the loss
 ROUNDING = 1e-5  # of a loss, between two passes in float32
@@ -134,6 +137,17 @@ def epoch_losses(net: NeuralNet) -> Floats:
     return losses[~np.isnan(losses)]
 
 
+def _has_goal(estimator: Any, goal: Any) -> bool:
+    """Return whether a user has chosen a goal, for the search or for the net."""
+    net = final_estimator(estimator)
+    chosen = own_goals(net) if isinstance(net, NeuralNet) else []
+    return is_number(goal) or not all(isinstance(one, StopAtDepth) for one in chosen)
+
+
+def _has_vanished(name: str, one: Flatness, constant_loss: float) -> bool:
+    return has_vanished(name, one.value, ConstantComparison(one.compared_risk, constant_loss))
+
+
 # how the reason of a minimum begins whose measures are nan or infinite
 NO_MEASURE = "cannot be ranked: "
 # the reason of a network that is perfectly flat, however well it predicts
@@ -156,18 +170,24 @@ def record_verdict(
     depth = depth_of(train_loss, constant_loss)
     if np.isfinite(depth):
         record["depth"] = depth
-    comparison = ConstantComparison(train_loss, constant_loss)
+    ranked = next(iter(found.values()))
+    # at equal loss, it does not matter what the loss itself leaves of other curvatures
+    judged = {key: one for key, one in found.items() if ranked.own is None or one.own is not None}
     ended_by, useless = "", True
-    if train_loss >= constant_loss:
+    if train_loss >= constant_loss and not ranked.has_fitted:
         reason = "the training loss is no better than a constant prediction's"
-    elif any(has_vanished(name, one.value, comparison) for name, one in found.items()):
+    elif any(_has_vanished(name, one, constant_loss) for name, one in judged.items()):
         reason = SATURATED
     elif not np.isfinite(values).all():
         wrong = [one for one in found.items() if not np.isfinite(one[1].value)]
-        reason = NO_MEASURE + ", ".join(f"{name} is {one.value}" for name, one in wrong)
+        reason = NO_MEASURE + ", ".join(
+            f"{name} is {one.value}{one.reason and ', ' + one.reason}" for name, one in wrong
+        )
         useless = False
     else:
         ended_by, reason = find_ending(estimator, goal, train_loss, constant_loss)
+        if reason and ranked.has_fitted and not _has_goal(estimator, goal):
+            ended_by, reason = EQUAL_LOSS, ""
         useless = False
     record |= {"converged": not reason, "ended_by": ended_by, "reason": reason}
     return [np.nan] * len(values) if useless else list(values)

@@ -22,7 +22,7 @@ from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from tests.cases import CASES as CRITERIA
-from tests.measures.nets import CE
+from tests.measures.nets import CE, reached
 from tests.network.test_network import prepared, same, state_of
 
 # networks with random weights are at no minimum
@@ -41,6 +41,8 @@ def value(name, net, X, y, **options):
     own = {key: one for key, one in QUICK.items() if key in takes or key == "random_state"}
     if name.startswith("pac_bayes"):
         own["risk"] = "loss"
+    if "criterion" in options:
+        options["criterion"], y = reached(name, options["criterion"], X, y)
     return measure(name, net, X, y, **own, **options)
 
 

@@ -21,7 +21,7 @@ from relflat_sk import MLP, FlatnessScorer, flatness_report, measure, relative_f
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE
-from tests.measures.nets import CE, NETS, dense, make
+from tests.measures.nets import CE, NETS, dense, make, reached
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -35,11 +35,11 @@ def test_their_mean_is_the_value(kind, name):
     counts = np.array([1, 0, 2, 1, 1, 3, 1, 1, 1, 0.5, 1])
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.3, 1.0, 2.5]).double(), ignore_index=1)
     for options in ({"criterion": CE}, {"criterion": weighted, "sample_weight": counts}):
+        options["criterion"], labels = reached(name, options["criterion"], X, y)
         for layer in (0, -1):
-            value = measure(name, net, X, y, layer=layer, batch_size=4, method="exact", **options)
-            terms = measure(
-                name, net, X, y, layer=layer, method="exact", per_sample=True, **options
-            )
+            options |= {"layer": layer, "method": "exact"}
+            value = measure(name, net, X, labels, batch_size=4, **options)
+            terms = measure(name, net, X, labels, per_sample=True, **options)
             assert terms.shape == (11,)
             assert terms.mean() == pytest.approx(value, rel=SUM, abs=1e-14)
     assert terms[1] == 0  # a sample of weight 0

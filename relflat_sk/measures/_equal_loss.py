@@ -1,0 +1,296 @@
+r"""Networks at equal loss: the temperature at which a network has a given mean loss.
+
+A classifier at temperature T has the logits ``z / T``, and so the classes that it predicts. With
+``beta = 1 / T``, the mean loss ``L(beta)`` is convex. At ``beta = 0`` every prediction is the same,
+so the loss is no less than that of the best constant prediction. The larger T of a smaller loss
+belongs to the smaller beta. Newton's iteration from ``beta = 0`` finds it: a tangent of a convex
+function is below it, so no step goes past the root, and a point where the loss is larger and does
+not fall proves that there is no root.
+
+A squared error is, up to constants, the negative logarithm of a normal density with the variance T:
+``|y - z|^2 / T``. So the temperature divides the loss, and ``T = L / target`` for every network.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from torch import Tensor
+
+from relflat_sk._checks import is_number
+from relflat_sk._losses import Loss, name_criterion
+from relflat_sk._network import Layer, Network, best_constant_loss, borrowed, outcomes
+from relflat_sk.measures._results import Summary
+from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, summarize
+
+# numbers of features and logits that are stored, to spare passes
+_MOST_STORED = 2**27
+# numbers of logits that are computed with at a time
+_TOGETHER = 2**20
+# a share of the target loss, and of beta, that is rounding
+_ROUNDING = 1e-13
+_MAX_STEPS = 500
+# logits of classes that are masked out, in place of minus infinity, which has no derivative
+_MASKED = -1e30
+# by how much the logarithm of summed probabilities may differ from 0
+_NOT_LOGARITHMS = 1e-2
+
+
+def check_share(at_loss: object) -> None:
+    """Refuse what is no share of the best constant's loss."""
+    if at_loss is not None and not (is_number(at_loss) and 0 < at_loss < 1):  # type: ignore[operator]
+        raise ValueError(
+            "at_loss must be a number between 0 and 1, the share of the best constant prediction's "
+            f"loss at which flatness is measured, such as 0.05, or None, got {at_loss!r}."
+        )
+
+
+def _explain_criterion(loss: Loss) -> str:
+    """Explain why a criterion's likelihood has no scale; empty if it has one."""
+    if loss.row is not None and loss.row.has_temperature:
+        return ""
+    return (
+        f"equal loss needs a loss at a temperature, and {name_criterion(loss.criterion)} has none. "
+        "Cross-entropy and the logistic loss have one, which divides the logits, and so has "
+        "MSELoss, which the variance of the residuals divides. Leave at_loss out, or pass one of "
+        "these as criterion"
+    )
+
+
+@dataclass
+class EqualLoss:
+    """A network at the temperature of a loss, or the reason why there is none.
+
+    Parameters
+    ----------
+    network : Network
+        The network with its loss at that temperature.
+    recorded : Network
+        The same, and if its layers could be stored, with the recorded passes at them.
+    own : Summary
+        Totals of the pass at temperature 1.
+    reason : str
+        Why there is no such temperature; empty if there is one.
+    """
+
+    network: Network
+    recorded: Network
+    own: Summary
+    reason: str = ""
+
+
+def at_equal_loss(
+    network: Network, layers: Sequence[Layer] | str, share: float, *, checked: bool, refuse: bool
+) -> EqualLoss:
+    """Find the temperature at which a network's loss is a share of the best constant's.
+
+    One pass over the data records outputs, and layers of which nothing but those is needed. A
+    criterion without a temperature raises an error, or is the reason why there is no value.
+    """
+    problem = _explain_criterion(network.loss)
+    if problem and refuse:
+        raise ValueError(f"{problem}.")
+    recording = _Recording(network)
+    with borrowed(network.module):
+        if problem:
+            own = summarize(network, layers, checked=checked)
+            return EqualLoss(network, network, own, problem)
+        own = summarize(network, layers, recording.add, checked=checked)
+        constant = best_constant_loss(network, own.output_shape, own.link, recording.labels)
+        try:
+            temperature = recording.temperature(own, share, constant)
+        except _NotReachedError as error:
+            return EqualLoss(network, network, own, str(error))
+    tempered = {one.name: getattr(network, one.name) for one in fields(network) if one.init}
+    tempered["loss"] = network.loss.at_temperature(temperature)
+    kept = recording.has_all("passes")
+    recorded = RecordedNetwork(**tempered, passes=recording.passes, order=own.order)
+    plain = Network(**tempered)
+    return EqualLoss(plain, recorded if kept else plain, own)
+
+
+class _NotReachedError(Exception):
+    """The loss is reached at no temperature."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Logits of some samples, with what their losses need. Shapes: `weight` (n,)."""
+
+    loss: Loss
+    logits: Tensor
+    target: Tensor
+    weight: Tensor
+    divisor: float
+
+    def at(self, beta: float) -> tuple[float, float]:
+        """Compute the summed loss of the logits times beta, and its slope in beta."""
+        loss = self.loss.at_temperature(1.0).to(self.logits.device, torch.float64)
+        n, total, slope = len(self.logits), 0.0, 0.0
+        size = max(1, _TOGETHER * n // max(1, self.logits.numel()))
+        with torch.enable_grad():
+            for part in (slice(start, start + size) for start in range(0, n, size)):
+                leaf = torch.tensor(beta, dtype=torch.float64, requires_grad=True)
+                z = self.logits[part].double().clamp_min(_MASKED) * leaf.to(self.logits.device)
+                losses = loss.losses(loss.from_logits(z), self.target[part], each=True)
+                of_part = self.weight[part] @ losses
+                slope += float(torch.autograd.grad(of_part, leaf)[0])
+                total += float(of_part.detach())
+        return total, slope
+
+
+class _Recording:
+    """What a pass over the data leaves for the search of a temperature, while there is room."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.labels: list[tuple[Tensor, Tensor]] = []
+        self.rows: list[_Rows] = []
+        self.passes: list[Callable[[Network], ForwardPass]] = []
+        self.largest = 0.0  # of all logits
+        self._room: dict[str, float] = {"rows": _MOST_STORED, "passes": _MOST_STORED}
+
+    def add(self, forward: ForwardPass) -> None:
+        """Record a batch."""
+        if forward.target is None:
+            raise ValueError("y is needed: at_loss measures at a given mean loss. Pass y.")
+        self.labels.append((forward.target, forward.sample_weight))
+        layers = forward.layers.values()
+        closed = all(layer.curvature is not None for layer in layers)
+        stored = sum(layer.features.numel() + layer.offset.numel() for layer in layers)
+        if self._has_room("passes", stored if closed else math.inf):
+            self.passes.append(forward.again)
+        else:
+            self.passes.clear()
+        if self.network.loss.divides_logits:
+            logits = self._logits(forward)
+            largest = logits.abs().where(logits > _MASKED, 0).amax()
+            self.largest = max(self.largest, float(largest))
+            if self._has_room("rows", logits.numel()):
+                known = forward.target, forward.sample_weight, float(forward.divisor)
+                self.rows.append(_Rows(self.network.loss, logits, *known))
+
+    def has_all(self, what: str) -> bool:
+        """Return whether there was room for rows, or passes, in all processes."""
+        return all(self.network.processes.gather(self._room[what] >= 0))
+
+    def _has_room(self, what: str, size: float) -> bool:
+        """Take room, of which there is none any more where a batch did not fit."""
+        if self._room[what] >= 0:
+            self._room[what] -= size
+        return self._room[what] >= 0
+
+    def _logits(self, forward: ForwardPass) -> Tensor:
+        """Return the logits: the last layer's output, where probabilities lose digits of them."""
+        loss, output = self.network.loss, forward.output.detach()
+        assert loss.row is not None
+        link = loss.row.link
+        if link == "log_softmax":
+            excess = output.logsumexp(dim=1).abs().max()
+            if excess > _NOT_LOGARITHMS:
+                raise ValueError(
+                    f"at_loss needs the outputs that {name_criterion(loss.criterion)} takes, "
+                    "logarithms of probabilities, but the probabilities do not sum to 1. Let the "
+                    "network end in LogSoftmax, or pass criterion=torch.nn.CrossEntropyLoss()."
+                )
+        if link in {"softmax", "sigmoid"} and forward.link == link:
+            return forward.z.reshape(output.shape)
+        logits = loss.logits(output)
+        if link == "sigmoid" and bool(logits.isinf().any()):
+            raise ValueError(
+                "at_loss needs the network's logits, and its sigmoid rounded some to 0 or 1. Let "
+                "the network end in logits, with BCEWithLogitsLoss as its criterion, or measure "
+                "the last layer."
+            )
+        return logits
+
+    def temperature(self, own: Summary, share: float, constant: float) -> float:
+        """Find the temperature at which the mean loss is a share of a constant's."""
+        mean, target = own.loss / own.divisor if own.divisor else math.nan, share * constant
+        if math.isnan(mean) or not math.isfinite(constant):
+            return math.nan  # a warning says why
+        if constant <= 0:
+            raise _NotReachedError(
+                f"the best constant prediction has a loss of {constant:.3g}, of which there is no "
+                "share: all labels are the same"
+            )
+        if not self.network.loss.divides_logits:
+            if mean == 0:
+                raise _NotReachedError(
+                    "the mean squared error is 0, so there is no variance of residuals by which "
+                    "it could be divided"
+                )
+            return mean / target
+        beta = first = 1e-6 / max(self.largest, 1e-30)
+        if not self.has_all("rows"):
+            with suppress(_NotReachedError):  # near the root, few passes over all are enough
+                beta = self._newton(beta, first, target, constant, stored=True)
+            return 1 / self._newton(beta, first, target, constant, stored=False)
+        return 1 / self._newton(beta, first, target, constant, stored=True)
+
+    def _newton(
+        self, beta: float, first: float, target: float, constant: float, *, stored: bool
+    ) -> float:
+        """Find the smallest beta with a given loss, see the module."""
+        before = first
+        for _ in range(_MAX_STEPS):
+            loss, slope = self._evaluate(beta, stored=stored)
+            if not math.isfinite(loss):
+                return math.nan
+            if abs(loss - target) <= _ROUNDING * target:
+                break
+            if slope >= 0:
+                if loss < target:  # right of the minimum: start again
+                    beta = first
+                    continue
+                raise self._not_reached(before, beta, target, constant, stored=stored)
+            step = (target - loss) / slope
+            if abs(step) <= _ROUNDING * beta:
+                break
+            before, beta = beta, max(beta + step, first)
+            if before == beta == first:
+                raise _NotReachedError(
+                    f"the mean loss at every large temperature is below {target:.4g}, the share "
+                    f"that at_loss asks for of the best constant prediction's {constant:.4g}"
+                )
+        return beta
+
+    def _not_reached(
+        self, low: float, high: float, target: float, constant: float, *, stored: bool
+    ) -> _NotReachedError:
+        """Say which loss is the lowest, between a falling and a rising one."""
+
+        def slope(log_beta: float) -> float:
+            return self._evaluate(math.exp(log_beta), stored=stored)[1]
+
+        beta = high
+        if low < high and slope(math.log(low)) < 0 < slope(math.log(high)):
+            beta = math.exp(brentq(slope, math.log(low), math.log(high), rtol=1e-3))
+        lowest = self._evaluate(beta, stored=stored)[0]
+        return _NotReachedError(
+            f"the network's lowest mean loss at any temperature is {lowest:.4g}, at a temperature "
+            f"of {1 / beta:.3g}, which is {lowest / constant:.3g} of the best constant "
+            f"prediction's {constant:.4g}, more than the {target / constant:.3g} that at_loss asks "
+            "for. So it has not fitted these data: train it longer, measure it on its training "
+            "data, or compare at a larger share"
+        )
+
+    def _evaluate(self, beta: float, *, stored: bool) -> tuple[float, float]:
+        """Compute the mean loss of the logits times beta, and its slope in beta."""
+        sums = np.zeros(3)
+        for some in self.rows if stored else self._run():
+            sums += (*some.at(beta), some.divisor)
+        total, slope, divisor = self.network.processes.sum_numbers(*sums)
+        return total / divisor, slope / divisor
+
+    def _run(self) -> Iterator[_Rows]:
+        """Run the network again, where its logits do not fit."""
+        with torch.no_grad():
+            for one in outcomes(self.network):
+                logits = one.loss.logits(one.output)
+                divisor = float(one.weight @ one.divisors())
+                yield _Rows(one.loss, logits, one.target, one.weight, divisor)

@@ -1,0 +1,247 @@
+"""Flatness at equal loss, against the dense Hessian of the tempered loss (MATH.md, section 14)."""
+
+import copy
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from torch import nn
+from torch.nn import functional as F
+
+from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
+from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.measures import evaluate
+from tests import oracles
+
+RNG = torch.Generator().manual_seed(0)
+X = torch.randn(30, 4, generator=RNG, dtype=torch.float64)
+THREE = (X[:, 0] > 0).long() + (X[:, 1] > 0.5)
+LABELS = (X[:, :2] > 0.3).double()
+VALUES = torch.sin(X[:, :2]) + 0.1
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)
+POSITIVE = torch.tensor([2.0, 0.5], dtype=torch.float64)
+
+
+def mlp(n_outputs, tail=None, activation=nn.Tanh):
+    layers = nn.Linear(4, 6), activation(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, n_outputs)
+    return nn.Sequential(*layers, *([tail] if tail else []))
+
+
+def images(n_outputs):
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 4, 2, padding=1, groups=2), nn.Tanh(), nn.Flatten(),
+        nn.Linear(12, n_outputs),
+    )  # fmt: skip
+
+
+# network, criterion, targets, and the loss of a batch's outputs at temperature T
+CASES = {
+    "softmax": (
+        lambda: mlp(3), nn.CrossEntropyLoss(), THREE, lambda out, y, T: F.cross_entropy(out / T, y)
+    ),
+    "class weights, smoothed": (
+        lambda: mlp(3), nn.CrossEntropyLoss(WEIGHTS, label_smoothing=1e-3), THREE,
+        lambda out, y, T: F.cross_entropy(out / T, y, WEIGHTS, label_smoothing=1e-3),
+    ),
+    "log-probabilities": (
+        lambda: mlp(3, nn.LogSoftmax(1)), nn.NLLLoss(), THREE,
+        lambda out, y, T: F.cross_entropy(out / T, y),
+    ),
+    "binary": (
+        lambda: mlp(1), nn.BCEWithLogitsLoss(), LABELS[:, :1],
+        lambda out, y, T: F.binary_cross_entropy_with_logits(out / T, y),
+    ),
+    "several labels": (
+        lambda: mlp(2), nn.BCEWithLogitsLoss(pos_weight=POSITIVE), LABELS,
+        lambda out, y, T: F.binary_cross_entropy_with_logits(out / T, y, pos_weight=POSITIVE),
+    ),
+    "probabilities": (
+        lambda: mlp(2, nn.Sigmoid()), nn.BCELoss(), LABELS,
+        lambda out, y, T: F.binary_cross_entropy_with_logits((out / (1 - out)).log() / T, y),
+    ),
+    "squares": (
+        lambda: mlp(2), nn.MSELoss(), VALUES, lambda out, y, T: F.mse_loss(out, y) / T
+    ),
+    "images": (
+        lambda: images(3), nn.CrossEntropyLoss(), THREE,
+        lambda out, y, T: F.cross_entropy(out / T, y),
+    ),
+}  # fmt: skip
+
+
+@cache
+def train(case, n_steps=200):
+    build, criterion, y, loss = CASES[case]
+    torch.manual_seed(1)
+    net = build().double()
+    optimizer = torch.optim.Adam(net.parameters(), 0.03)
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        criterion(net(X), y).backward()
+        optimizer.step()
+    return net.requires_grad_(False), criterion, y, loss
+
+
+def temperature(net, y, loss, share):
+    """The largest temperature at which the loss is a share of a constant output's, by halving."""
+    output = net(X)
+    z = torch.zeros(output.shape[1], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([z], max_iter=200, tolerance_grad=1e-14, tolerance_change=1e-16)
+    to_output = {"LogSoftmax": lambda z: z.log_softmax(0), "Sigmoid": torch.sigmoid}
+    last = to_output.get(type(net[-1]).__name__, lambda z: z)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(last(z).expand_as(output), y, 1.0)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    target = share * closure().item()
+    if y is VALUES:  # the temperature divides the loss
+        return loss(output, y, 1.0).item() / target
+    high = 1e9
+    while loss(output, y, high / 1.1) > target and loss(output, y, high) > target:
+        high /= 1.1
+    low, high = high / 1.2, high * 1.2
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if loss(output, y, middle) <= target else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize(("layer", "share"), [(0, 0.1), (-1, 0.05)])
+@pytest.mark.parametrize("case", CASES)
+def test_every_measure_is_that_of_the_tempered_loss(case, share, layer):
+    net, criterion, y, loss = train(case)
+    T = temperature(net, y, loss, share)
+    options = {"layer": layer, "criterion": criterion, "at_loss": share, "batch_size": 7}
+    layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
+    H, W = oracles.weight_hessian(net, layers[layer], lambda out, y: loss(out, y, T), X, y)
+    rel = 1e-5 if case == "probabilities" else 1e-8  # the oracle undoes a sigmoid
+    for name, oracle in oracles.TABLE_1.items():
+        found = evaluate(name, net, X, y, method="exact", **options)
+        assert found.value == pytest.approx(oracle(H, W), rel=rel), name
+        assert found.risk == pytest.approx(criterion(net(X), y).item(), rel=1e-9)
+    found = measure("eigenvalue_flatness", net, X, y, rtol=1e-12, random_state=0, **options)
+    assert found == pytest.approx(W.square().sum().item() * oracles.largest(H), rel=rel)
+    found = measure("comparable_flatness", net, X, y, method="exact", **options)
+    terms = measure("comparable_flatness", net, X, y, method="exact", per_sample=True, **options)
+    assert terms.mean() == pytest.approx(found, rel=1e-9)
+    expected = oracles.comparable_flatness(net, layers[layer], lambda o, t: loss(o, t, T), X, y)
+    if "weights" not in case:  # the mean of the samples' own losses is another one
+        assert found == pytest.approx(expected, rel=rel)
+    options |= {"method": "hutchinson", "n_probes": 100, "random_state": 0}
+    probed = evaluate("comparable_flatness", net, X, y, **options)
+    assert abs(probed.value - found) <= 5 * probed.stderr + 1e-12
+
+
+@pytest.mark.parametrize("case", ["softmax", "binary", "several labels"])
+def test_the_scale_of_the_logits_does_not_matter(case):
+    net, criterion, y, _ = train(case)
+    for factor in (1e-3, 1e3):
+        scaled = copy.deepcopy(net)
+        for parameter in scaled[-1].parameters():
+            parameter.mul_(factor)
+        for layer in (0, -1):
+            options = {"layer": layer, "criterion": criterion, "method": "exact"}
+            one, other = (
+                [
+                    relative_flatness(some, X, y, at_loss=0.05, **options),
+                    measure("comparable_flatness", some, X, y, **options),
+                ]
+                for some in (net, scaled)
+            )
+            assert other == pytest.approx(one, rel=1e-9)
+
+
+def test_a_scale_of_the_targets_does_not_matter_for_squares():
+    # kappa over the loss is what a normal likelihood with the residuals' variance has
+    y = VALUES.numpy()
+    model = LinearRegression().fit(X, y)
+    found = evaluate("relative_flatness", model, X, y, at_loss=0.1)
+    plain = evaluate("relative_flatness", model, X, y)
+    expected = plain.value * 0.1 * plain.constant_risk() / plain.risk
+    assert found.value == pytest.approx(expected, rel=1e-12)
+    larger = relative_flatness(LinearRegression().fit(X, 7 * y), X, 7 * y, at_loss=0.1)
+    assert larger == pytest.approx(49 * found.value, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["relative_flatness", "comparable_flatness"])
+@pytest.mark.parametrize("case", ["softmax", "several labels", "squares"])
+def test_sample_weights(case, name):
+    net, criterion, y, _ = train(case)
+    counts = np.arange(len(X)) % 3
+    rows = np.repeat(np.arange(len(X)), counts)
+    for layer in (0, -1):
+        options = {"layer": layer, "criterion": criterion, "at_loss": 0.2, "method": "exact"}
+        weighted = measure(name, net, X, y, sample_weight=counts, batch_size=4, **options)
+        repeated = measure(name, net, X[rows], y[rows], **options)
+        assert weighted == pytest.approx(repeated, rel=1e-8)
+
+
+def test_a_pass_is_made_at_an_earlier_layer_and_none_at_the_last():
+    net, criterion, y, _ = train("softmax")
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+
+    def count(name, layer, **options):
+        calls.clear()
+        measure(name, net, X, y, layer=layer, criterion=criterion, batch_size=10, **options)
+        return len(calls)
+
+    for name in ("relative_flatness", "normalized_relative_flatness"):
+        assert count(name, -1, at_loss=0.1) <= count(name, -1)
+        assert count(name, 0, at_loss=0.1) <= count(name, 0) + 3 + 2
+
+
+UNFITTED = r"lowest mean loss at any temperature is .*, which is [\d.]+ of the best constant"
+
+
+def test_a_network_that_has_not_fitted_has_no_value():
+    net, criterion, _, _ = train("softmax", n_steps=0)
+    y = torch.arange(30) % 3
+    options = {"criterion": criterion, "at_loss": 0.05}
+    with pytest.raises(ValueError, match=UNFITTED):
+        relative_flatness(net, X, y, **options)
+    with pytest.warns(FlatnessWarning, match="is nan: no temperature gives the loss"):
+        report = flatness_report(net, X, y, measures=["hessian_trace"], **options)
+    assert report["value"].isna().all()
+    scorer = FlatnessScorer("comparable_flatness", measure_params={"criterion": criterion})
+    with pytest.warns(FlatnessWarning, match=f"cannot be scored: .*{UNFITTED}"):
+        assert np.isnan(scorer(net, X, y))
+
+
+def test_saturated_networks_are_scored():
+    y = (X[:, 0] > X[:, 1]).numpy()
+    model = LogisticRegression(C=1e4, max_iter=10_000).fit(X, y)
+    before = measure("comparable_flatness", model, X, y)
+    model.coef_ *= 1e6
+    model.intercept_ *= 1e6
+    with pytest.warns(FlatnessWarning, match="at_loss"):
+        assert np.isnan(FlatnessScorer()(model, X, y))
+    for name, options in {"comparable_flatness": None, "hessian_trace": {"at_loss": 0.05}}.items():
+        assert -np.inf < FlatnessScorer(name, measure_params=options)(model, X, y) < 0
+    assert measure("comparable_flatness", model, X, y) == pytest.approx(before, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "criterion", "y", "options", "message"),
+    [
+        ("relative_flatness", nn.CrossEntropyLoss(), THREE, {"at_loss": 1.5}, "between 0 and 1"),
+        ("relative_flatness", nn.CrossEntropyLoss(), THREE, {"at_loss": "low"}, "between 0 and 1"),
+        ("relative_flatness", nn.CrossEntropyLoss(), None, {"at_loss": 0.1}, "y is needed"),
+        ("l2_norm", nn.CrossEntropyLoss(), THREE, {"at_loss": 0.1}, "no effect on l2_norm"),
+        ("comparable_flatness", nn.HuberLoss(), VALUES, {}, "HuberLoss has none"),
+        ("hessian_trace", nn.PoissonNLLLoss(), VALUES.abs(), {"at_loss": 0.1}, "has none"),
+        ("hessian_trace", F.cross_entropy, THREE, {"at_loss": 0.1}, "cross_entropy has none"),
+        ("hessian_trace", nn.CrossEntropyLoss(), 0 * THREE, {"at_loss": 0.1}, "the same"),
+        ("hessian_trace", nn.NLLLoss(), THREE, {"at_loss": 0.1}, "do not sum to 1"),
+    ],
+)
+def test_refuses(name, criterion, y, options, message):
+    net = mlp(2 if y is VALUES or (y is not None and y.is_floating_point()) else 3).double()
+    with pytest.raises(ValueError, match=message):
+        measure(name, net, X, y, criterion=criterion, **options)
