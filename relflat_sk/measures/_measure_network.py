@@ -117,7 +117,7 @@ _NONE = Estimate(math.nan, math.nan, "none")
 # measures that are taken at equal loss always, and the share of the best constant's loss
 _SHARES = {"comparable_flatness": 0.05}
 # measures of the whole network that depend on the loss, and so on its temperature
-_OF_LOSS = {"network_flatness", *SHARPNESS_MEASURES} - {
+_OF_LOSS = {"network_flatness", "takeuchi_criterion", *SHARPNESS_MEASURES} - {
     "pac_bayes_flatness", "pac_bayes_magnitude_flatness",
 }  # fmt: skip
 # how many standard errors below zero a curvature must be to be called negative

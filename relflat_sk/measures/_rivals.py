@@ -151,7 +151,7 @@ class _Moments:
                 f"{_DENSE} numbers, which one vector for each sample is multiplied with; layer "
                 f"{layer.name!r} has {size} and features of shape {tuple(layer.features.shape)}."
             )
-        if not forward.has_labels:
+        if forward.target is None:
             raise ValueError("y is needed: takeuchi_criterion takes gradients of losses. Pass y.")
         weights, phi = forward.row_weights(layer), layer.features.double()
         gradients = layer.map.transpose(layer.features, layer.loss_gradient()).double().flatten(1)
