@@ -56,6 +56,7 @@ from relflat_sk.minima._resampling import select_minima as select_minima
 from relflat_sk.minima._trials import CURVES as CURVES
 from relflat_sk.minima._trials import DETAILS as DETAILS
 from relflat_sk.minima._trials import MADE_WITH as MADE_WITH
+from relflat_sk.minima._trials import MEASURES as MEASURES
 from relflat_sk.minima._trials import NO_REASON as NO_REASON
 from relflat_sk.minima._trials import STATES as STATES
 from relflat_sk.minima._trials import UNITS as UNITS

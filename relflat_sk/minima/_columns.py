@@ -15,7 +15,9 @@ STATUS = ("converged", "ended_by", "seconds", "state", "reason")
 FIXED = ("trial", *LOSSES, DEPTH, *SCORES, STATUS[0], "comparable", *STATUS[1:], "rank")
 
 # what a trial records beside its columns, and columns that only some tables have
-_OTHERS = ("artifact_id", "weights_checksum", "curves", "failed", "seed", "in_fleet", "pareto")
+_OTHERS = (
+    "artifact_id", "weights_checksum", "curves", "failed", "seed", "in_fleet", "measures", "pareto",
+)  # fmt: skip
 
 
 def is_reserved(name: str) -> bool:

@@ -6,7 +6,7 @@ a finished trial be changed, so measures computed afterwards are stored in ``stu
 under the key that `remeasured_key` returns.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -23,6 +23,8 @@ CURVES = "curves"  # user attribute of a trial: losses and flatness of its epoch
 
 # user attribute of a trial: a dict of the attributes that are stored together
 DETAILS = "details"
+# one of these: the names of the measures in the order of the search, which databases forget
+MEASURES = "measures"
 
 # the states of finished trials, and their names in the column `state`
 STATES = {
@@ -77,23 +79,35 @@ def curves_of(source: Any) -> dict[int, dict[str, list[float | None]]]:
 
 
 def attributes_of(trial: Any) -> dict[str, Any]:
-    """Return the user attributes of a trial, with those that are stored together."""
+    """Return the user attributes of a trial, with those that are stored together.
+
+    The measures come first, in the order of the search.
+    """
     found: dict[str, Any] = trial.user_attrs
-    return {**found, **found.get(DETAILS, {})}
+    details = found.get(DETAILS, {})
+    measures = {name: found[name] for name in details.get(MEASURES, ()) if name in found}
+    return {**measures, **found, **details}
 
 
-def table_of_trials(trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the unranked table of finished trials."""
+def table_of_trials(
+    trials: Iterable[FrozenTrial], study_attrs: Mapping[str, Any], measures: Sequence[str] = ()
+) -> pd.DataFrame:
+    """Return the unranked table of finished trials, with columns for some measures at least.
+
+    The first measure stands before the losses: the first of `measures`, or of the first trial.
+    """
     rows = [_row(trial) | study_attrs.get(remeasured_key(trial), {}) for trial in trials]
-    return table_of_rows(rows, study_attrs.get(MADE_WITH, {}).get(UNITS, {}))
+    return table_of_rows(rows, study_attrs.get(MADE_WITH, {}).get(UNITS, {}), measures)
 
 
-def table_of_rows(rows: list[dict[str, Any]], units: dict[Any, str]) -> pd.DataFrame:
+def table_of_rows(
+    rows: list[dict[str, Any]], units: dict[Any, str], measures: Sequence[str] = ()
+) -> pd.DataFrame:
     """Return the unranked table of rows whose other entries than its columns are measures."""
-    names = dict.fromkeys(name for row in rows for name in row)
+    names = dict.fromkeys([*map(str, measures), *(name for row in rows for name in row)])
     params = [name for name in names if name.startswith(PARAM_PREFIX)]
     measures = [name for name in names if name not in FIXED and name not in params]
-    ranking, others = measures[:1], measures[1:]  # a trial records the measure that ranks first
+    ranking, others = measures[:1], measures[1:]
     columns = ["trial", *params, *ranking, *LOSSES, DEPTH, *SCORES, *others, *STATUS]
     table = pd.DataFrame(rows, columns=columns)
     floats = [*measures, *LOSSES, DEPTH, *SCORES, "seconds"]

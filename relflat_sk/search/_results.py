@@ -29,12 +29,12 @@ def listed(measure: Any) -> list[Any]:
     return list(measure)
 
 
-def candidate_table(study: optuna.Study) -> pd.DataFrame:
+def candidate_table(study: optuna.Study, measures: Sequence[str] = ()) -> pd.DataFrame:
     """Return the unranked table of a study's candidates, in the order of the trials."""
     trials = study.get_trials(deepcopy=False)
     ended = [trial for trial in trials if trial.state in STATES and not is_cut_short(trial)]
     ended = [trial for trial in ended if not is_superseded(trial, trials)]
-    table = table_of_trials(ended, study.user_attrs)
+    table = table_of_trials(ended, study.user_attrs, measures)
     if len(study.directions) > 1:
         front = [trial.number for trial in study.best_trials]
         table["pareto"] = table["trial"].isin(front)

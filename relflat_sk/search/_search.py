@@ -25,7 +25,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._checks import check_integer
 from relflat_sk._models import describe
-from relflat_sk._random import as_random_state
+from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet import fleet_size
 from relflat_sk.measures import find_measures, hold_functions
@@ -407,8 +407,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         for name in ("best_estimator_", "refit_time_", *_OF_BEST):
             self.__dict__.pop(name, None)
         rng = None if self.random_state is None else as_random_state(self.random_state)
-        seeds: Any = (None, None) if rng is None else rng.randint(2**31 - 1, size=2)
-        self._seed = seeds[1]
+        # an objective draws its seed first, the search that of its sampler second
+        self._random_state = copy.deepcopy(rng)
+        seeds = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
         objective = self._make_objective(X, y, X_test, y_test, fit_params)
         check_arguments(self)
         deadline, callbacks = deadline_after(self.timeout), check_callbacks(self.callbacks)
@@ -434,7 +435,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             measure_what_is_new(study, objective)
             guard.remember(study)
             study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
-                None if seeds[0] is None else int(seeds[0]), objective.space
+                seeds[1], objective.space
             )
             plan = plan_candidates(self, objective.space)
             if self.retry_failed:
@@ -478,7 +479,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             measures=listed(self.measure),
             X_test=X_test,
             y_test=y_test,
-            random_state=self._seed,
+            random_state=copy.deepcopy(self._random_state),
             layer=self.layer,
             fit_params=dict(fit_params),
             **{name: getattr(self, name) for name in same},
@@ -499,9 +500,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
         Measures that no candidate has are columns of nan.
         """
-        table = shorten_parameters(candidate_table(self.study_), last_prefix(self.estimator))
-        nowhere = {str(name): np.nan for name in measures if name not in table.columns}
-        return mark_depth_band(table.assign(**nowhere), self.depth_band)
+        table = candidate_table(self.study_, measures)
+        return mark_depth_band(
+            shorten_parameters(table, last_prefix(self.estimator)), self.depth_band
+        )
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.
@@ -651,7 +653,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """
         objective = self._objective_of(X, y, fit_params)
         remeasure(self.study_, objective, measures, retrain=retrain)
-        table = self._table(find_measures(measures))
+        table = self._table([*objective.measures, *find_measures(measures)])
         self.minima_ = rank_minima(table, by=objective.names[0], depth_band=None)
         return self.minima_
 

@@ -56,18 +56,37 @@ def open_storage(storage: Any) -> BaseStorage:
             "storage must be the URL of a database, a file such as 'minima.db', an optuna storage "
             f"or None, got {storage!r}."
         )
-    if not is_file(storage):
+    file = file_of(storage)
+    if file is not None:
+        _check_file(file)
+    if file is None or not is_file(storage):
         return _open_database(str(storage))
-    file = Path(storage)
-    folder = file.expanduser().parent
+    if file.suffix in _OF_JOURNALS:
+        return JournalStorage(WholeLinesJournal(str(file)))
+    return _open_database(f"sqlite:///{file}")
+
+
+def _check_file(file: Path) -> None:
+    """Refuse a file that this process cannot make, or not write to."""
+    folder = file.parent
     if not folder.is_dir():
         raise ValueError(
             f"there is no folder {str(folder)!r} for the storage {str(file)!r}: make it first, or "
             "give a file in another folder."
         )
-    if file.suffix in _OF_JOURNALS:
-        return JournalStorage(WholeLinesJournal(str(file)))
-    return _open_database(f"sqlite:///{file}")
+    if file.is_dir():
+        raise ValueError(
+            f"the storage {str(file)!r} is a folder: give a file, such as "
+            f"{str(file / 'minima.log')!r}."
+        )
+    # databases and journals make files beside theirs, to lock it
+    for place, kind in ((folder, "folder"), (file, "file")):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise ValueError(
+                f"this process may not write to the {kind} {str(place)!r} of the storage "
+                f"{str(file)!r}, because it is read-only or belongs to another user. Give a file "
+                "in another folder, or change the permissions."
+            )
 
 
 def _open_database(url: str) -> RDBStorage:
@@ -95,9 +114,12 @@ def _open_database(url: str) -> RDBStorage:
 def file_of(storage: Any) -> Path | None:
     """Return the file that a search's argument `storage` names."""
     if is_file(storage):
-        return Path(storage)
+        return Path(storage).expanduser()
     name = storage.removeprefix("sqlite:///") if isinstance(storage, str) else ""
-    return None if name in ("", storage, ":memory:") else Path(name.partition("?")[0])
+    # SQLite's own URLs, `file:...?uri=true`, also name databases in memory
+    if name in ("", storage, ":memory:") or name.startswith("file:"):
+        return None
+    return Path(name.partition("?")[0])
 
 
 def is_file(storage: Any) -> bool:

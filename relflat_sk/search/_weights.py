@@ -11,7 +11,6 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,8 +58,6 @@ class _Folder(FileSystemArtifactStore):
 def as_store(store: Any) -> Any:
     """Make an artifact store of a folder; return a store as it is."""
     if isinstance(store, str | Path):
-        with suppress(OSError):  # `check_store` tells what is wrong
-            Path(store).mkdir(parents=True, exist_ok=True)
         return _Folder(store)
     if store is None or (hasattr(store, "open_reader") and hasattr(store, "write")):
         return store
@@ -71,11 +68,16 @@ def as_store(store: Any) -> Any:
 
 
 def check_store(store: Any) -> None:
-    """Refuse a store that cannot be written to, by writing a file and removing it."""
+    """Refuse a store that cannot be written to, by writing a file and removing it.
+
+    A folder is made, with its parents.
+    """
     if store is None:
         return
     name = f"probe-{uuid.uuid4().hex}"
     try:
+        if isinstance(store, _Folder):
+            Path(store.path).mkdir(parents=True, exist_ok=True)
         store.write(name, io.BytesIO(b"probe"))
         store.remove(name)
     except Exception as error:

@@ -190,8 +190,9 @@ VALUES = [
     (search(artifact_store=__file__), r"artifact_store='.*.py' cannot be written to"),
     (search(artifact_store=FarAway()), "a store far away.* Give a place that this"),
     (search(storage="minima"), "Could not parse SQLAlchemy URL .* Expected the URL"),
-    (search(storage="sqlite:////no/such/folder/m.db"), "unable to open .* give another storage"),
+    (search(storage="sqlite:////no/such/folder/m.db"), "no folder '/no/such/folder' for the stora"),
     (search(storage=Path("/no/such/folder/m.db")), "there is no folder .* make it"),
+    (search(storage=Path(__file__).parent), "the storage '.*search' is a folder: give a file"),
     (search(storage="nodir/minima.db"), "no folder 'nodir' for the storage 'nodir/min"),
     (
         search(storage="nobase://me:secret@there/m"),

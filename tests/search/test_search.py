@@ -41,7 +41,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.minima import attributes_of
+from relflat_sk.minima import attributes_of, measure_columns
 from relflat_sk.search._study import log_level
 from tests.processes import run_script
 from tests.search.examples import (
@@ -291,6 +291,18 @@ def test_random_state_makes_it_reproducible(make):
     assert not results(search)["relative_flatness"].equals(results(other)["relative_flatness"])
 
 
+@pytest.mark.parametrize("make_state", [int, np.random.RandomState], ids=["int", "RandomState"])
+def test_a_search_and_an_objective_with_one_random_state_train_the_same(make_state):
+    space = {"lr": [0.03, 0.05]}
+    search = make_search(space=space, random_state=make_state(3)).fit(X, Y)
+    objective = MinimaObjective(make_net(), X, Y, space, random_state=make_state(3))
+    study = run_objective(objective, 2, GridSampler(space))
+    columns = ["param_lr", "relative_flatness", "train_loss"]
+    assert_frame_equal(search.minima_[columns], rank_minima(study)[columns])
+    objective = pickle.loads(pickle.dumps(search))._objective_of(X, Y, {})
+    assert objective.seed == search._objective.seed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "tpe"])
 def test_processes_find_the_same(n_trials):
@@ -323,6 +335,20 @@ def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, stored, n_trial
     again = make_search(net, n_trials=n_trials, refit=False, **stored).fit(X, Y)
     assert len(counts.trained) == n_trained
     assert_frame_equal(again.minima_, resumed.minima_)
+
+
+def test_the_measure_that_ranks_comes_first(make_storage, tmp_path):
+    """A database returns attributes in the order of the alphabet."""
+    measures = ["trace_flatness", "relative_flatness", "l2_norm"]
+    shared = {"storage": make_storage(), "study_name": "sweep", "artifact_store": tmp_path}
+    search = logistic(measure=measures, **shared).fit(X, Y)
+    for table in (search.minima_, rank_minima(search.study_, "trace_flatness")):
+        assert measure_columns(table) == measures
+        assert list(table.columns[:3]) == ["trial", "param_C", measures[0]]
+    others = ["pac_bayes_flatness", "frobenius_product"]
+    assert measure_columns(search.remeasure(others)) == [*measures, *others]
+    again = logistic(measure=[measures[0], *others], **shared).fit(X, Y)
+    assert measure_columns(again.minima_)[:3] == [measures[0], *others]
 
 
 def test_draws_go_on_as_they_would_have(stored):
