@@ -51,6 +51,11 @@ class _Folder(FileSystemArtifactStore):
         super().__init__(path)
         self.path = path
 
+    def write(self, artifact_id: str, content_body: BinaryIO) -> None:
+        """Write a file, in a folder that is made if need be."""
+        Path(self.path).mkdir(parents=True, exist_ok=True)
+        super().write(artifact_id, content_body)
+
     def __repr__(self) -> str:
         return repr(str(self.path))
 
@@ -68,16 +73,11 @@ def as_store(store: Any) -> Any:
 
 
 def check_store(store: Any) -> None:
-    """Refuse a store that cannot be written to, by writing a file and removing it.
-
-    A folder is made, with its parents.
-    """
+    """Refuse a store that cannot be written to, by writing a file and removing it."""
     if store is None:
         return
     name = f"probe-{uuid.uuid4().hex}"
     try:
-        if isinstance(store, _Folder):
-            Path(store.path).mkdir(parents=True, exist_ok=True)
         store.write(name, io.BytesIO(b"probe"))
         store.remove(name)
     except Exception as error:
