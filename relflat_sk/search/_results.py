@@ -41,11 +41,20 @@ def candidate_table(study: optuna.Study, measures: Sequence[str] = ()) -> pd.Dat
     return table
 
 
-def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_as: Any) -> None:
-    """Refuse a table in which no candidate was measured; warn of one without minima or of few."""
+def check_table(
+    table: pd.DataFrame, n_elsewhere: int, interrupted: bool, estimator: Any, stored_as: Any
+) -> None:
+    """Refuse a table in which no candidate was measured; warn of one without minima or of few.
+
+    `n_elsewhere` candidates are in training in other processes.
+    """
+    elsewhere = f"other processes still train {n_elsewhere} of the candidates of {stored_as!r}"
     if table.empty and not interrupted:
         raise ValueError(
-            "no candidate was trained: the search was ended before, by timeout or by a callback."
+            f"no candidate is trained yet: {elsewhere}. Fit again when they are finished."
+            if n_elsewhere
+            else "no candidate was trained: the search was ended before, by timeout or by a "
+            "callback."
         )
     # Optuna takes a network that is no better than a constant for failed, but it has a depth
     if not (is_complete(table) | table["depth"].notna()).any():
@@ -56,6 +65,11 @@ def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_a
         if table["reason"].astype(str).str.startswith("TypeError:").all():
             raise TypeError(message)
         raise ValueError(message)
+    if n_elsewhere and not interrupted:
+        warn(
+            f"{elsewhere}, and the ranking of {len(table)} lacks them. When they are finished, fit "
+            "again with the same storage and study_name: what is finished is not trained again."
+        )
     if interrupted:
         advice = (
             "To go on with a search another time, give it a storage and a study_name."

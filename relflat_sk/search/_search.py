@@ -13,7 +13,7 @@ import optuna
 import pandas as pd
 from optuna.samplers import NSGAIIISampler, NSGAIISampler
 from optuna.storages import InMemoryStorage
-from optuna.trial import FrozenTrial
+from optuna.trial import FrozenTrial, TrialState
 from sklearn import get_config
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, is_regressor
 from sklearn.ensemble import VotingClassifier, VotingRegressor
@@ -294,7 +294,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     Ctrl-C ends the search with the candidates that are finished. Searches with the same
     `storage` and `study_name` share the work and train no candidate twice. If a process is killed,
     another one trains its candidate again. Only a heartbeat tells that a process on another
-    machine is gone: ``RDBStorage(url, heartbeat_interval=60)``.
+    machine is gone: ``RDBStorage(url, heartbeat_interval=60)``. A search that has nothing left to
+    train, while others still train, ranks what is finished, and warns with the number of the rest.
 
     Examples
     --------
@@ -751,9 +752,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
+        # read before the table, which would otherwise lack those that finish in between
+        running = self.study_.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         table = self._table(objective.measures)
         stored_as = None if self.storage is None else self.study_.study_name
-        check_table(table, interrupted, objective.estimator, stored_as)
+        check_table(table, len(running), interrupted, objective.estimator, stored_as)
         by = objective.names[0]
         self.minima_ = rank_minima(table, by=by, depth_band=None)
         trials = self.study_.get_trials(deepcopy=False)

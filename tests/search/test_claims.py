@@ -20,7 +20,7 @@ from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from relflat_sk import FlatMinimaSearch, MinimaObjective
+from relflat_sk import FlatMinimaSearch, FlatnessWarning, MinimaObjective
 from relflat_sk.minima import attributes_of
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
@@ -371,7 +371,7 @@ def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
     assert search.minima_[columns].equals(expected[columns])
 
 
-def test_trials_that_run_elsewhere_are_not_waited_for_or_counted(storage, capfd):
+def test_trials_that_run_elsewhere_are_missing_with_a_warning(storage, capfd):
     study = optuna.create_study(storage=storage, study_name="sweep")
 
     class Shared(LogisticRegression):
@@ -380,13 +380,22 @@ def test_trials_that_run_elsewhere_are_not_waited_for_or_counted(storage, capfd)
                 add_running(study, POINTS[1], process=ELSEWHERE)
             return super().fit(X, y)
 
-    search = logistic(model=Shared, storage=storage, study_name="sweep", verbose=1).fit(X, Y)
+    search = logistic(model=Shared, storage=storage, study_name="sweep", verbose=1)
+    with pytest.warns(FlatnessWarning, match="other processes still train 1 of .* ranking of 2 la"):
+        search.fit(X, Y)
     assert sorted(search.minima_["param_C"]) == [0.01, 1.0]
     assert states(search.study_).count("RUNNING") == 1
     shown = capfd.readouterr().err
     assert "0/3" in shown
     assert "2/2" in shown
     assert "2/3" not in shown
+
+
+def test_a_search_whose_candidates_all_run_elsewhere_says_so(storage):
+    study = optuna.create_study(storage=storage, study_name="sweep")
+    add_running(study, POINTS[0], process=ELSEWHERE)
+    with pytest.raises(ValueError, match="no candidate is trained yet: other processes still tr"):
+        logistic({"C": C}, storage=storage, study_name="sweep", n_trials=1).fit(X, Y)
 
 
 def test_a_database_that_several_processes_make_at_once(monkeypatch):
