@@ -184,6 +184,6 @@ class Lazy(nn.Sequential):
 
 
 def test_lazy_layers_have_no_type_before_the_first_batch():
-    lazy = RelativeFlatnessRegularizedClassifier(Lazy, max_epochs=3, verbose=0)
+    lazy = RelativeFlatnessRegularizedClassifier(Lazy, max_epochs=10, verbose=0)
     found = make(lazy, {"lr": [0.01]}, layer="2").fit(X, Y)
     assert found.minima_["state"].tolist() == ["complete"]
