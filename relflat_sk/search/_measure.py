@@ -19,7 +19,7 @@ from relflat_sk.measures import (
     find_measures,
     measure_network,
 )
-from relflat_sk.minima import DETAILS, MEASURES
+from relflat_sk.minima import DETAILS
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer
@@ -121,7 +121,6 @@ def record_measures(
         raise missing_layer(measuring.layer, error) from error
     if error is not None:
         raise error
-    record[MEASURES] = list(found)
     for name, measured in found.items():
         record[name] = measured.value
     return found

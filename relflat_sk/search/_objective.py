@@ -18,7 +18,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness
-from relflat_sk.minima import NO_REASON, attributes_of
+from relflat_sk.minima import MEASURES, NO_REASON, attributes_of
 from relflat_sk.search._data import (
     TrainingData,
     check_data,
@@ -294,6 +294,7 @@ class MinimaObjective:
             found = record_measures(record, network, self.measures, seed, self.measuring)
             if not found:
                 return [np.nan] * len(self.names)
+            record[MEASURES] = list(found)
             record |= measure_held_out(estimator, record["train_loss"], data, *held_out)
         save_weights(self.artifact_store, trial, network.module, record)
         values = [record[name] for name in self.names]
