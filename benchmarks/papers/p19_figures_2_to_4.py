@@ -1,0 +1,77 @@
+"""P19 Figures 2 to 4: LeNet-5, flatness at the last layer against the gap, rescaled, robustness.
+
+    python -m benchmarks.papers.p19_figures_2_to_4 --data NPZ   # 144 minima, 5,000 images, a day
+    python -m benchmarks.papers.p19_figures_2_to_4 --quick      # a minute
+
+The paper's gap, five times the summed test losses minus the summed training losses, is ours times
+the size of the training sample, so that the correlations are the same.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
+from benchmarks.papers._lenet import DELTA, train_row
+
+RATES = {4: 0.001, 32: 0.008, 64: 0.02, 512: 0.1}
+INITS = ("xavier_normal", "kaiming_uniform", "uniform", "normal")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure and print."""
+    arguments = read_arguments("p19_figures_2_to_4", __doc__, argv)
+    n = 5000 if arguments.data else 1000
+    data = load(arguments, 48 if arguments.quick else n, 1000, images=True)
+    minima = Minima(arguments)
+    runs = [
+        {"param_batch_size": size, "param_init": kind, "param_seed": seed}
+        for seed in range(1 if arguments.quick else 9)
+        for kind in INITS
+        for size in (RATES if not arguments.quick else (32,))
+    ]
+    for (run,) in minima.todo(runs):
+        size, kind, seed = run.values()
+        lr = 0.1 if arguments.quick else RATES[size]
+        minima.add(run | train_row(data, size, lr, kind, seed, quick=arguments.quick))
+    every = minima.frame()
+    frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
+    bound = DELTA**2 / 2 * frame["eigenvalue_flatness"]
+    frame = frame.assign(inside=(frame["robustness"] <= bound).astype(float))
+
+    def r(rows: pd.DataFrame, name: str) -> float:
+        return float(rows[name].corr(rows["generalization_gap"]))
+
+    def change(name: str) -> Callable[[pd.DataFrame], float]:
+        return lambda rows: abs(r(rows, name)) - abs(r(rows, f"{name}_rescaled"))
+
+    claims = [
+        correlation("Figure 2: r of kappa_Tr", 0.91, frame, "trace_flatness"),
+        correlation("Figure 2: r of kappa", "> 0", frame, "eigenvalue_flatness"),
+        bootstrap("Figure 2: r of kappa_Tr minus r of kappa", "> 0", frame,
+                  lambda rows: r(rows, "trace_flatness") - r(rows, "eigenvalue_flatness")),
+        bootstrap("Figure 3: loss of abs(r) by rescaling, kappa_Tr", "< 0.01", frame,
+                  change("trace_flatness")),
+        bootstrap("Figure 3: the same, Hessian trace", "> 0", frame, change("hessian_trace")),
+        bootstrap("Figure 4: share of minima below the bound", "> 0.9", frame,
+                  lambda rows: float(rows["inside"].mean())),
+    ]  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        left, middle, right = figure.subplots(1, 3)
+        for name, ax in {"trace_flatness": left, "hessian_trace_rescaled": middle}.items():
+            ax.scatter(frame[name], frame["generalization_gap"], c=frame["param_batch_size"], s=12)
+            ax.set(xscale="log", xlabel=name.replace("_", " "), ylabel="gap")
+        order = bound.sort_values().index
+        right.plot(range(len(order)), bound[order], label="bound")
+        right.plot(range(len(order)), frame["robustness"][order], ".", label="robustness")
+        right.set(yscale="log", xlabel="minima")
+        right.legend()
+
+    return finish(arguments, claims, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

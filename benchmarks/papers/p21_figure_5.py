@@ -1,0 +1,67 @@
+"""P21 Figure 5: LeNet-5, relative flatness and four other measures against the gap.
+
+    python -m benchmarks.papers.p21_figure_5 --data NPZ   # 108 minima, 5,000 images, a day
+    python -m benchmarks.papers.p21_figure_5 --quick      # a minute
+
+The paper has 110 minima over initialisations, rates, batch sizes and optimisers, and prints no
+coefficients in its text: relative flatness has the largest, the Fisher-Rao norm the smallest.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pandas as pd
+
+from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
+from benchmarks.papers._lenet import OF_NETWORK, train_row
+
+MEASURES = ["relative_flatness", "hessian_trace", *OF_NETWORK]
+RATES = {"SGD": 0.02, "Adam": 0.001, "RMSprop": 0.0005}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure and print."""
+    arguments = read_arguments("p21_figure_5", __doc__, argv)
+    n = 5000 if arguments.data else 1000
+    data = load(arguments, 48 if arguments.quick else n, 1000, images=True)
+    minima = Minima(arguments)
+    runs = [
+        {"param_optimizer": name, "param_batch_size": size, "param_faster": faster,
+         "param_init": kind, "param_seed": seed}
+        for seed in range(1 if arguments.quick else 3)
+        for kind in ("xavier_normal", "kaiming_uniform", "uniform")
+        for size in (32, 128)
+        for faster in (1, 2)
+        for name in (RATES if not arguments.quick else ["Adam"])
+    ]  # fmt: skip
+    for (run,) in minima.todo(runs[: 4 if arguments.quick else None]):
+        name, size, faster, kind, seed = run.values()
+        lr = RATES[name] * faster
+        minima.add(run | train_row(data, size, lr, kind, seed, name, quick=arguments.quick))
+    every = minima.frame()
+    frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
+
+    def lead(other: str) -> Callable[[pd.DataFrame], float]:
+        def of(rows: pd.DataFrame) -> float:
+            r = rows[["relative_flatness", other]].corrwith(rows["generalization_gap"])
+            return float(r["relative_flatness"] - r[other])
+
+        return of
+
+    claims = [correlation(f"r of {name}", "> 0", frame, name) for name in MEASURES]
+    claims += [
+        bootstrap(f"r of relative_flatness minus r of {name}", "> 0", frame, lead(name))
+        for name in MEASURES[1:]
+    ]
+
+    def draw(figure: Any) -> None:
+        for ax, name in zip(figure.subplots(1, 5, sharey=True), MEASURES, strict=True):
+            ax.scatter(frame[name], frame["generalization_gap"], s=12)
+            ax.set(xlabel=name.replace("_", " "), xscale="log")
+
+    return finish(arguments, claims, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""P21 Figures 3 and 4: flatness, gap and approximated bound for four Gaussians in feature space.
+
+    python -m benchmarks.papers.p21_figures_3_4            # 100 data sets for each separation
+    python -m benchmarks.papers.p21_figures_3_4 --quick    # a minute
+
+A linear classifier is fitted in feature space; a random 4-layer network is inverted to make the
+inputs. The paper's text leaves open the number of features (8 here), the penalty of the classifier
+(C=1), the separations, and whether the Gaussians are round, or mixed as in scikit-learn's
+`make_classification`. Means are twice the separation apart.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.datasets import make_classification
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from torch import Tensor, nn
+
+from benchmarks.papers._common import Claim, Minima, bootstrap, correlation, finish, read_arguments
+from relflat_sk import generalization_bound, label_constancy, relative_flatness
+
+SEPARATIONS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+N_TRAIN, N_TEST, WIDTH, SLOPE = 500, 4500, 8, 0.5
+N_BOUNDS = 20  # data sets of a separation with a bound, which refits
+
+
+def feature_extractor(seed: int) -> nn.Sequential:
+    """Draw four layers that can be inverted."""
+    torch.manual_seed(seed)
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(SLOPE)) for _ in range(4)]
+    return nn.Sequential(*(part for pair in layers for part in pair)).double()
+
+
+def invert(network: nn.Sequential, features: Tensor) -> Tensor:
+    """Find the inputs that the network turns into the features."""
+    for layer in reversed(network):
+        if isinstance(layer, nn.Linear):
+            features = torch.linalg.solve(layer.weight, (features - layer.bias).T).T
+        else:
+            features = torch.where(features > 0, features, features / SLOPE)
+    return features.detach()
+
+
+def gaussians(kind: str, separation: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw features and labels: scikit-learn's clusters of random shapes, or round ones."""
+    if kind == "round":
+        rng = np.random.default_rng(seed)
+        y = rng.integers(2, size=N_TRAIN + N_TEST)
+        means = np.linalg.qr(rng.normal(size=(WIDTH, WIDTH)))[0][:4] * separation * 2**0.5
+        means = means[2 * y + rng.integers(2, size=len(y))]
+        return means + rng.normal(size=means.shape), y
+    phi, y = make_classification(
+        N_TRAIN + N_TEST, WIDTH, n_informative=WIDTH, n_redundant=0, n_clusters_per_class=2,
+        class_sep=separation, flip_y=0, random_state=seed,
+    )  # fmt: skip
+    return phi, y
+
+
+def draw_row(kind: str, separation: float, seed: int) -> dict[str, float]:
+    """Draw a data set, fit the classifier, and measure."""
+    phi, y = gaussians(kind, separation, seed)
+    head = LogisticRegression(max_iter=1000).fit(phi[:N_TRAIN], y[:N_TRAIN])
+    extractor, linear = feature_extractor(seed), nn.Linear(WIDTH, 1).double()
+    linear.weight.data = torch.from_numpy(head.coef_)
+    linear.bias.data = torch.from_numpy(head.intercept_)
+    X = invert(extractor, torch.from_numpy(phi))
+    model = nn.Sequential(*extractor, linear)
+    target = torch.from_numpy(y).double()[:, None]
+    loss = nn.BCEWithLogitsLoss()
+    train, test = slice(N_TRAIN), slice(N_TRAIN, None)
+    losses = [loss(model(X[part]), target[part]).item() for part in (train, test)]
+    assert np.isclose(losses[0], log_loss(y[train], head.predict_proba(phi[train])))
+    row = {
+        "train_loss": losses[0],
+        "generalization_gap": losses[1] - losses[0],
+        "relative_flatness": relative_flatness(model, X[train], target[train], criterion=loss),
+        "squared_weight": float((head.coef_**2).sum()),
+        "label_constancy": label_constancy(model, X[train], y[train]),
+        "bound": np.nan,
+    }
+    if seed < N_BOUNDS:
+        found = generalization_bound(
+            head, phi[train], y[train], refit=True, n_splits=5, random_state=seed
+        )
+        row["bound"] = found.representativeness + found.flatness_term
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw, measure and print."""
+    arguments = read_arguments("p21_figures_3_4", __doc__, argv, "gaussians")
+    minima = Minima(arguments)
+    separations = (0.5, 3.0) if arguments.quick else SEPARATIONS
+    runs = [
+        {"param_kind": kind, "param_separation": separation, "param_seed": seed}
+        for seed in range(5 if arguments.quick else 100)
+        for kind in ("mixed", "round")
+        for separation in separations
+    ]
+    for (run,) in minima.todo(runs):
+        minima.add(run | draw_row(*run.values()))
+    frame = minima.frame()
+    first, last = min(separations), max(separations)
+
+    def r(rows: pd.DataFrame, separation: float) -> float:
+        rows = rows[rows["param_separation"] == separation]
+        return float(rows["relative_flatness"].corr(rows["generalization_gap"]))
+
+    claims: list[Claim] = []
+    for kind, part in frame.groupby("param_kind"):
+        name = f"Figure 3, {kind}: r"
+        signs = ["< 0.3", *["> 0"] * len(separations)]
+        claims += [
+            correlation(f"{name} at separation {one}", sign,
+                        part[part["param_separation"] == one], "relative_flatness")
+            for one, sign in zip(separations, signs, strict=False)
+        ]  # fmt: skip
+        least = part[part["param_separation"] == first]
+        claims += [
+            bootstrap(f"{name} at {last} minus at {first}", "> 0", part,
+                      lambda rows: r(rows, last) - r(rows, first)),
+            correlation(f"{name} of squared weight at {first}", "< 0.3", least, "squared_weight"),
+        ]  # fmt: skip
+    bounds = frame.dropna(subset=["bound"])
+    claims += [
+        bootstrap("Figure 4: share of data sets below the bound", "> 0.95", bounds,
+                  lambda rows: float((rows["bound"] >= rows["generalization_gap"]).mean())),
+        bootstrap("Figure 4: rank correlation of bound and separation", "< 0", bounds,
+                  lambda rows: float(rows["bound"].rank().corr(rows["param_separation"].rank()))),
+    ]  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        low, mid, high = zip(*((c.low, c.value, c.high) for c in claims[: len(separations)]),
+                             strict=True)  # fmt: skip
+        left.fill_between(separations, low, high, alpha=0.2)
+        left.plot(separations, mid, "o-", label="mixed")
+        left.set(xlabel="class separation", ylabel="correlation of flatness and gap")
+        means = bounds.groupby("param_separation")[["bound", "generalization_gap"]].mean()
+        right.plot(means.index, means, "o-", label=["approximated bound", "gap"])
+        right.set(xlabel="class separation", ylabel="loss")
+        right.legend()
+
+    return finish(arguments, claims, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Adilova et al. 2023, and later findings: penalty, SAM, weight decay, augmentation.
+
+    python -m benchmarks.papers.regularised --data NPZ   # 2,000 images of CIFAR-10, hours
+    python -m benchmarks.papers.regularised --quick      # a minute
+
+Adilova et al. (FAM, 2023) report higher accuracy with a penalty at the penultimate layer than
+without, and than with SAM. Mason-Williams et al. (arXiv 2510.12451) report that regularised
+networks are often sharper and generalise better. Rows are paired by seed and batch size.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks._harness.problems import SmallConvNet
+from benchmarks.papers._common import Arrays, Minima, bootstrap, finish, load, read_arguments
+from relflat_sk import (
+    RelativeFlatnessRegularizedClassifier,
+    SharpnessAwareMixin,
+    StopAtLoss,
+    relative_flatness,
+)
+
+
+class SharpnessAwareClassifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    """The net of all other methods, trained by SAM."""
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "penalty": {"flatness_weight": 1.0, "flatness_layer": -2},
+    "SAM": {"sharpness_radius": 0.1},
+    "weight decay": {"optimizer__weight_decay": 1e-3},
+    "augmentation": {},
+}
+
+
+def augment(X: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Shift each image by up to two pixels, and flip half of them."""
+    shifts = rng.integers(-2, 3, (len(X), 2))
+    moved = [np.roll(x, tuple(s), (1, 2)) for x, s in zip(X, shifts, strict=True)]
+    flip = rng.random(len(X)) < 0.5
+    return np.stack([x[:, :, ::-1] if f else x for x, f in zip(moved, flip, strict=True)])
+
+
+def train_row(
+    data: Arrays, method: str, batch_size: int, seed: int, epochs: int, *, flips: bool
+) -> dict[str, float]:
+    """Train a network by a method to the loss 0.01, and measure it on the original images."""
+    X, y, X_test, y_test = data
+    if method == "augmentation":
+        rng = np.random.default_rng(seed)
+        copies = [augment(X, rng) if flips else np.roll(X, int(rng.integers(-2, 3)), 3)
+                  for _ in range(3)]  # fmt: skip
+        X_fit, y_fit = np.concatenate([X, *copies]), np.tile(y, 4)
+    else:
+        X_fit, y_fit = X, y
+    kind = SharpnessAwareClassifier if method == "SAM" else RelativeFlatnessRegularizedClassifier
+    own = {"flatness_weight": 0} | METHODS[method]
+    net = kind(SmallConvNet, optimizer=torch.optim.SGD, lr=0.05, optimizer__momentum=0.9,
+               batch_size=batch_size, max_epochs=epochs, callbacks=[StopAtLoss(0.01)],
+               random_state=seed, verbose=0, **own)  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net.fit(X_fit, y_fit)
+        losses = [
+            cross_entropy(net.forward(part), torch.as_tensor(labels)).item()
+            for part, labels in ((X, y), (X_test, y_test))
+        ]
+        given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
+        flatness = {
+            f"relative_flatness_{layer}": relative_flatness(net.module_, X, y, layer=layer, **given)
+            for layer in (-1, -2)
+        }
+    return {
+        "train_loss": losses[0],
+        "generalization_gap": losses[1] - losses[0],
+        "test_error": float((net.predict(X_test) != y_test).mean()),
+        **flatness,
+    }
+
+
+def difference(column: str, one: str, other: str, *, log: bool = False) -> Callable[..., float]:
+    """Compute the mean difference of two methods."""
+
+    def of(rows: pd.DataFrame) -> float:
+        values = np.log(rows[column]) if log else rows[column]
+        means = values.groupby(rows["param_method"]).mean()
+        return float(means.get(one, np.nan) - means.get(other, np.nan))
+
+    return of
+
+
+def rank_within(rows: pd.DataFrame, name: str = "relative_flatness_-1") -> float:
+    """Compute the mean over methods of the rank correlation of flatness and test error."""
+    found = [part[name].rank().corr(part["test_error"].rank())
+             for _, part in rows.groupby("param_method") if len(part) > 2]  # fmt: skip
+    return float(np.mean(found)) if found else np.nan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, measure and print."""
+    arguments = read_arguments("regularised", __doc__, argv)
+    n = 2000 if arguments.data else 400
+    data = load(arguments, 48 if arguments.quick else n, 1000, images=True)
+    minima = Minima(arguments)
+    runs = [
+        {"param_method": method, "param_batch_size": size, "param_seed": seed}
+        for seed in range(1 if arguments.quick else 5)
+        for size in ((32,) if arguments.quick else (32, 128))
+        for method in METHODS
+    ]
+    for (run,) in minima.todo(runs):
+        epochs = 5 if arguments.quick else 100
+        minima.add(run | train_row(data, *run.values(), epochs, flips=bool(arguments.data)))
+    frame = minima.frame()
+    claims = [
+        bootstrap(f"FAM: test error, penalty - {other}", "< 0", frame,
+                  difference("test_error", "penalty", other))
+        for other in ("plain", "SAM")
+    ]  # fmt: skip
+    for method in ("SAM", "weight decay", "augmentation"):
+        claims += [
+            bootstrap(f"later: test error, {method} - plain", "< 0", frame,
+                      difference("test_error", method, "plain")),
+            bootstrap(f"later: log relative flatness, {method} - plain", "> 0", frame,
+                      difference("relative_flatness_-1", method, "plain", log=True)),
+        ]  # fmt: skip
+    claims += [
+        bootstrap("rank correlation of flatness and test error, pooled", "> 0", frame,
+                  lambda rows: float(rows["relative_flatness_-1"].rank()
+                                     .corr(rows["test_error"].rank()))),
+        bootstrap("the same within methods", "> 0", frame, rank_within),
+    ]  # fmt: skip
+
+    def draw(figure: Any) -> None:
+        ax = figure.subplots()
+        for method, part in frame.groupby("param_method"):
+            ax.scatter(part["relative_flatness_-1"], part["test_error"], label=method)
+        ax.set(xscale="log", xlabel="relative flatness", ylabel="test error")
+        ax.legend()
+
+    return finish(arguments, claims, draw)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

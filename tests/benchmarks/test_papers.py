@@ -1,0 +1,59 @@
+"""The scripts of the papers' figures: runs in chunks that go on, and verdicts."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks import papers
+from benchmarks.papers._common import Claim, bootstrap
+
+SCRIPTS = sorted(
+    path.stem for path in Path(papers.__file__).parent.glob("*.py") if not path.stem.startswith("_")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.scale
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_goes_on_where_the_last_one_ended(script, tmp_path, capsys):
+    main = import_module(f"benchmarks.papers.{script}").main
+    results, figure = tmp_path / "minima.csv", tmp_path / "figure.png"
+    options = ["--quick", "--results", str(results), "--figure", str(figure), "--limit"]
+    for limit, n in ((1, 1), (2, 3)):
+        assert main([*options, str(limit)]) == 0
+        rows = pd.read_csv(results)
+        assert len(rows) == n
+        assert not rows.filter(like="param_").duplicated().any()
+        assert rows["train_loss"].notna().all()
+        assert "cannot tell (quick)" in capsys.readouterr().out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "low", "high", "n", "verdict"),
+    [
+        (0.7, 0.6, 0.8, 50, "agrees"),
+        (0.7, 0.1, 0.8, 50, "cannot tell"),
+        (0.7, 0.1, 0.6, 50, "disagrees"),
+        (0.7, 0.6, 0.8, 5, "cannot tell"),
+        ("> 0", 0.1, 0.8, 50, "agrees"),
+        ("> 0", -0.1, 0.8, 50, "cannot tell"),
+        ("> 0.25", 0.1, 0.2, 50, "disagrees"),
+        ("< 5", 1.0, 2.0, 50, "agrees"),
+        ("< 0", 0.1, 0.2, 50, "disagrees"),
+        ("> 0", float("nan"), 0.2, 50, "cannot tell"),
+    ],
+)
+def test_verdicts(theirs, low, high, n, verdict):
+    assert Claim("r", theirs, (low + high) / 2, low, high, n).verdict() == verdict
+
+
+def test_intervals_are_those_of_resampled_rows():
+    frame = pd.DataFrame({"x": range(100)})
+    claim = bootstrap("mean", "> 0", frame, lambda rows: float(rows["x"].mean()))
+    assert (claim.value, claim.n) == (49.5, 100)
+    half = 1.96 * 28.87 / 10  # of a mean of 100 independent rows
+    assert claim.low == pytest.approx(49.5 - half, abs=0.6)
+    assert claim.high == pytest.approx(49.5 + half, abs=0.6)
