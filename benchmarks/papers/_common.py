@@ -188,8 +188,9 @@ def bootstrap(
             statistic(frame.iloc[rng.integers(len(frame), size=len(frame))])
             for _ in range(n if len(frame) > 2 else 0)
         ]
-    low, high = np.nanpercentile(draws, [2.5, 97.5]) if draws else (np.nan, np.nan)
-    return Claim(name, theirs, statistic(frame), low, high, len(frame))
+        low, high = np.nanpercentile(draws, [2.5, 97.5]) if draws else (np.nan, np.nan)
+        value = statistic(frame)
+    return Claim(name, theirs, value, low, high, len(frame))
 
 
 def correlation(
