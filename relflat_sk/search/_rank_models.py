@@ -51,7 +51,7 @@ def rank_models(  # noqa: PLR0913
     y: Any,
     *,
     module: Any = None,
-    measure: Any = "normalized_relative_flatness",
+    measure: Any = "comparable_flatness",
     criterion: Any = None,
     X_test: Any = None,
     y_test: Any = None,
@@ -84,7 +84,7 @@ def rank_models(  # noqa: PLR0913
         The network that weights are loaded into, which gets its own weights back. Names of the
         weights may have a prefix, as in a checkpoint of a larger module. An adapter is put on a
         copy of `module`; if that is a ``PeftModel``, the adapter's weights are loaded into it.
-    measure : str, callable or sequence of these, default="normalized_relative_flatness"
+    measure : str, callable or sequence of these, default="comparable_flatness"
         The measure that ranks, and further ones, see `get_measure_names`.
     criterion : torch loss, optional
         The loss; needed for bare modules only.
@@ -96,7 +96,8 @@ def rank_models(  # noqa: PLR0913
     sample_weight : array of shape (n,), optional
         Weight of each training sample; one if None.
     depth_band : float or None, default=3
-        The largest ratio of the depths of models that are compared, see `rank_minima`.
+        The largest ratio of the depths of models that are compared, see `rank_minima`. A measure at
+        equal loss, such as the default, compares all depths.
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState, Generator or None, default=None
@@ -153,7 +154,7 @@ def rank_models(  # noqa: PLR0913
     >>> from sklearn.linear_model import LogisticRegression
     >>> X, y = load_iris(return_X_y=True)
     >>> models = [LogisticRegression(C=C, max_iter=500).fit(X, y) for C in (0.1, 0.5, 2.0)]
-    >>> table = rank_models(models, X, y, depth_band=None)
+    >>> table = rank_models(models, X, y, measure="relative_flatness", depth_band=None)
     >>> table[["model", "param_C", "rank"]]
       model  param_C  rank
     0     0      0.1     1
@@ -171,14 +172,18 @@ def rank_models(  # noqa: PLR0913
     ...     for i in (2, 3, 4)
     ... }
     >>> criterion = torch.nn.CrossEntropyLoss()
-    >>> table = rank_models(steps, X, y, module=net, criterion=criterion)
-    >>> table["model"].tolist()
+    >>> table = rank_models(steps, X, y, module=net, criterion=criterion, at_loss=0.3)
+    >>> sorted(table["model"])
     ['step 2', 'step 3', 'step 4']
+    >>> table["comparable_flatness"].round(4).nunique()  # at equal loss, the scale does not count
+    1
     >>> bool(net.weight.any())
     False
     """
     check_depth_band(depth_band)
     names = find_measures(listed(measure))
+    if names[0] == "comparable_flatness" or measure_params.get("at_loss") is not None:
+        depth_band = None
     measuring = Measuring(names, layer, measure_params, device)
     options = DataOptions(criterion, measuring.batch_size, device, sample_weight)
     seed = seed_from(random_state)

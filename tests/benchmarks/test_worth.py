@@ -79,3 +79,11 @@ def test_an_interrupted_study_of_weights_continues(tmp_path):
 )
 def test_quick_runs_of_defaults_and_depth(module, line):
     assert line in run(f"benchmarks.worth.{module}", "--quick")
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_checkpoints_compares_all_ways():
+    printed = run("benchmarks.worth.checkpoints", "--quick", "--tasks", "digits")
+    assert "1 runs with 3 checkpoints each" in printed
+    ways = ("comparable flatness", "head gradient", "last", "held-out loss", "any")
+    assert all(f"\n{way} " in printed for way in ways)

@@ -252,6 +252,24 @@ def test_the_module_gets_its_own_weights_back(ends, steps):
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
+def test_by_default_models_of_all_depths_are_compared_at_equal_loss(steps):
+    scaled = {f"x {c}": scale_head(steps["step 30"], c) for c in (0.5, 1, 30)}
+    options = {"module": build(), "criterion": CE, "at_loss": 0.3}
+    table = rank_models(scaled | {"first": build().state_dict()}, X, Y, **options)
+    assert table["comparable"].tolist() == [True, True, True, False]
+    depths = table["depth"][:3]
+    assert depths.max() > 3 * depths.min()  # more than a band
+    values = table["comparable_flatness"][:3]
+    assert values.max() == pytest.approx(values.min(), rel=1e-3)
+    assert "no better than a constant" in table["reason"][3]
+
+
+def scale_head(weights, factor):
+    """Scale the outputs of a network."""
+    return {key: factor * one if key[0] == "2" else one for key, one in weights.items()}
+
+
 # -- models without a value ------------------------------------------------------------------------
 
 

@@ -1,0 +1,249 @@
+"""Compare ways to choose a checkpoint of a training run, by the regret of the choice.
+
+Twenty runs: four tasks with five seeds each, and a checkpoint after each of 40 epochs. The tasks
+are a network with one hidden layer on handwritten digits, the same with a tenth of the labels
+wrong, a convolutional network that is fine-tuned from the digits 0 to 4 to the others, and a small
+transformer that is fine-tuned by a low-rank adapter (it needs transformers and peft). The ways:
+
+comparable flatness   the smallest; no data held out
+relative flatness     the smallest; no data held out
+head gradient         the smallest norm of the loss's gradient in the last layer, among the
+                      checkpoints of the last third
+last                  the last checkpoint
+training loss         the smallest
+held-out loss         the epoch of the smallest loss on a fifth of the training data, in a second
+                      run on the other four fifths; the checkpoint is that of the run on all data
+any                   the mean over the checkpoints
+
+The regret is the difference to the best checkpoint of the run on the test data: in points of
+accuracy, and in loss.
+
+    python -m benchmarks.worth.checkpoints            # 15 minutes
+    python -m benchmarks.worth.checkpoints --quick    # a smoke run
+"""
+
+import argparse
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks._harness.timing import environment, table
+from relflat_sk import FlatnessWarning, rank_models
+
+CRITERION = nn.CrossEntropyLoss()
+MEASURES = ("comparable_flatness", "relative_flatness", "gradient_norm")
+WAYS = (
+    "comparable flatness", "relative flatness", "head gradient", "last", "training loss",
+    "held-out loss", "any",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network with the data on which it is trained and tested. Shapes: `y` (n,)."""
+
+    net: nn.Module
+    X: Tensor
+    y: Tensor
+    X_test: Tensor
+    y_test: Tensor
+    lr: float
+    batch_size: int = 16
+
+
+def logits(output: Any) -> Tensor:
+    """Return what the criterion takes of an output."""
+    found: Tensor = output if isinstance(output, Tensor) else output["logits"]
+    return found
+
+
+def train(
+    net: nn.Module, X: Tensor, y: Tensor, lr: float, batch_size: int, epochs: int, seed: int
+) -> list[dict[str, Tensor]]:
+    """Train by Adam, and return the weights after each epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam([one for one in net.parameters() if one.requires_grad], lr=lr)
+    saved = []
+    for _ in range(epochs):
+        net.train()
+        for batch in torch.randperm(len(y), generator=generator).split(batch_size):
+            optimizer.zero_grad()
+            CRITERION(logits(net(X[batch])), y[batch]).backward()
+            optimizer.step()
+        saved.append(copy.deepcopy(net.state_dict()))
+    return saved
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+
+def digits(seed: int, classes: range, n_train: int, shape: tuple[int, ...]) -> list[Tensor]:
+    """Draw images of some digits, for training and for tests."""
+    X, y = load_digits(return_X_y=True)
+    kept = np.flatnonzero(np.isin(y, classes))
+    order = np.random.default_rng(seed).permutation(kept)
+    images = torch.tensor(X[order] / 16, dtype=torch.float32).reshape(-1, *shape)
+    labels = torch.tensor(y[order]) - classes.start
+    return [images[:n_train], labels[:n_train], images[n_train:], labels[n_train:]]
+
+
+def with_wrong(y: Tensor, share: float, n_classes: int, seed: int) -> Tensor:
+    """Give a share of the samples another label."""
+    generator = torch.Generator().manual_seed(seed)
+    wrong = torch.rand(len(y), generator=generator) < share
+    moves = torch.randint(1, n_classes, y.shape, generator=generator)
+    return torch.where(wrong, (y + moves) % n_classes, y)
+
+
+def mlp(seed: int, share: float) -> Task:
+    """Make a network with one hidden layer, and digits with a share of wrong labels."""
+    X, y, *test = digits(seed, range(10), 300, (64,))
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return Task(net, X, with_wrong(y, share, 10, seed), *test, lr=0.01)
+
+
+def convolutions(seed: int) -> Task:
+    """Make a network that knows the digits 0 to 4, and 100 images of the others."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5),
+    )  # fmt: skip
+    X, y, *_ = digits(seed, range(5), 600, (1, 8, 8))
+    train(net, X, y, 0.005, 16, 5, seed)
+    X, y, *test = digits(seed, range(5, 10), 100, (1, 8, 8))
+    return Task(net, X, with_wrong(y, 0.1, 5, seed), *test, lr=0.01)
+
+
+def adapter(seed: int) -> Task:
+    """Make a transformer that knows a task, with an adapter for another one."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+    from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415
+
+    def sequences(n: int, first: int) -> list[Tensor]:
+        tokens = torch.randint(12, (n, 15))
+        counts = torch.stack([(tokens == first + i).sum(1) for i in range(3)], dim=1)
+        return [tokens, (counts + 0.1 * torch.rand(n, 3)).argmax(1)]
+
+    config = BertConfig(
+        vocab_size=12, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=16, num_labels=3,
+    )  # fmt: skip
+    base = BertForSequenceClassification(config)
+    train(base, *sequences(2000, 0), 2e-3, 32, 6, seed)
+    lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
+    data = [*sequences(100, 3), *sequences(1000, 3)]
+    return Task(get_peft_model(base, lora), *data, lr=0.01)
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    "digits": lambda seed: mlp(seed, 0.0),
+    "digits, wrong labels": lambda seed: mlp(seed, 0.1),
+    "fine-tuned convolutions": convolutions,
+    "adapter": adapter,
+}
+
+
+# -- choosing --------------------------------------------------------------------------------------
+
+
+def losses_of(net: nn.Module, saved: list[dict[str, Tensor]], X: Tensor, y: Tensor) -> np.ndarray:
+    """Compute mean loss and accuracy of each checkpoint. Shapes: returns (n_checkpoints, 2)."""
+    rows = []
+    for weights in saved:
+        net.load_state_dict(weights)
+        with torch.no_grad():
+            output = logits(net.eval()(X))
+        accuracy = (output.argmax(1) == y).double().mean()
+        rows.append((float(CRITERION(output, y)), float(accuracy)))
+    return np.array(rows)
+
+
+def run(name: str, seed: int, epochs: int) -> dict[str, Any]:
+    """Train once, and return the regret of each way: points of accuracy, and loss."""
+    torch.manual_seed(seed)
+    task = TASKS[name](seed)
+    start = copy.deepcopy(task.net.state_dict())
+    saved = train(task.net, task.X, task.y, task.lr, task.batch_size, epochs, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlatnessWarning)  # early checkpoints are no minima
+        ranked = rank_models(
+            saved, task.X, task.y, module=task.net, criterion=CRITERION, measure=MEASURES,
+        )  # fmt: skip
+    along = ranked.sort_values("trial").reset_index(drop=True)
+    test = losses_of(task.net, saved, task.X_test, task.y_test)
+    n = len(task.y) * 4 // 5
+    task.net.load_state_dict(start)
+    parts = train(task.net, task.X[:n], task.y[:n], task.lr, task.batch_size, epochs, seed)
+    held_out = losses_of(task.net, parts, task.X[n:], task.y[n:])[:, 0]
+    tail = epochs * 2 // 3
+    picks = {
+        "comparable flatness": pick(along, "comparable_flatness"),
+        "relative flatness": pick(along, "relative_flatness"),
+        "head gradient": tail + int(along["gradient_norm"][tail:].to_numpy().argmin()),
+        "last": epochs - 1,
+        "training loss": int(along["train_loss"].argmin()),
+        "held-out loss": int(held_out.argmin()),
+    }
+    regret = np.stack([test[:, 0] - test[:, 0].min(), 100 * (test[:, 1].max() - test[:, 1])], 1)
+    found = {way: regret[at] for way, at in picks.items()} | {"any": regret.mean(0)}
+    return {"task": name, "seed": seed, "n_unmeasured": int((~along["converged"]).sum()), **found}
+
+
+def pick(along: pd.DataFrame, measure: str) -> int:
+    """Return the checkpoint with the smallest value among the minima; the last if there is none."""
+    values = along[measure].where(along["converged"], np.inf).fillna(np.inf)
+    return int(values.argmin()) if np.isfinite(values).any() else len(along) - 1
+
+
+def summarize(rows: list[dict[str, Any]]) -> str:
+    """Return a table of mean regrets with standard errors, over all runs and for each task."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines = [["regret of the choice", "points, all runs", "loss, all runs", *tasks]]
+    for way in WAYS:
+        regrets = np.array([row[way] for row in rows])
+        error = regrets.std(0, ddof=1) / np.sqrt(len(rows)) if len(rows) > 1 else np.zeros(2)
+        means = regrets.mean(0)
+        of_tasks = [np.mean([row[way][1] for row in rows if row["task"] == one]) for one in tasks]
+        lines.append([
+            way,
+            f"{means[1]:.2f} +- {error[1]:.2f}",
+            f"{means[0]:.3f} +- {error[0]:.3f}",
+            *(f"{one:.2f}" for one in of_tasks),
+        ])
+    return str(table(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--quick", action="store_true", help="one seed and three epochs")
+    options = parser.parse_args()
+    seeds, epochs = (1, 3) if options.quick else (options.seeds, options.epochs)
+    print(environment())
+    runs = list(product(options.tasks, range(seeds)))
+    rows = [run(*one, epochs) for one in tqdm(runs, desc="runs")]
+    print(f"{len(rows)} runs with {epochs} checkpoints each; columns of tasks are in points")
+    print(summarize(rows))
+    without = {row["task"]: 0 for row in rows}
+    for row in rows:
+        without[row["task"]] += row["n_unmeasured"]
+    print(f"checkpoints that are no minima, and are not chosen for flatness: {without}")
+
+
+if __name__ == "__main__":
+    main()
