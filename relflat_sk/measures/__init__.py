@@ -12,6 +12,7 @@ from relflat_sk.measures._measure_network import check_layers as check_layers
 from relflat_sk.measures._measure_network import (
     criterion_has_curvature as criterion_has_curvature,
 )
+from relflat_sk.measures._measure_network import known_arguments as known_arguments
 from relflat_sk.measures._measure_network import measure_network as measure_network
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant

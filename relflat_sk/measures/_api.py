@@ -29,7 +29,7 @@ from relflat_sk.measures._names import (
     find_measures,
     get_measure_names,
 )
-from relflat_sk.measures._results import Flatness, Found
+from relflat_sk.measures._results import Flatness, Found, NotApplicableError
 
 
 def evaluate(  # noqa: PLR0913
@@ -163,8 +163,8 @@ def flatness_report(  # noqa: PLR0913
         Labels, as in training; None where they do not matter.
     measures : str, callable or sequence of these, optional
         One or some of `get_measure_names`, all of them if None, or functions of model, X and y;
-        see `register_measure`. With None, a measure that does not apply to the network is nan,
-        with a warning that says why. "neuron_flatness", which must be named, has one row for
+        see `register_measure`. A measure that does not apply to the network is nan, with a
+        warning that says why. "neuron_flatness", which must be named, has one row for
         each neuron that feeds a layer, and its number in the column `neuron`.
     layers : int, str, nn.Module, a sequence of these, or "all", default="all"
         Where to measure, each layer as in `relative_flatness`. "all" leaves out layers whose
@@ -201,9 +201,8 @@ def flatness_report(  # noqa: PLR0913
     TypeError
         If an argument is of the wrong type.
     ValueError
-        If a name is not that of a measure, `measures` or `layers` is empty, layers are chosen for
-        measures of the whole network only, or a measure in `measures` does not apply to the
-        network. With None, such a measure is nan.
+        If a name is not that of a measure, `measures` or `layers` is empty, or layers are chosen
+        for measures of the whole network only.
 
     Warns
     -----
@@ -242,8 +241,15 @@ def flatness_report(  # noqa: PLR0913
     measured = {name: LARGEST_NEURON if name == NEURONS else name for name in names}
     with joined(model, X, y, options, process_group) as network:
         found = measure_network(
-            network, list(measured.values()), layers, refuse=measures is not None, **params
+            network,
+            list(measured.values()),
+            layers,
+            tolerated=(TypeError, ValueError) if measures is None else (NotApplicableError,),
+            **params,
         )
+    for (_, name), one in found.items():
+        if one.error is not None:
+            warn(f"{name} does not apply to this network: {one.error}")
     _warn_of_doubtful(found)
     order = next(iter(found.values())).summary.order
     rows = []

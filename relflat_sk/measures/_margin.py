@@ -22,7 +22,7 @@ from relflat_sk._network import (
     sample_weight,
 )
 from relflat_sk._warnings import warn
-from relflat_sk.measures._results import Estimate
+from relflat_sk.measures._results import Estimate, NotApplicableError
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def scored_batches(network: Network, what: str) -> Iterator[ScoredBatch]:
     """Run a classifier batch by batch; `what` needs one, as an error says."""
     criterion = network.loss.criterion
     if type(criterion) not in SCORES:
-        raise ValueError(
+        raise NotApplicableError(
             f"{what} needs a classifier, but {name_criterion(criterion)} is not known as a "
             f"classification loss. Known are {[kind.__name__ for kind in SCORES]}; if the "
             "network's outputs are logits, pass criterion=torch.nn.CrossEntropyLoss()."
@@ -122,14 +122,14 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
         parts.append(found.cpu().numpy())
     margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
     if not len(margins):
-        raise ValueError("the criterion ignores all labels, so there is no margin.")
+        raise NotApplicableError("the criterion ignores all labels, so there is no margin.")
     return margins
 
 
 def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
     """Compare the true class with the best other class."""
     if target.is_floating_point() or scores.shape[1] < 2:
-        raise ValueError(
+        raise NotApplicableError(
             "a margin needs two classes or more and one label for each sample, got outputs of "
             f"shape {tuple(scores.shape)} with targets of {target.dtype}."
         )
@@ -143,7 +143,7 @@ def _multiclass(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
 def _binary(loss: Loss, scores: Tensor, target: Tensor) -> Tensor:
     """Give each sample's logit the sign of its label."""
     if scores[0].numel() != 1 or bool(((target != 0) & (target != 1)).any()):
-        raise ValueError(
+        raise NotApplicableError(
             "a margin needs one label, 0 or 1, for each sample, got outputs of shape "
             f"{tuple(scores.shape)} and targets such as {target.flatten()[:3].tolist()}."
         )

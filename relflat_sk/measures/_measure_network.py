@@ -130,12 +130,14 @@ def measure_network(
     layers: Sequence[Layer] | str,
     *,
     weight_decay: float = 0.0,
-    refuse: bool = True,
+    tolerated: tuple[type[Exception], ...] = (),
     per_sample: bool = False,
     at_loss: float | None = None,
     **params: Any,
 ) -> Found:
     """Measure a network in several ways, with as few passes over the data as possible.
+
+    A measure of the whole network that raises one of the `tolerated` errors is nan.
 
     All traces, the gradient norm, the mean loss, the number of samples and the shape of the
     outputs come from one pass; the largest eigenvalues begin with it. Measures at equal loss have
@@ -150,12 +152,12 @@ def measure_network(
         seed = seed_from(params.get("random_state"))
         seed = draw_seed(None) if seed is None else seed
         params["random_state"] = network.processes.gather(seed)[0]
-    params |= {"weight_decay": weight_decay, "per_sample": per_sample, "refuse": refuse}
+    params |= {"weight_decay": weight_decay, "per_sample": per_sample}
     found: Found = {}
     shares = {name: loss_share(name, at_loss) for name in names}
     for share in dict.fromkeys(shares.values()):
         some = [name for name in names if shares[name] == share]
-        found |= _measure_at_loss(network, some, layers, share, params)
+        found |= _measure_at_loss(network, some, layers, share, tolerated, params)
     for (layer, name), one in found.items():
         _warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
@@ -188,6 +190,7 @@ def _measure_at_loss(
     names: Sequence[str],
     layers: Sequence[Layer] | str,
     share: float | None,
+    tolerated: tuple[type[Exception], ...],
     params: Mapping[str, Any],
 ) -> Found:
     """Measure a network, or the network at the temperature of a share of the loss."""
@@ -196,7 +199,8 @@ def _measure_at_loss(
     equal = None
     if share is not None:
         checked, where = bool(of_layers), layers if of_layers else [-1]
-        equal = at_equal_loss(network, where, share, checked=checked, refuse=params["refuse"])
+        refuse = ValueError not in tolerated
+        equal = at_equal_loss(network, where, share, checked=checked, refuse=refuse)
         if equal.reason:
             reason = f"no temperature gives the loss of at_loss={share:g}: {equal.reason}"
             return _without_value(equal, of_layers, whole, reason)
@@ -207,7 +211,7 @@ def _measure_at_loss(
         recorded = network if equal is None else equal.recorded
         found |= measure_layers(recorded, of_layers, layers, **some)
     if whole:
-        found |= _measure_whole(network, whole, params["refuse"], params, found)
+        found |= _measure_whole(network, whole, tolerated, params, found)
     for one in found.values():
         one.own = None if equal is None else equal.own
     return found
@@ -279,14 +283,20 @@ def check_layers(names: Sequence[str], layers: Any) -> None:
 
 def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
     """Refuse arguments that none of the measures takes."""
-    known = _SEED.union(*map(_arguments, names)) - {"weight_decay"}
-    if not all(isinstance(name, OwnMeasure) for name in names):
-        known |= _OF_LAYERS | {"at_loss"}
+    known = known_arguments(names) - {"weight_decay"}
     for key in params:
         if key not in known:
             raise TypeError(
                 f"{key!r} is no argument of {', '.join(names)}. Expected some of {sorted(known)}."
             )
+
+
+def known_arguments(names: Sequence[str]) -> Set[str]:
+    """List the arguments that any of some measures takes."""
+    own = all(isinstance(name, OwnMeasure) for name in names)
+    return _SEED.union(
+        {"weight_decay"}, set() if own else _OF_LAYERS | {"at_loss"}, *map(_arguments, names)
+    )
 
 
 def _arguments(name: str) -> Set[str]:
@@ -299,11 +309,11 @@ def _arguments(name: str) -> Set[str]:
 def _measure_whole(
     network: Network,
     names: Sequence[str],
-    refuse: bool,
+    tolerated: tuple[type[Exception], ...],
     params: Mapping[str, Any],
     known: Found,
 ) -> Found:
-    """Measure the network as a whole; nan, with a warning, for what does not apply to it."""
+    """Measure the network as a whole; nan where a measure raises a tolerated error."""
     if known:
         summary = next(iter(known.values())).summary
     else:
@@ -315,14 +325,14 @@ def _measure_whole(
         network.processes.begin(str(name))
         own = {key: value for key, value in params.items() if key in _arguments(name)}
         compute = name.measure if isinstance(name, OwnMeasure) else NETWORK_WIDE[name]
+        error = None
         try:
             one = _NONE if diverged else compute(network, **own)
-        except (TypeError, ValueError) as error:
-            if refuse:
-                raise
-            warn(f"{name} does not apply to this network: {error}")
-            one = _NONE
-        found["", str(name)] = Flatness(one.value, one.stderr, one.method, network, summary)
+        except tolerated as caught:
+            one, error = _NONE, caught
+        found["", str(name)] = Flatness(
+            one.value, one.stderr, one.method, network, summary, error=error
+        )
     return found
 
 

@@ -68,7 +68,7 @@ from relflat_sk._rescaling import AffineLayer, fold_layers
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
 from relflat_sk.measures._path_norms import sum_over_paths
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure
+from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
 
 # largest size of the matrix of a convolution for which it is written out
 _DENSE = 2**18
@@ -134,7 +134,7 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
         # in training mode, spectral norm changes its buffers whenever a weight is read
         others = [name for name, _ in other_weights(network.module, layers)]
     if others:
-        raise ValueError(
+        raise NotApplicableError(
             f"{measure} is a product over the linear and convolutional layers that are called, "
             f"but the network has other weights: {', '.join(others)}."
         )
@@ -260,7 +260,7 @@ def _spectral_mean(of_layer: Callable[[NDArray[np.float64], Any], float]) -> Net
                 values.append(of_layer(squares, weight.shape) if squares[0] > 0 else math.nan)
         values = [value for value in values if not math.isnan(value)]
         if not values:
-            raise ValueError(
+            raise NotApplicableError(
                 "no layer has a spectrum to be measured: weights are zero, or, for a power law, "
                 f"have fewer than {_FEWEST} singular values."
             )
@@ -366,7 +366,7 @@ def _check_chain(network: Network, layers: Sequence[AffineLayer], norm: str) -> 
         n_folded = sum(layer.norm is not None for layer in layers)
         why = find_faster_step(network(x), x, len(layers), n_folded, euclidean=norm == "l2")
     if why is not None:
-        raise ValueError(
+        raise NotApplicableError(
             "log_robustness needs a Lipschitz constant of the network. The product of the layers' "
             "norms is one for a chain of layers with activations of slope at most 1, and this "
             f"network is another: {why}. Use 'inverse_margin' or a norm over the margin."
@@ -379,7 +379,7 @@ def _ranges(network: Network) -> Tensor:
     for batch in network.batches():
         if not (isinstance(batch.x, Tensor) and batch.x.is_floating_point()):
             kind = f"of {batch.x.dtype}" if isinstance(batch.x, Tensor) else type(batch.x).__name__
-            raise ValueError(
+            raise NotApplicableError(
                 "log_robustness divides inputs of floating-point numbers into cells, but the "
                 f"network takes inputs {kind}."
             )

@@ -31,7 +31,7 @@ from relflat_sk.measures._perturbation import (
     square_norm,
     weights_of,
 )
-from relflat_sk.measures._results import Estimate
+from relflat_sk.measures._results import Estimate, NotApplicableError
 from relflat_sk.measures._score import count_errors
 
 # Tolerance of log(sigma): 1/sigma^2 is exact to one per cent, far less than its standard error
@@ -126,7 +126,7 @@ def _bracket(excess: Callable[[float], float], start: float) -> tuple[float, flo
         if (excess(end) > 0) != above:
             return (end, end + step) if above else (end - step, end)
     if above:
-        raise ValueError(
+        raise NotApplicableError(
             f"the risk rises beyond the target at any sigma down to {math.exp(end):.1g}: the "
             "noise eps, which does not depend on sigma, is too large. Use a smaller eps."
         )

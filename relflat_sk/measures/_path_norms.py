@@ -32,6 +32,7 @@ from relflat_sk._network import (
     primary_output,
 )
 from relflat_sk._rescaling import AffineLayer, describe_step, step_name, trace
+from relflat_sk.measures._results import NotApplicableError
 
 
 def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) -> float:
@@ -42,7 +43,9 @@ def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) 
     try:
         graph = trace(network.module)
     except ValueError as error:
-        raise ValueError(f"paths cannot be followed through this network: {error}") from error
+        raise NotApplicableError(
+            f"paths cannot be followed through this network: {error}"
+        ) from error
     inputs = _first_inputs(network)
     with torch.no_grad():
         sums = _PathSums(network.module, graph, layers, inputs, power).run()
@@ -98,7 +101,7 @@ class _PathSums(fx.Interpreter):
         if not isinstance(value, Tensor):
             return value
         if not value.is_floating_point():
-            raise ValueError(
+            raise NotApplicableError(
                 f"paths start at floating-point numbers, but the network takes {name!r} of "
                 f"{value.dtype}, as for an embedding."
             )
@@ -151,7 +154,7 @@ def _has_tensor(value: Any) -> bool:
 
 def _refuse(node: fx.Node, module: nn.Module, reason: str) -> NoReturn:
     step = describe_step(node, dict(module.named_modules()))
-    raise ValueError(f"there is no path norm of this network: {step} {reason}.")
+    raise NotApplicableError(f"there is no path norm of this network: {step} {reason}.")
 
 
 # names of modules, functions and methods, see `step_name`

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from relflat_sk._checks import check_integer
 from relflat_sk._losses import check_twice
 from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
-from relflat_sk.measures._results import Estimate
+from relflat_sk.measures._results import Estimate, NotApplicableError
 
 # -- weights as one vector ---------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ def parameters_of(network: Network) -> dict[str, Tensor]:
         if parameter.is_floating_point()
     }
     if not found:
-        raise ValueError(
+        raise NotApplicableError(
             f"{type(network.module).__name__} has no parameters whose disturbance could be "
             "measured; pass a network with weights."
         )

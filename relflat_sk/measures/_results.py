@@ -16,6 +16,10 @@ from relflat_sk._network import Network, best_constant_loss
 from relflat_sk._numerics import read_numbers
 
 
+class NotApplicableError(ValueError):
+    """A network has no value of a measure, whatever the arguments of the call."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A measured value, its standard error, and the method that gave it.
@@ -127,6 +131,8 @@ class Flatness:
         Totals of the network itself, if the value is that of the network at a temperature.
     reason : str
         Why the network has no value at the loss of `at_loss`; empty if it has one.
+    error : Exception, optional
+        Why there is no value, which is nan then.
 
     Examples
     --------
@@ -150,6 +156,7 @@ class Flatness:
     neuron_stderrs: NDArray[np.float64] | None = None
     own: Summary | None = None
     reason: str = ""
+    error: Exception | None = None
 
     @property
     def risk(self) -> float:

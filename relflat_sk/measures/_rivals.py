@@ -39,7 +39,7 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network import Network, borrowed
 from relflat_sk._numerics import or_one
 from relflat_sk.measures._margin import ScoredBatch, scored_batches
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure
+from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
 from relflat_sk.measures._scan import ForwardPass, summarize
 
 # -- predictions ----------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class _Moments:
         (layer,) = forward.layers.values()
         size = layer.map.weight.numel()
         if size > _DENSE or not layer.is_flat:
-            raise ValueError(
+            raise NotApplicableError(
                 "takeuchi_criterion inverts the Hessian in the last layer's weight, of at most "
                 f"{_DENSE} numbers, which one vector for each sample is multiplied with; layer "
                 f"{layer.name!r} has {size} and features of shape {tuple(layer.features.shape)}."
@@ -178,7 +178,7 @@ def _takeuchi_criterion(network: Network, *, ridge: float = 1e-3) -> Estimate:
     root, failed = torch.linalg.cholesky_ex(hessian + ridge * torch.eye(len(hessian)).to(hessian))
     bent_down = bool((diagonal < -_ROUNDING * diagonal.abs().amax()).any())
     if (failed or bent_down) and math.isfinite(summary.loss):
-        raise ValueError(
+        raise NotApplicableError(
             "the Hessian in the last layer's weight has negative eigenvalues, so the point is no "
             "minimum, and takeuchi_criterion has no meaning there. Train further."
         )

@@ -50,7 +50,7 @@ from relflat_sk.measures._perturbation import (
     square_norm,
     weights_of,
 )
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure
+from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
 
 # -- the largest rise of the loss in a ball, by Algorithm 1 of APGD -------------------------------
 
@@ -279,7 +279,7 @@ def keskar_sharpness(
         network, radius, n_steps=n_steps, n_restarts=n_restarts, random_state=random_state
     )
     if loss <= -1:
-        raise ValueError(
+        raise NotApplicableError(
             f"keskar_sharpness divides by 1 + loss, and the mean loss is {loss:g}; use "
             "adaptive_sharpness for losses below -1."
         )
@@ -323,7 +323,7 @@ def with_unit_logits(network: Network) -> Network:
     criterion = type(network.loss.criterion)
     known = SCORES.keys() - set(BINARY)
     if criterion not in known:
-        raise ValueError(
+        raise NotApplicableError(
             "normalize_logits needs a classifier trained with one of "
             f"{sorted(one.__name__ for one in known)}, got {criterion.__name__}."
         )
@@ -332,7 +332,7 @@ def with_unit_logits(network: Network) -> Network:
     def forward(x: Any) -> Tensor:
         output = network(x)
         if output.ndim != 2:
-            raise ValueError(
+            raise NotApplicableError(
                 f"normalize_logits needs outputs of shape (n, n_classes), got "
                 f"{tuple(output.shape)}."
             )

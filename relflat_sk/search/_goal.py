@@ -162,10 +162,13 @@ def record_verdict(
     estimator: Any,
     goal: Any,
     found: Mapping[str, Flatness],
-    values: Sequence[float],
+    ranking: Sequence[str],
 ) -> list[float]:
-    """Record how deep a candidate is, whether it is a minimum, and why not."""
-    train_loss = record["train_loss"]
+    """Record how deep a candidate is, whether it is a minimum, and why not.
+
+    Returns the values of the measures that rank. Others may have failed, which is recorded, too.
+    """
+    train_loss, values = record["train_loss"], [record[name] for name in ranking]
     constant_loss = next(iter(found.values())).constant_risk()
     depth = depth_of(train_loss, constant_loss)
     if np.isfinite(depth):
@@ -179,9 +182,10 @@ def record_verdict(
     elif any(_has_vanished(name, one, constant_loss) for name, one in judged.items()):
         reason = SATURATED
     elif not np.isfinite(values).all():
-        wrong = [one for one in found.items() if not np.isfinite(one[1].value)]
+        wrong = [name for name in ranking if not np.isfinite(record[name])]
+        why = {name: one.reason and f", {one.reason}" for name, one in found.items()}
         reason = NO_MEASURE + ", ".join(
-            f"{name} is {one.value}{one.reason and ', ' + one.reason}" for name, one in wrong
+            f"{name} is {record[name]}{why.get(name, '')}" for name in wrong
         )
         useless = False
     else:
@@ -189,5 +193,11 @@ def record_verdict(
         if reason and ranked.has_fitted and not _has_goal(estimator, goal):
             ended_by, reason = EQUAL_LOSS, ""
         useless = False
-    record |= {"converged": not reason, "ended_by": ended_by, "reason": reason}
+    failed = [
+        f"{name} is nan: {one.reason or f'{type(one.error).__name__}: {one.error}'}"
+        for name, one in found.items()
+        if name not in ranking and (one.reason or one.error is not None)
+    ]
+    reasons = [reason, *failed] if reason else failed
+    record |= {"converged": not reason, "ended_by": ended_by, "reason": "; ".join(reasons)}
     return [np.nan] * len(values) if useless else list(values)

@@ -17,6 +17,7 @@ from relflat_sk.measures import (
     check_arguments,
     check_layers,
     find_measures,
+    known_arguments,
     measure_network,
 )
 from relflat_sk.minima import DETAILS
@@ -69,9 +70,17 @@ class Measuring:
     def __call__(
         self, network: Network, names: Sequence[str], seed: int | None
     ) -> dict[str, Flatness]:
-        """Measure a network, all measures together."""
-        params = {**self.params, "random_state": seed}
-        found = measure_network(network, list(dict.fromkeys(names)), [self.layer], **params)
+        """Measure a network, all measures together; one of the whole network that fails is nan."""
+        known = known_arguments(names)  # others are arguments of other measures of the search
+        params = {key: value for key, value in self.params.items() if key in known}
+        found = measure_network(
+            network,
+            list(dict.fromkeys(names)),
+            [self.layer],
+            random_state=seed,
+            tolerated=(Exception,),
+            **params,
+        )
         by_name = {name: result for (_, name), result in found.items()}
         return {str(name): by_name[name] for name in names}
 
@@ -97,17 +106,19 @@ def record_measures(
     names: Sequence[str],
     seed: int | None,
     measuring: Measuring,
+    ranking: Sequence[str],
 ) -> dict[str, Flatness]:
     """Measure a network, and record the measures and the training loss.
 
     One pass over the data gives both. A network that diverged need not be measurable, but it
-    has a loss, which then takes a pass of its own.
+    has a loss, which then takes a pass of its own. A failure of a `ranking` measure is raised.
     """
     found: dict[str, Flatness] = {}
     error, train_loss = None, np.nan
     try:
         found = measuring(network, names, seed)
         train_loss = found[names[0]].risk
+        error = next((found[name].error for name in ranking if name in found), None)
     except Exception as caught:
         error = caught
     if not np.isfinite(train_loss):

@@ -287,18 +287,20 @@ class MinimaObjective:
         seed: int,
     ) -> list[float]:
         """Measure a trained candidate, record it, and save its weights."""
+        study = getattr(trial, "study", None)
+        # with one direction, the first measure alone, so that any sampler and pruner works
+        ranking = self.names if study is None else self.names[: len(study.directions)]
         data = data.only(trained_rows(estimator))
         held_out = self.X_test, self.y_test
         with seeded(seed):  # data loaders draw from torch's random state
             network = self.measuring.network(estimator, data)
-            found = record_measures(record, network, self.measures, seed, self.measuring)
+            found = record_measures(record, network, self.measures, seed, self.measuring, ranking)
             if not found:
-                return [np.nan] * len(self.names)
+                return [np.nan] * len(ranking)
             record[MEASURES] = list(found)
             record |= measure_held_out(estimator, record["train_loss"], data, *held_out)
         save_weights(self.artifact_store, trial, network.module, record)
-        values = [record[name] for name in self.names]
-        return record_verdict(record, estimator, self.goal, found, values)
+        return record_verdict(record, estimator, self.goal, found, ranking)
 
     @in_isolation
     def _train(

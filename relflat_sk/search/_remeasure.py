@@ -163,7 +163,9 @@ def _complete(
         data = objective._data(objective.space.values(trial))
         measures = [name for name in missing if name != _TEST_LOSS]
         measured = objective._measure(measures, estimator, data, trial) if measures else {}
-        values = {name: float(one.value) for name, one in measured.items()}
+        failed = {name: one.error for name, one in measured.items() if one.error is not None}
+        problems += [f"{name} of trial {trial.number}: {why}" for name, why in failed.items()]
+        values = {name: float(measured[name].value) for name in measured.keys() - failed}
         if _TEST_LOSS in missing:
             values |= measure_held_out(
                 estimator, found["train_loss"], data.only(trained_rows(estimator)),

@@ -88,11 +88,22 @@ def check_table(
             + list_reasons(table)
         )
         return
+    _warn_of_missing(table)
+
+
+def _warn_of_missing(table: pd.DataFrame) -> None:
+    """Warn of candidates that rank behind all others, and of measures without a value."""
     others = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
     if len(others):
         warn(
             f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others. "
             "Reasons:\n" + list_reasons(others)
+        )
+    lacking = table[table["comparable"] & (table["reason"] != "")]
+    if len(lacking):
+        warn(
+            f"{len(lacking)} of {table['comparable'].sum()} minima are ranked, but have no value "
+            "of a measure that does not rank. Reasons:\n" + _list_reasons(lacking)
         )
     left_out = table[table["converged"] & ~table["comparable"]]
     if len(left_out):
@@ -109,7 +120,7 @@ def _explain_no_minimum(reasons: "pd.Series[str]", estimator: Any) -> tuple[str,
     if reasons.str.startswith(NO_MEASURE).all():
         what = "no candidate has a finite measure: the ranking is"
         return what, "Rank by another measure, or mend the function that returns such values."
-    if reasons.eq(SATURATED).all():
+    if reasons.str.startswith(SATURATED).all():
         what = "no candidate has a curvature to compare: the ranking is"
         advice = "Train to a larger loss (goal, StopAtLoss), with a criterion that has a curvature."
         return what, advice

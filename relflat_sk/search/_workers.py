@@ -155,8 +155,6 @@ class Sweep:
         except Exception:  # which the trial has recorded
             return TrialState.FAIL, None, None
         values = found if isinstance(found, tuple) else (found,)
-        # with one direction, the first measure alone, so that any sampler and pruner works
-        values = values[: len(self.study.directions)]
         if any(map(isnan, values)):
             return TrialState.FAIL, None, estimator
         return TrialState.COMPLETE, values, estimator

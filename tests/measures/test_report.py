@@ -94,6 +94,23 @@ def test_report_of_some_layers_and_measures():
     assert "normalized_relative_flatness" not in set(with_decay["measure"])
 
 
+def test_a_named_measure_that_does_not_apply_is_nan_beside_the_others():
+    net, X, y = make("mlp tanh")
+    names = ["relative_flatness", "l1_path_norm", "pac_bayes_flatness"]
+    with pytest.warns(
+        FlatnessWarning, match="l1_path_norm does not apply .*no path norm"
+    ) as caught:
+        report = flatness_report(net, X, y, criterion=CE, measures=names, layers=-1, n_draws=2)
+    values = report.set_index("measure")["value"]
+    assert values.isna().tolist() == [False, True, False]
+    assert caught[0].filename == __file__
+    with pytest.raises(ValueError, match="no path norm"):
+        measure("l1_path_norm", net, X, y, criterion=CE)
+    # an argument that is not valid is an error of the call
+    with pytest.raises(ValueError, match="risk must be"):
+        flatness_report(net, X, y, criterion=CE, measures=names, layers=-1, risk="all")
+
+
 def test_one_layer_or_measure_counts_as_a_list_of_one():
     net, X, y = make("conv")
     expected = flatness_report(net, X, y, criterion=CE, layers=["3"], measures=["hessian_trace"])

@@ -14,7 +14,13 @@ from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
 from torch import nn
 
-from relflat_sk import MinimaObjective, RelativeFlatnessRegularizedClassifier, measure
+from relflat_sk import (
+    FlatnessWarning,
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    measure,
+    register_measure,
+)
 from tests.search.examples import WEIGHTS, X, Y, logistic, make_net, make_search, piped
 
 pytestmark = pytest.mark.filterwarnings("ignore:no candidate converged")
@@ -55,6 +61,52 @@ def test_arguments_of_measures(tmp_path):
     again = search.remeasure(["trace_flatness"])
     found = measure("trace_flatness", best, X, Y, weight_decay=0.1)
     assert_allclose(again["trace_flatness"].iloc[0], found, rtol=1e-5)
+
+
+def unlucky(model, X, y):
+    if model.C == 1.0:
+        raise RuntimeError("out of luck")
+    return model.C
+
+
+MAGNITUDE = "pac_bayes_magnitude_flatness"
+
+
+def test_a_measure_that_fails_is_nan_and_its_candidate_ranked_by_another(tmp_path):
+    """Of noise as large as this, no sigma is small enough."""
+    shared = {"storage": tmp_path / "minima.db", "study_name": "sweep"}
+    search = logistic(
+        measure=["relative_flatness", MAGNITUDE, unlucky], measure_params={"eps": 50.0}, **shared
+    )
+    with pytest.warns(
+        FlatnessWarning, match=f"3 of 3 minima are ranked, but .*\\s+.*{MAGNITUDE} is"
+    ):
+        table = search.fit(X, Y).minima_.set_index("param_C")
+    assert table["converged"].all()
+    assert table["rank"].tolist() == [1, 2, 3]
+    assert_allclose(table["relative_flatness"], logistic().fit(X, Y).minima_["relative_flatness"])
+    assert table[MAGNITUDE].isna().all()
+    assert_array_equal(table["unlucky"], [0.01, 0.1, np.nan])
+    assert table["reason"].str.contains(f"^{MAGNITUDE} is nan: .*Use a smaller eps").all()
+    assert table["reason"].str.contains("unlucky is nan: RuntimeError: out of luck").sum() == 1
+    assert (search.cv_results_["mean_test_score"] < 0).all()
+    # a measure without arguments of others; what fails is left out, and the others are measured
+    again = logistic(measure=search.measure, measure_params={"eps": 50.0})
+    with pytest.warns(FlatnessWarning, match="3 of 3 minima are ranked"):
+        again.fit(X, Y)
+    register_measure("fails for one", unlucky)
+    with pytest.warns(FlatnessWarning, match="fails for one of trial .: out of luck"):
+        found = again.remeasure(["trace_flatness", "fails for one"], retrain=True)
+    register_measure("fails for one", None)
+    assert found["trace_flatness"].notna().all()
+    assert found["fails for one"].isna().sum() == 1
+
+
+def test_the_measure_that_ranks_fails_its_candidate():
+    search = logistic(measure=[unlucky, "relative_flatness"])
+    with pytest.warns(FlatnessWarning, match="1 x RuntimeError: out of luck"):
+        table = search.fit(X, Y).minima_
+    assert table["state"].tolist() == ["complete", "complete", "failed"]
 
 
 def test_device():
