@@ -33,6 +33,8 @@ LOSSES = ("train_loss", "valid_loss")
 MAX_MARKED = 40
 MINIMUM: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.9, "zorder": 2}
 OTHER: dict[str, Any] = {"color": "0.6", "linewidth": 1.0, "linestyle": ":", "zorder": 1}
+# a curve that rises above so many times the others has diverged, and leaves the picture
+DIVERGED = 10.0
 BEST: dict[str, Any] = {"color": "black", "linewidth": 2.2, "zorder": 3}
 
 
@@ -179,7 +181,8 @@ class TrainingCurvesDisplay(MinimaDisplay):
 
     Make one with `from_minima`. A dot marks where a training ended. The first in rank is black.
     Candidates that the ranking leaves out, because they did not converge or are of another
-    depth, are dotted.
+    depth, are dotted. Those that rise to more than ten times the largest value of the ranked ones
+    have diverged: a triangle marks where they leave the picture.
 
     Parameters
     ----------
@@ -285,19 +288,41 @@ class TrainingCurvesDisplay(MinimaDisplay):
         draw_grid(ax)
         ranked = is_converged(self.minima)
         rows = [row for row, n in enumerate(self.minima["trial"]) if n in self.curves]
-        left_out = sum(not ranked[row] for row in rows)
+        each = {row: self.curves[int(self.minima["trial"].iloc[row])] for row in rows}
+        highest = self._highest([each[row][1] for row in rows if ranked[row]])
+        leave = [row for row in rows if np.any(each[row][1] > highest)]
+        left_out = f"not ranked ({sum(not ranked[row] for row in rows)}"
+        left_out += f", ▴ {len(leave)} diverged)" if leave else ")"
         for row in rows:
             number = int(self.minima["trial"].iloc[row])
             style = MINIMUM | {"color": colors.of_row(row)} if ranked[row] else dict(OTHER)
             if not ranked[row]:
-                style["label"] = f"not ranked ({left_out})"
+                style["label"] = left_out
             elif "rank" in self.minima.columns and self.minima["rank"].iloc[row] == 1:
                 style = BEST | {"label": f"rank 1 (trial {number})"}
-            epochs, values = self.curves[number]
+            epochs, values = each[row]
             (line,) = ax.plot(epochs, values, **(style | kwargs))
-            ends = np.flatnonzero(np.isfinite(values))[-1:]
-            ax.plot(epochs[ends], values[ends], "o", markersize=4, color=line.get_color())
-        choose_scale(ax.yaxis, np.concatenate([values for _, values in self.curves.values()]))
+            end: dict[str, Any] = {"markersize": 4, "color": line.get_color()}
+            if row in leave:
+                out = epochs[np.argmax(values > highest)]
+                ax.plot(out, 0.98, "^", transform=ax.get_xaxis_transform(), **end)
+            else:
+                ends = np.flatnonzero(np.isfinite(values))[-1:]
+                ax.plot(epochs[ends], values[ends], "o", **end)
+        inside = np.concatenate([values[values <= highest] for _, values in each.values()])
+        choose_scale(ax.yaxis, inside)
+        if leave:
+            ax.dataLim.update_from_data_y(inside, ignore=True)
+            ax.autoscale_view(scalex=False)
         ax.locator_params(axis="x", integer=True, min_n_ticks=1)
         ax.set(xlabel="epoch", ylabel=label_of(self.column, loss_unit))
         return [ax]
+
+    def _highest(self, ranked: Sequence[Floats]) -> float:
+        """Return the value above which a curve leaves the picture."""
+        starts = [values[:1] for _, values in self.curves.values()]
+        values = np.concatenate(ranked or starts)
+        values = values[np.isfinite(values)]
+        # without a positive value, there is no scale to compare with
+        largest = np.quantile(values, 1.0 if ranked else 0.5) if len(values) else 0.0
+        return DIVERGED * float(largest) if largest > 0 else np.inf

@@ -192,6 +192,25 @@ def test_a_training_ends_at_its_last_finite_value():
     assert display.ax_.lines[1].get_xdata().tolist() == [2.0]
 
 
+@pytest.mark.parametrize("converged", [True, False])
+def test_a_candidate_that_diverged_leaves_the_picture(converged):
+    """Also if no candidate is ranked; one that is far from its goal stays in the picture."""
+    study = optuna.create_study()
+    curves = {(2.0, 1.0, 0.1): converged, (2.5, 2.4, 2.3): False, (3.0, 1e29, None): False}
+    for curve, reached in curves.items():
+        attrs = {"curves": {"epoch": [1, 2, 3], "train_loss": list(curve)}, "converged": reached}
+        attrs |= {"relative_flatness": 1.0, "train_loss": 0.5}
+        study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=attrs))
+    ax = TrainingCurvesDisplay.from_minima(study, color_by=None).ax_
+    low, high = ax.get_ylim()
+    assert 0 < low < 0.1
+    assert 3 < high < 30
+    assert lines(ax)[2].get_ydata()[1] == 1e29  # which is drawn up to the edge
+    (out,) = [line for line in ax.lines if line.get_marker() == "^"]
+    assert out.get_xdata().tolist() == [2.0]
+    assert legend(ax) == [f"not ranked ({3 - converged}, ▴ 1 diverged)"]
+
+
 def test_curves_that_there_are_not(search):
     with pytest.raises(ValueError, match=r"no candidate has a curve of 'acc'; there are \['flatn"):
         TrainingCurvesDisplay.from_minima(search, "acc")
