@@ -228,13 +228,15 @@ class _Task:
                 network = to_network_with_source(model, self.X, self.y, self.options)
                 if network.loss.row is None or network.loss.row.task == "regression":
                     self.units["loss_unit"] = ""
-                found = record_measures(record, network, self.names, self.seed, self.measuring)
+                ranking = self.names[:1]
+                found = record_measures(
+                    record, network, self.names, self.seed, self.measuring, ranking
+                )
                 if found:
                     held_out = self.X_test, self.y_test, criterion
                     record |= measure_held_out(model, record["train_loss"], data, *held_out)
-                    values = [record[name] for name in self.names]
                     trained = model if has_record else network.module
-                    record_verdict(record, trained, None, found, values)
+                    record_verdict(record, trained, None, found, ranking)
         except CallError as error:
             raise ValueError(f"{label!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:

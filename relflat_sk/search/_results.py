@@ -103,7 +103,7 @@ def _warn_of_missing(table: pd.DataFrame) -> None:
     if len(lacking):
         warn(
             f"{len(lacking)} of {table['comparable'].sum()} minima are ranked, but have no value "
-            "of a measure that does not rank. Reasons:\n" + _list_reasons(lacking)
+            "of a measure that does not rank. Reasons:\n" + list_reasons(lacking)
         )
     left_out = table[table["converged"] & ~table["comparable"]]
     if len(left_out):
