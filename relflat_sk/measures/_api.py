@@ -247,9 +247,6 @@ def flatness_report(  # noqa: PLR0913
             tolerated=(TypeError, ValueError) if measures is None else (NotApplicableError,),
             **params,
         )
-    for (_, name), one in found.items():
-        if one.error is not None:
-            warn(f"{name} does not apply to this network: {one.error}")
     _warn_of_doubtful(found)
     order = next(iter(found.values())).summary.order
     rows = []
@@ -276,6 +273,9 @@ def flatness_report(  # noqa: PLR0913
 
 
 def _warn_of_doubtful(found: Found) -> None:
+    for (_, name), one in found.items():
+        if one.error is not None:
+            warn(f"{name} does not apply to this network: {one.error}")
     for reason in dict.fromkeys(one.reason for one in found.values() if one.reason):
         names = dict.fromkeys(name for (_, name), one in found.items() if one.reason == reason)
         warn(f"{', '.join(names)} is nan: {reason}.")

@@ -83,7 +83,8 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
 # value
 TAKEN = {
     "aggregate", "at_loss", "batch_size", "criterion", "device", "layer", "layers", "measure",
-    "measures", "name", "names", "network", "per_sample", "process_group", "tolerated", "weight_decay",
+    "measures", "name", "names", "network", "per_sample", "process_group", "tolerated",
+    "weight_decay",
 }  # fmt: skip
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
