@@ -117,6 +117,12 @@ def _nfnet(timm: Any) -> nn.Module:
     return timm.models.nfnet.NormFreeNet(config, num_classes=N_CLASSES)
 
 
+def _mixer(timm: Any) -> nn.Module:
+    return timm.models.mlp_mixer.MlpMixer(
+        num_classes=N_CLASSES, img_size=SIDE, patch_size=4, num_blocks=2, embed_dim=64
+    )
+
+
 _SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _HEADS = {"num_key_value_heads": 2}  # grouped-query attention
 
@@ -144,8 +150,8 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Callable[[int], Data]]]] = {
     "swin": _vision(_swin),
     "vit": _vision(_vit),
     "nfnet": _vision(_nfnet, "timm"),
-    "mixer": _timm("mixer_s32_224", img_size=SIDE, patch_size=4, num_blocks=2, embed_dim=64),
-    "levit": _timm("levit_128s", img_size=64),
+    "mixer": _vision(_mixer, "timm"),
+    "levit": _timm("levit_128s", img_size=SIDE),
     "deit": _timm(
         "deit_tiny_patch16_224", img_size=SIDE, patch_size=4, depth=2, embed_dim=48, num_heads=3
     ),

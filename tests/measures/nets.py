@@ -364,6 +364,9 @@ class Clamp(nn.Module):
 def squeeze_and_excitation():
     torch.manual_seed(0)
     net = SqueezeExcitation().double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(3)
     oracle = copy.deepcopy(net)
     oracle.scale[2] = Clamp()
     return Problem(net, torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3, oracle=oracle)

@@ -93,11 +93,16 @@ def test_probes_average_to_the_exact_value(kind, name, measure_name, monkeypatch
     net, X, y = make(kind)
     arguments = {"layer": name, "criterion": CE}
     exact = measure(measure_name, net, X, y, method="exact", **arguments)
-    signs, calls = hadamard(128), itertools.count()
+    signs, calls, own = hadamard(128), itertools.count(), []
 
     def rademacher(shape, like, generator):
-        drawn = torch.as_tensor(signs[: math.prod(shape[1:]), next(calls)]).to(like)
-        return drawn.expand(shape[0], -1).reshape(shape)
+        if own:  # of the two signs of each sample, after the matrix that all samples share
+            own.pop()
+            return like.new_ones(shape)
+        shared = shape[0] != len(X)
+        drawn = torch.as_tensor(signs[: math.prod(shape[1 - shared :]), next(calls)]).to(like)
+        own.extend(2 * [1] if shared else [])
+        return drawn.expand(1 if shared else shape[0], -1).reshape(shape)
 
     monkeypatch.setattr(_quantities, "rademacher", rademacher)
     found = evaluate(measure_name, net, X, y, method="hutchinson", n_probes=128, rtol=1e-9,
