@@ -1,38 +1,35 @@
-"""Compare ways to choose among candidates by the regret of the choice and by its cost.
+"""Compare ways to choose among candidates: what a choice without held-out data is worth.
 
-On each data set at least 40 candidates (batch sizes, learning rates, seeds) are trained to the
-same training loss on all training data. Each way then picks one of them:
+On each data set and split, about 60 candidates are trained in each of two spaces:
 
-flattest             the smallest relative flatness at the last layer, among the minima that a
-                     search ranks, which are about equally deep; no data held out
-flattest + risk      the smallest training loss + n^(-2/(4+m)) kappa/(2m), the first terms of the
-                     bound of Petzka et al. (2021), Theorem 6
-normalized flattest  the smallest normalised relative flatness
-5-fold CV            the best mean score of five folds; five more fits per candidate
-hold-out             the best score on a fifth of the training data; one more fit per candidate
-random               the average candidate
+equal   one architecture, trained to one loss: batch sizes, learning rates and seeds differ
+mixed   widths, depths, weight decays, dropouts, epochs, batch sizes and rates differ
 
-The regret is the test score of the best candidate minus the test score of the pick, both trained
-on all training data. The cost is the time of all fits that a way needs, divided by the time of
-one fit of every candidate. The data are split into training and test data several times; the
-table has means and standard errors over the splits.
+Each way then chooses one of them, or five, whose predictions are averaged: by a measure of
+flatness on the training data, by what else is known without held-out data (training loss,
+confidence, norms), by held-out data, or both. `benchmarks._harness.ways` defines the ways,
+`benchmarks._harness.tasks` the data sets and spaces.
 
-    python -m benchmarks.worth.selection --results FILE    # 1 hour
-    python -m benchmarks.worth.selection --results FILE --work all    # nothing held out
+The regret is the test error of the choice minus that of the best candidate, in points of accuracy,
+or of R2. Candidates that diverged, or have hardly learned, are excluded for all ways alike.
+
+    python -m benchmarks.worth.selection --data NPZ        # goes on where it ended; hours
+    python -m benchmarks.worth.selection --only digits --splits 2
+    python -m benchmarks.worth.selection --report          # tables of the stored rows
     python -m benchmarks.worth.selection --quick           # a smoke run
 
-Finished work is read from the file and not repeated.
+Rows are stored in ``benchmarks/results/selection.csv``, the trained networks in the user's cache
+folder, from which ``--again`` judges them anew without training.
 """
 
 import argparse
-import json
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,352 +37,321 @@ import numpy as np
 import pandas as pd
 import torch
 from joblib import Parallel, delayed
-from sklearn.base import clone
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
-from sklearn.model_selection import ShuffleSplit, StratifiedShuffleSplit, cross_val_score
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from skorch.scoring import loss_scoring
-from torch import nn
-from tqdm import tqdm
+from sklearn.model_selection import KFold, StratifiedKFold
 
-from benchmarks._harness.data import add_data_argument, load_images
-from benchmarks._harness.timing import environment, table
-from relflat_sk import (
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedRegressor,
-    StopAtLoss,
-    flatness_report,
-    rank_minima,
+from benchmarks._harness.data import add_data_argument
+from benchmarks._harness.stacked import (
+    Candidate,
+    Weights,
+    criterion_of,
+    mean_losses,
+    outputs,
+    to_module,
+    train,
 )
+from benchmarks._harness.tasks import SPACES, TASKS, Split, candidates, constant_loss
+from benchmarks._harness.timing import environment
+from benchmarks._harness.ways import Fits, judge_all, test_errors
+from benchmarks.worth import selection_report
+from relflat_sk import flatness_report
 
-MEASURES = ("relative_flatness", "normalized_relative_flatness")
-
-
-class SmallConv(nn.Sequential):
-    """Three convolutions with stride 2 and two linear layers, for images of 32 x 32."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(3, 16, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(32, 32, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(512, 64),
-            nn.ReLU(),
-            nn.Linear(64, 10),
-        )
-
-
-def net(estimator: Any, goal: float, max_epochs: int, **arguments: Any) -> Any:
-    """Make a net without penalty that trains until its training loss is at most `goal`."""
-    return estimator(
-        flatness_weight=0.0,
-        optimizer=torch.optim.SGD,
-        optimizer__momentum=0.9,
-        iterator_train__shuffle=True,
-        max_epochs=max_epochs,
-        callbacks=[("stop", StopAtLoss(goal))],
-        verbose=0,
-        **arguments,
-    )
-
-
-def digits() -> tuple[Any, Any]:
-    """Load 1,797 images of 8 x 8 pixels, ten classes."""
-    X, y = load_digits(return_X_y=True)
-    return (X / 16).astype(np.float32), y.astype(np.int64)
-
-
-def cancer() -> tuple[Any, Any]:
-    """Load 30 measurements of 569 tumours, two classes."""
-    X, y = load_breast_cancer(return_X_y=True)
-    return X.astype(np.float32), y.astype(np.int64)
-
-
-def diabetes() -> tuple[Any, Any]:
-    """Load 10 measurements of 442 patients; the target is the progress of their illness."""
-    X, y = load_diabetes(return_X_y=True)
-    return X.astype(np.float32), ((y - y.mean()) / y.std()).astype(np.float32)
-
-
-def images(path: str | None) -> tuple[Any, Any]:
-    """Load 10,000 images of CIFAR-10; half of them are for testing."""
-    X, y = load_images(10_000, path)
-    return X.numpy(), y.numpy()
-
-
-def shuffle_split(y: Any, n_splits: int, **sizes: Any) -> Any:
-    """Split at random, with classes in proportion."""
-    split = StratifiedShuffleSplit if y.dtype.kind == "i" else ShuffleSplit
-    return split(n_splits, random_state=0, **sizes)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A data set with the network that is trained on it and the grid of candidates."""
-
-    load: Callable[[], tuple[Any, Any]]
-    n_train: int
-    estimator: Any
-    learning_rates: tuple[float, ...]
-    batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
-    n_seeds: int = 4
-    scaled: bool = False
-
-    def candidates(self) -> list[dict[str, Any]]:
-        """Return all combinations of batch size, learning rate and seed."""
-        seeds = range(self.n_seeds)
-        return [
-            {"batch_size": size, "lr": lr, "random_state": seed}
-            for size, lr, seed in product(self.batch_sizes, self.learning_rates, seeds)
-        ]
-
-    def make(self, params: dict[str, Any]) -> Any:
-        """Make a candidate, in a pipeline with a scaler if the task needs one."""
-        candidate = clone(self.estimator).set_params(**params)
-        return make_pipeline(StandardScaler(), candidate) if self.scaled else candidate
-
-    def splits(self, n_splits: int) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """Split the data into training and test data, several times."""
-        X, y = self.load()
-        for train, test in shuffle_split(y, n_splits, train_size=self.n_train).split(X, y):
-            yield X[train], y[train], X[test], y[test]
-
-
-def tasks(data: str | None) -> dict[str, Task]:
-    """Return the tasks by name; CIFAR-10 needs a file."""
-    classifier = RelativeFlatnessRegularizedClassifier
-    found = {
-        "digits": Task(
-            digits,
-            600,
-            net(classifier, 0.05, 200, module__hidden_layer_sizes=(64, 32)),
-            (0.02, 0.1),
-        ),
-        "breast cancer": Task(
-            cancer,
-            280,
-            net(classifier, 0.02, 100, module__hidden_layer_sizes=(32, 16)),
-            (0.02, 0.1),
-            scaled=True,
-        ),
-        "diabetes": Task(
-            diabetes,
-            300,
-            net(
-                RelativeFlatnessRegularizedRegressor,
-                0.25,
-                200,
-                module__hidden_layer_sizes=(32, 16),
-            ),
-            (0.005, 0.02),
-            scaled=True,
-        ),
-    }
-    if data is not None:
-        found["CIFAR-10, 5,000 images"] = Task(
-            partial(images, data),  # a partial can be pickled for other processes
-            5_000,
-            net(classifier, 0.5, 40, module=SmallConv),
-            (0.01, 0.02),
-            (32, 64, 128, 256),
-            n_seeds=5,
-        )
-    return found
-
-
-# -- fits and measurements ----------------------------------------------------------------
-
-
-def on_all(task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any) -> dict[str, Any]:
-    """Train on all of X, and measure flatness, training loss and test score."""
-    start = time.perf_counter()
-    candidate = task.make(params).fit(X, y)
-    seconds = time.perf_counter() - start
-    final, inputs = (candidate[-1], candidate[:-1].transform(X)) if task.scaled else (candidate, X)
-    report = flatness_report(candidate, X, y, measures=MEASURES, layers=[-1])
-    return {
-        "seconds": seconds,
-        "converged": final.converged_,
-        "train_loss": float(loss_scoring(final, inputs, y)),
-        "n_features": last_layer(final.module_).in_features,
-        "test_score": candidate.score(*test),
-        **dict(zip(report["measure"], report["value"], strict=True)),
-    }
-
-
-def last_layer(module: nn.Module) -> nn.Linear:
-    """Return the last linear layer, which all networks here end in."""
-    return [layer for layer in module.modules() if isinstance(layer, nn.Linear)][-1]
-
-
-def by_validation(
-    folds: Any, task: Task, params: dict[str, Any], X: Any, y: Any, *test: Any
-) -> dict[str, Any]:
-    """Score on held-out parts of X, which are the same for all candidates."""
-    start = time.perf_counter()
-    cv = shuffle_split(y, 1, test_size=0.2) if folds is None else folds
-    scores = cross_val_score(task.make(params), X, y, cv=cv, error_score="raise")
-    return {"seconds": time.perf_counter() - start, "score": float(scores.mean())}
-
-
-WORK: dict[str, Callable[..., dict[str, Any]]] = {
-    "all": on_all,
-    "5-fold CV": partial(by_validation, 5),
-    "hold-out": partial(by_validation, None),  # a fifth
+RESULTS = Path(__file__).parents[1] / "results" / "selection.csv"
+KEY = ["data", "space", "split"]
+# measures of the library: those of the last layer's curvature, others, and those that take long
+MEASURES = {
+    "core": (
+        "relative_flatness", "normalized_relative_flatness", "trace_flatness", "hessian_trace",
+        "neuron_flatness_max", "neuron_flatness_sum", "gradient_norm",
+    ),
+    "norms": (
+        "eigenvalue_flatness", "hessian_max_eigenvalue", "fisher_rao_norm", "l2_norm",
+        "frobenius_product", "group_norm_product", "spectral_product", "l1_path_norm",
+        "l2_path_norm", "l2_lipschitz_product", "linf_lipschitz_product", "parameter_count",
+        "soft_rank", "stable_rank", "spectral_exponent",
+    ),
+    "dear": (
+        "adaptive_sharpness", "expected_sharpness", "keskar_sharpness", "network_flatness",
+        "joint_eigenvalue_flatness", "pac_bayes_flatness", "pac_bayes_magnitude_flatness",
+    ),
+}  # fmt: skip
+OF_CLASSES = {
+    "norms": ("inverse_margin", "log_robustness", "calibration_error", "takeuchi_criterion")
+}
+# what is trained or measured, with the folds that are held out and their number
+FOLDS = {"20%": (0, 1, 5), "5%": (0, 1, 20), "5-fold": (1, 5, 5), "10-fold": (0, 10, 10)}
+# in which order: a later split of cheap work comes before an early one of dear work
+ORDER: dict[str, Callable[[int], float]] = {
+    "held out": lambda at: at,
+    "5-fold": lambda at: 2 * at + 2.5,
+    "norms": lambda at: 3 * at + 2.7,
+    "10-fold": lambda at: 4 * at + 4.5,
+    "dear": lambda at: 8 * at + 6.5,
+}
+# the stored work that each part of the order needs, and a way that tells that it is done
+NEEDS = {"held out": ("20%", "5%"), "5-fold": ("20%", "5-fold"), "10-fold": ("10-fold",)}
+MARKS = {
+    "held out": "5%, log loss",
+    "5-fold": "5-fold, log loss, refit",
+    "10-fold": "10-fold, log loss, refit",
+    "norms": "stable_rank",
+    "dear": "keskar_sharpness",
 }
 
 
-def run(task: Task, data: tuple[Any, ...], what: str, index: int) -> dict[str, Any]:
-    """Do one kind of work for one candidate, in a process of its own."""
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # candidates that do not converge are counted
-        found = WORK[what](task, task.candidates()[index], *data)
-    return {"what": what, "candidate": index, **found}
+@dataclass(frozen=True)
+class Unit:
+    """One split of one data set with the candidates of one space, and its stored networks."""
+
+    data: str
+    space: str
+    number: int
+    images: str | None
+    store: Path
+    n_candidates: int | None = None
+
+    @cached_property
+    def split(self) -> Split:
+        """The training and test data."""
+        return TASKS[self.data].split(self.number, self.images)
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """The settings of all candidates."""
+        goal = TASKS[self.data].goal * constant_loss(self.split.y)
+        return candidates(self.space, self.number, goal)[: self.n_candidates]
+
+    def path(self, part: str) -> Path:
+        """Return the file of a part of the work."""
+        name = f"{self.data}-{self.space}-{self.number}-{part}".replace(" ", "_")
+        return self.store / f"{name}.pt"
+
+    def load(self, part: str, compute: Any) -> Any:
+        """Return a part of the work from its file, or compute and store it."""
+        path = self.path(part)
+        if not path.exists():
+            found = compute()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(f".{os.getpid()}")
+            torch.save(found, partial)
+            partial.replace(path)
+        return torch.load(path, weights_only=False)
+
+    # -- training and measuring -----------------------------------------------------------
+
+    def all(self) -> list[Weights]:
+        """Return the networks that are trained on all training data."""
+        data = (self.split.X, self.split.y)
+        return self.load("all", lambda: train(self.candidates, [data] * len(self.candidates)))
+
+    def folds(self, n: int) -> list[tuple[Any, Any]]:
+        """Return the rows to train on and to hold out, of each of n folds."""
+        y = self.split.y
+        kind = KFold if y.is_floating_point() else StratifiedKFold
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a class with fewer samples than folds
+            cv = kind(n, shuffle=True, random_state=self.number).split(self.split.X, y)
+            return [tuple(map(torch.as_tensor, rows)) for rows in cv]
+
+    def held_out(self, part: str) -> dict[str, Any]:
+        """Return sums of held-out losses and errors, samples, and the networks of a single fold."""
+        first, last, n = FOLDS[part]
+        folds = self.folds(n)[first:last]
+        return self.load(part, lambda: self._hold_out(folds))
+
+    def _hold_out(self, folds: list[tuple[Any, Any]]) -> dict[str, Any]:
+        (X, y), k = (self.split.X, self.split.y), len(self.candidates)
+        data = [(X[rows], y[rows]) for rows, _ in folds for _ in range(k)]
+        nets = train(self.candidates * len(folds), data)
+        losses, errors, count = np.zeros(k), np.zeros(k), 0
+        for i, (_, rows) in enumerate(folds):
+            for j, weights in enumerate(nets[i * k : (i + 1) * k]):
+                z = apply(weights, X[rows])
+                losses[j] += len(rows) * mean_losses(z[None], y[rows][None]).item()
+                wrong = (z[:, 0] - y[rows]).square() if y.is_floating_point() else (
+                    z.argmax(1) != y[rows])  # fmt: skip
+                errors[j] += wrong.sum().item()
+            count += len(rows)
+        kept = nets if len(folds) == 1 else None
+        return {"losses": losses, "errors": errors, "n": count, "nets": kept}
+
+    def measures(self, part: str) -> pd.DataFrame:
+        """Return the library's measures of all networks, one column each."""
+        names = MEASURES[part]
+        if not self.split.y.is_floating_point():
+            names += OF_CLASSES.get(part, ())
+        return self.load(f"{part}-measures", lambda: self._measure(names))
+
+    def _measure(self, names: tuple[str, ...]) -> pd.DataFrame:
+        rows = []
+        for weights in self.all():
+            report = pd.DataFrame({"measure": names, "value": np.nan})
+            if torch.isfinite(apply(weights, self.split.X)).all():
+                report = flatness_report(
+                    to_module(weights), self.split.X, self.split.y, measures=list(names),
+                    layers=-1, criterion=criterion_of(self.split.y),
+                )  # fmt: skip
+            rows.append(dict(zip(report["measure"], report["value"], strict=True)))
+        return pd.DataFrame(rows)
+
+    # -- judging --------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Judge all ways that the stored parts allow."""
+        split, nets = self.split, self.all()
+        z = [apply(weights, split.X) for weights in nets]
+        losses = np.array([mean_losses(one[None], split.y[None]).item() for one in z])
+        constant = constant_loss(split.y)
+        limit = TASKS[self.data].goal * 1.001 if self.space == "equal" else TASKS[self.data].worst
+        of_test = [array(apply(weights, split.X_test)) for weights in nets]
+        fits = Fits(
+            split.y.numpy(), split.y_test.numpy(), losses, constant,
+            features=[array(features(weights, split.X)) for weights in nets],
+            weights=[array(weights[-2].T) for weights in nets],
+            outputs=[array(one) for one in z],
+            test_outputs=of_test,
+            converged=(losses <= limit * constant)
+            & np.isfinite(test_errors(of_test, split.y_test.numpy())),
+            measures=pd.concat(
+                [self.measures(part) for part in MEASURES
+                 if self.path(f"{part}-measures").exists()], axis=1),
+        )  # fmt: skip
+        for part in FOLDS:
+            if self.path(part).exists():
+                fits.held_out[part] = self._scores(part)
+        judged = judge_all(fits, self.number)
+        key = dict(zip(KEY, (self.data, self.space, self.number), strict=True))
+        key["converged"] = int(fits.converged.sum())
+        return [key | {"way": way} | found for way, found in judged.items()]
+
+    def _scores(self, part: str) -> Any:
+        found = [self.held_out(one) for one in ((part, "20%") if part == "5-fold" else (part,))]
+        n = sum(one["n"] for one in found)
+        nets = found[0]["nets"]
+        return (
+            sum(one["losses"] for one in found) / n,
+            sum(one["errors"] for one in found) / n,
+            nets and [array(apply(weights, self.split.X_test)) for weights in nets],
+        )
+
+    def do(self, part: str) -> list[dict[str, Any]]:
+        """Do a part of the work, and judge all that is done."""
+        torch.set_num_threads(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of networks that are excluded
+            for one in {"core", part} & MEASURES.keys():
+                self.measures(one)
+            for one in NEEDS.get(part, ()):
+                self.held_out(one)
+            return self.rows()
 
 
-class Results:
-    """Rows of finished work, each also a line of a file if a path is given."""
-
-    def __init__(self, path: str | None) -> None:
-        self.path = None if path is None else Path(path)
-        self.rows: dict[tuple[str, int, str, int], dict[str, Any]] = {}
-        if self.path is not None and self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
-                self.add(json.loads(line), write=False)
-
-    def add(self, row: dict[str, Any], *, write: bool = True) -> None:
-        """Add a row, and append it to the file."""
-        self.rows[row["task"], row["split"], row["what"], row["candidate"]] = row
-        if write and self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-
-    def of(self, task: str, split: int, what: str) -> list[dict[str, Any]]:
-        """Return the rows of all candidates, in their order."""
-        keys = sorted(key for key in self.rows if key[:3] == (task, split, what))
-        return [self.rows[key] for key in keys]
+def apply(weights: Weights, X: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of one network."""
+    return outputs([part[None] for part in weights], X[None])[0]
 
 
-def train(
-    name: str, task: Task, work: list[str], n_splits: int, results: Results, n_jobs: int
-) -> None:
-    """Do the missing work of a task in parallel processes."""
-    for at, data in enumerate(task.splits(n_splits)):
-        missing = [
-            (what, index)
-            for what in work
-            for index in range(len(task.candidates()))
-            if (name, at, what, index) not in results.rows
-        ]
-        calls = (delayed(run)(task, data, what, i) for what, i in missing)
-        done = Parallel(n_jobs=n_jobs, return_as="generator_unordered")(calls)
-        for row in tqdm(done, total=len(missing), desc=f"{name}, split {at}", disable=not missing):
-            results.add({"task": name, "split": at, **row})
+def features(weights: Weights, X: torch.Tensor) -> torch.Tensor:
+    """Return the inputs of its last layer."""
+    return apply(weights[:-2], X).relu()
 
 
-# -- the ways to choose -----------------------------------------------------------------
+def array(tensor: torch.Tensor) -> Any:
+    """Return a tensor as an array in float64."""
+    return tensor.double().numpy()
 
 
-def column(rows: list[dict[str, Any]], name: str) -> np.ndarray:
-    """Return one column of the candidates' rows."""
-    return np.array([row[name] for row in rows], dtype=float)
+# -- the study ------------------------------------------------------------------------------
 
 
-def picks(rows: dict[str, list[dict[str, Any]]], n_train: int) -> dict[str, int]:
-    """Return the index of the candidate that each way picks."""
-    fits = rows["all"]
-    converged = column(fits, "converged").astype(bool)
-    m = column(fits, "n_features")
-    kappa = column(fits, "relative_flatness")
-    bound = column(fits, "train_loss") + n_train ** (-2 / (4 + m)) * kappa / (2 * m)
-    flat = {
-        "flattest": kappa,
-        "flattest + risk": bound,
-        "normalized flattest": column(fits, "normalized_relative_flatness"),
-    }
-    losses = column(fits, "train_loss")
-    minima = pd.DataFrame({"trial": range(len(fits)), "converged": converged, "depth": 1 / losses})
-    # as a search ranks: depths relative to each other matter only, so that 1 stands for a constant
-    found = {
-        way: int(rank_minima(minima.assign(value=value), by="value")["trial"].iloc[0])
-        for way, value in flat.items()
-    }
-    for way in [what for what in rows if what != "all"]:
-        found[way] = int(column(rows[way], "score").argmax())
-    return found
+def schedule(arguments: argparse.Namespace, store: Path) -> Iterator[tuple[Unit, str]]:
+    """Yield the work in its order: all data sets first, then the next split, dear parts late."""
+    few = 12 if arguments.quick else None
+    parts = ["held out"] if arguments.quick else [*ORDER]
+    steps = [(at, part) for at in range(arguments.splits) for part in parts]
+    for at, part in sorted(steps, key=lambda step: ORDER[step[1]](step[0])):
+        for name in arguments.only or TASKS:
+            if TASKS[name].needs_images and not arguments.data:
+                continue
+            for space in arguments.space or SPACES:
+                yield Unit(name, space, at, arguments.data, store, few), part
 
 
-def summarize(name: str, task: Task, n_splits: int, results: Results) -> list[list[str]]:
-    """Return the rows of the table for one task: regrets and costs of each way."""
-    regrets: dict[str, list[float]] = {}
-    costs: dict[str, list[float]] = {}
-    for at in range(n_splits):
-        rows = {what: results.of(name, at, what) for what in WORK}
-        rows = {what: found for what, found in rows.items() if len(found) == len(rows["all"])}
-        scores = column(rows["all"], "test_score")
-        once = column(rows["all"], "seconds").sum()
-        for way, index in picks(rows, task.n_train).items():
-            regrets.setdefault(way, []).append(scores.max() - scores[index])
-            more = column(rows[way], "seconds").sum() if way in rows else 0.0
-            # after a choice by held-out data only the chosen candidate is trained on all data
-            own = rows["all"][index]["seconds"] if way in rows else once
-            costs.setdefault(way, []).append((more + own) / once)
-        regrets.setdefault("random", []).append(scores.max() - scores.mean())
-        one = column(rows["all"], "seconds").mean()
-        costs.setdefault("random", []).append(one / once)
-    return [
-        [
-            name,
-            way,
-            f"{100 * np.mean(found):.2f} +- {100 * standard_error(found):.2f}",
-            f"{np.mean(costs[way]):.2f}",
-        ]
-        for way, found in regrets.items()
+def read(path: Path) -> pd.DataFrame:
+    """Read the stored rows."""
+    columns = [*KEY, "converged", "way", "error", "regret", "top5", "tau", "cost"]
+    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=columns)
+
+
+def store_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Put the rows of a unit in place of older ones."""
+    new, old = pd.DataFrame(rows).round(3), read(path)
+    same = (old[KEY].astype(str) == new[KEY].astype(str).iloc[0]).all(axis=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in (old[~same], new) if len(part)]
+    partial = path.with_suffix(".partial")
+    pd.concat(parts).sort_values(KEY, kind="stable").to_csv(partial, index=False)
+    partial.replace(path)
+
+
+def is_done(rows: pd.DataFrame, unit: Unit, part: str) -> bool:
+    """Tell whether the rows hold a part of a unit's work."""
+    own = rows[(rows["data"] == unit.data) & (rows["space"] == unit.space)]
+    own = own[own["split"] == unit.number]
+    return bool((own["way"] == MARKS[part]).any())
+
+
+def study(arguments: argparse.Namespace, store: Path) -> None:
+    """Do the missing work."""
+    rows = read(arguments.results)
+    work = [
+        (unit, part)
+        for unit, part in schedule(arguments, store)
+        if (unit.path("all").exists() if arguments.again else not is_done(rows, unit, part))
     ]
+    if arguments.again:
+        work = [(unit, part) for unit, part in work if part == "held out"]
+    jobs = (delayed(timed)(unit, part) for unit, part in work)
+    done = Parallel(n_jobs=arguments.processes, return_as="generator")(jobs)
+    for (unit, part), (found, seconds) in zip(work, done, strict=True):
+        store_rows(arguments.results, found)
+        print(f"{unit.data}, {unit.space}, split {unit.number}, {part}: {seconds:.0f} s of "
+              f"processor time, {found[0]['converged']} candidates", flush=True)  # fmt: skip
 
 
-def standard_error(values: list[float]) -> float:
-    """Return the standard error of the mean; nan for a single value."""
-    n = len(values)
-    return float(np.std(values, ddof=1) / n**0.5) if n > 1 else float("nan")
+def timed(unit: Unit, part: str) -> tuple[list[dict[str, Any]], float]:
+    """Do a part of the work, and count its processor time."""
+    start = time.process_time()
+    return unit.do(part), time.process_time() - start
 
 
 def main() -> int:
-    """Do the missing work, print the table, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one split of one data set")
-    parser.add_argument("--results", metavar="FILE", help="file of finished work")
-    parser.add_argument("--splits", type=int, default=5, help="train-test splits (default: 5)")
-    parser.add_argument(
-        "--work", nargs="*", default=[*WORK], choices=WORK, help="fits (default: for all ways)"
+    """Do the missing work and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="*", help="names of data sets (default: all)")
-    parser.add_argument("--n-jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--only", nargs="+", choices=TASKS, metavar="DATASET", help=str([*TASKS]))
+    parser.add_argument("--space", nargs="+", choices=SPACES)
+    parser.add_argument("--splits", type=int, default=20, help="train-test splits (default: 20)")
+    parser.add_argument("--processes", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="CSV", help="stored rows")
+    parser.add_argument("--store", type=Path, metavar="FOLDER", help="stored networks")
+    parser.add_argument("--report", action="store_true", help="print tables only")
+    parser.add_argument("--again", action="store_true", help="judge stored networks anew")
+    parser.add_argument("--figure", metavar="PATH", help="draw a critical-difference diagram")
+    parser.add_argument("--quick", action="store_true", help="12 candidates of wine, one split")
     add_data_argument(parser)
     arguments = parser.parse_args()
-    known = tasks(arguments.data)
-    names = ["breast cancer"] if arguments.quick else arguments.tasks or list(known)
-    n_splits = 1 if arguments.quick else arguments.splits
-    work = ["all", *(what for what in WORK if what in arguments.work and what != "all")]
-    results = Results(arguments.results)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    store = arguments.store or cache / "relflat_sk" / "selection"
+    if arguments.quick:
+        arguments.only, arguments.splits = ["wine"], 1
+        if arguments.results == RESULTS:
+            arguments.results = store / "quick" / "selection.csv"
+        store /= "quick"
     print(environment())
-    rows = [["data set", "way to choose", "regret, points of score", "cost, fits"]]
-    for name in names:
-        train(name, known[name], work, n_splits, results, arguments.n_jobs)
-        fits = [row for at in range(n_splits) for row in results.of(name, at, "all")]
-        print(
-            f"{name}: {len(known[name].candidates())} candidates, {n_splits} splits, "
-            f"{100 * column(fits, 'converged').mean():.0f} % converged"
-        )
-        rows += summarize(name, known[name], n_splits, results)
-    print("\nCost: seconds of training, in units of one fit of every candidate.\n")
-    print(table(rows))
+    if not arguments.report:
+        study(arguments, store)
+    selection_report.report(read(arguments.results), arguments.figure)
     return 0
 
 

@@ -73,12 +73,8 @@ def test_an_interrupted_study_of_weights_continues(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [("defaults", "diabetes    ours, no penalty"), ("depth", "breast cancer | None | 3 | 0% |")],
-)
-def test_quick_runs_of_defaults_and_depth(module, line):
-    assert line in run(f"benchmarks.worth.{module}", "--quick")
+def test_a_quick_run_of_defaults():
+    assert "diabetes    ours, no penalty" in run("benchmarks.worth.defaults", "--quick")
 
 
 @pytest.mark.slow

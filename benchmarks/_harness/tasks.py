@@ -1,0 +1,187 @@
+"""The data sets and the candidates of the study of choices, `benchmarks.worth.selection`."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.datasets import (
+    load_breast_cancer,
+    load_diabetes,
+    load_digits,
+    load_wine,
+    make_classification,
+    make_friedman1,
+    make_gaussian_quantiles,
+    make_hastie_10_2,
+)
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+from benchmarks._harness.data import load_images
+from benchmarks._harness.stacked import Candidate
+
+__all__ = ["CHOSEN_ON", "SPACES", "TASKS", "Split", "Task", "candidates", "constant_loss"]
+
+Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+N_TEST = 2000  # of data that are drawn, or plentiful
+IMAGES = 10_000  # of which training and test images are drawn
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training and test data, standardised by the training data."""
+
+    X: Tensor
+    y: Tensor
+    X_test: Tensor
+    y_test: Tensor
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set: how training and test data are drawn, and how deep it is trained.
+
+    Parameters
+    ----------
+    draw : callable
+        Takes a seed and the path of the images; returns X, y, X_test and y_test.
+    goal : float
+        Training loss of the candidates of equal loss, a share of the best constant's.
+    worst : float
+        Candidates of a larger share have not been trained, and no way may choose them.
+    """
+
+    draw: Callable[[int, str | None], Arrays]
+    goal: float = 0.05
+    worst: float = 0.5
+    needs_images: bool = False
+
+    def split(self, seed: int, images: str | None = None) -> Split:
+        """Draw training and test data."""
+        X, y, X_test, y_test = self.draw(seed, images)
+        mean, spread = X.mean(axis=0), X.std(axis=0)
+        spread[spread == 0] = 1
+        if y.dtype.kind == "f":
+            y_test, y = (y_test - y.mean()) / y.std(), (y - y.mean()) / y.std()
+        kind = torch.float32 if y.dtype.kind == "f" else torch.int64
+        inputs = [torch.as_tensor((part - mean) / spread).float() for part in (X, X_test)]
+        targets = [torch.as_tensor(part).to(kind) for part in (y, y_test)]
+        return Split(inputs[0], targets[0], inputs[1], targets[1])
+
+
+def _table(load: Any, n: int, wrong: float = 0.0) -> Callable[[int, str | None], Arrays]:
+    def draw(seed: int, images: str | None) -> Arrays:
+        X, y = load(return_X_y=True)
+        stratify = y if y.dtype.kind == "i" else None
+        X, X_test, y, y_test = train_test_split(
+            X, y, train_size=n, stratify=stratify, random_state=seed
+        )
+        return X, _mislabel(y, wrong, seed), X_test, y_test
+
+    return draw
+
+
+def _generated(make: Any, n: int, wrong: float = 0.0, shift: float = 0.0, **arguments: Any) -> Any:
+    def draw(seed: int, images: str | None) -> Arrays:
+        X, y = make(n_samples=n + N_TEST, random_state=seed, **arguments)
+        if make is make_hastie_10_2:  # classes -1 and 1
+            y = (y > 0).astype(np.int64)
+        rng = np.random.default_rng(seed)
+        move = shift * X.std(axis=0) * rng.choice([-1, 1], X.shape[1])
+        return X[:n], _mislabel(y[:n], wrong, seed), X[n:] + move, y[n:]
+
+    return draw
+
+
+def _images(seed: int, path: str | None) -> Arrays:
+    """Draw 800 images of 8 x 8 blocks of CIFAR-10's pixels, and test images."""
+    X, y = load_images(IMAGES, path)
+    X = torch.nn.functional.avg_pool2d(X, 4).flatten(1)
+    order = np.random.default_rng(seed).permutation(IMAGES)
+    train, test = order[:800], order[800 : 800 + N_TEST]
+    return X[train].numpy(), y[train].numpy(), X[test].numpy(), y[test].numpy()
+
+
+def _mislabel(y: NDArray[Any], share: float, seed: int) -> NDArray[Any]:
+    """Replace a share of the labels by another class, drawn at random."""
+    if not share:
+        return y
+    rng, n_classes = np.random.default_rng(seed), int(y.max()) + 1
+    rows = rng.permutation(len(y))[: round(share * len(y))]
+    y = y.copy()
+    y[rows] = (y[rows] + rng.integers(1, n_classes, len(rows))) % n_classes
+    return y
+
+
+_CLUSTERS = {"n_features": 20, "n_informative": 8, "n_redundant": 4, "n_classes": 4}
+TASKS = {
+    "digits": Task(_table(load_digits, 500)),
+    "wine": Task(_table(load_wine, 90)),
+    "digits, 20% wrong labels": Task(_table(load_digits, 500, wrong=0.2), 0.1),
+    "clusters": Task(_generated(make_classification, 500, **_CLUSTERS)),
+    "breast cancer": Task(_table(load_breast_cancer, 280)),
+    "clusters, 10% wrong labels": Task(
+        _generated(make_classification, 500, wrong=0.1, **_CLUSTERS), 0.1
+    ),
+    "hastie": Task(_generated(make_hastie_10_2, 500), 0.1),
+    "clusters, shifted test": Task(
+        _generated(make_classification, 500, shift=0.5, **_CLUSTERS), 0.05
+    ),
+    "quantiles": Task(_generated(make_gaussian_quantiles, 500, n_features=10, n_classes=3), 0.1),
+    "CIFAR-10": Task(_images, 0.1, 0.8, needs_images=True),
+    "friedman": Task(_generated(make_friedman1, 400, noise=1.0), 0.1),
+    "diabetes": Task(_table(load_diabetes, 220), 0.3, 0.8),
+}
+# constants are chosen on these data sets, and reported on the others
+CHOSEN_ON = (
+    "digits", "digits, 20% wrong labels", "breast cancer", "hastie", "quantiles", "friedman",
+)  # fmt: skip
+SPACES = ("equal", "mixed")
+N_MIXED = 64
+
+
+def candidates(space: str, split: int, goal: float) -> list[Candidate]:
+    """Return the candidates of a space: one architecture to equal loss, or a bit of everything.
+
+    Parameters
+    ----------
+    space : {"equal", "mixed"}
+        60 of batch sizes, rates and seeds, which train to the goal; or 64 of other widths, depths,
+        weight decays, dropouts, epochs, batch sizes and rates, which train without a goal.
+    split : int
+        Number of the split, from which the seeds follow.
+    goal : float
+        Training loss.
+    """
+    if space == "equal":
+        grid = [(size, lr) for size in (16, 32, 64, 128) for lr in (0.02, 0.05, 0.1)]
+        return [
+            Candidate((64,), *grid[i % len(grid)], seed=1000 * split + i, epochs=100, goal=goal)
+            for i in range(5 * len(grid))
+        ]
+    rng = np.random.default_rng(0)  # the same settings in all data sets and splits
+    shapes = [((width,) * depth, size) for width in (16, 48, 128) for depth in (1, 2)
+              for size in (32, 128)]  # fmt: skip
+    return [
+        Candidate(
+            *shapes[i % len(shapes)],
+            lr=float(0.02 * 10 ** rng.random()),
+            seed=1000 * split + i,
+            weight_decay=float(rng.choice([0.0, 1e-4, 1e-3, 1e-2])),
+            dropout=float(rng.choice([0.0, 0.25])),
+            epochs=int(rng.choice([15, 30, 60])),
+        )
+        for i in range(N_MIXED)
+    ]
+
+
+def constant_loss(y: Tensor) -> float:
+    """Return the loss of the best constant: the labels' entropy, or the variance."""
+    if y.is_floating_point():
+        return float(y.var(correction=0))
+    shares = y.bincount().double() / len(y)
+    return -sum(p * math.log(p) for p in shares.tolist() if p)

@@ -1,0 +1,244 @@
+"""Tables and the diagram of `benchmarks.worth.selection`, from its stored rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import friedmanchisquare, studentized_range, t
+
+from benchmarks._harness.tasks import CHOSEN_ON, SPACES, TASKS
+from benchmarks._harness.timing import table
+from benchmarks._harness.ways import FEW, FORM, FORMS, SHARE, SHARES
+
+__all__ = ["compare", "critical_difference", "report"]
+
+BASE = "20%, log loss, refit"
+REGRESSIONS = ("friedman", "diabetes")
+FLAT = f"{FORM} at {SHARE:g}"
+OVER_LOSS = f"{FORM} over loss"
+GROUPS = {
+    "classification, data sets on which the constants were chosen": [
+        name for name in TASKS if name in CHOSEN_ON and name not in REGRESSIONS
+    ],
+    "classification, held back": [
+        name for name in TASKS if name not in CHOSEN_ON and name not in REGRESSIONS
+    ],
+    "classification, all": [name for name in TASKS if name not in REGRESSIONS],
+    "classification, clean labels": [
+        name for name in TASKS if name not in REGRESSIONS and "wrong" not in name
+    ],
+    "classification, wrong labels": [name for name in TASKS if "wrong" in name],
+    "regression (points of R2)": list(REGRESSIONS),
+}
+# the ways of the diagram and of the table by data set
+MAIN = (
+    FLAT, OVER_LOSS, "relative_flatness", "relative_flatness, as in a search", "training loss",
+    "mean confidence", "gradient_norm", "random", "5%, log loss, refit", BASE,
+    "20%, accuracy, refit", "20%, log loss", "5-fold, log loss, refit",
+    f"flattest of {FEW} best of 5%", f"flattest of {FEW} best of 20%",
+    "mean rank of flatness and 20%", "5 flattest", "5 lowest training loss",
+    f"{FEW} best of 20%", f"{FEW} best of 20%, refit", f"{FEW} random", "flatter half",
+    "better half of 20%, refit", "average of all",
+)  # fmt: skip
+
+# rules of what to do by default: the way for classes, and for values
+RULES = {
+    "flattest, as in a search": ("relative_flatness, as in a search",) * 2,
+    "flattest per feature at equal loss": (FLAT, OVER_LOSS),
+    "the same, but a hold-out for values": (FLAT, BASE),
+    "flattest of 5 best of 5%; hold-out": (f"flattest of {FEW} best of 5%", BASE),
+    "mean rank; hold-out": ("mean rank of flatness and 20%", BASE),
+    "5 flattest; hold-out": ("5 flattest", BASE),
+    "5 flattest; 5 best of 20%": ("5 flattest", f"{FEW} best of 20%, refit"),
+    "average of all": ("average of all",) * 2,
+    "average of all; 5 best of 20%": ("average of all", f"{FEW} best of 20%, refit"),
+    "5 best of 20%": (f"{FEW} best of 20%, refit",) * 2,
+    "better half of 20%": ("better half of 20%, refit",) * 2,
+}
+
+
+def compare(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
+    """Compare each way with another on the splits that have both.
+
+    Parameters
+    ----------
+    rows : DataFrame
+        The stored rows of some data sets and one space.
+    base : str, default=BASE
+        The other way.
+
+    Returns
+    -------
+    DataFrame
+        A row for each way, best first: means over data sets of the means over splits; the
+        difference to the other way with the half width of its 95% interval over splits, the data
+        sets given; the largest difference of a data set; and the numbers of data sets and splits.
+    """
+    wide = rows.pivot_table(index=["data", "split"], columns="way", values="error")
+    found = []
+    for way, own in rows.groupby("way"):
+        difference = (wide[way] - wide[base]).dropna()
+        by_data = difference.groupby("data")
+        mean, n = by_data.mean(), by_data.size()
+        spread, freedom = by_data.var().fillna(0), int((n - 1).sum())
+        many = freedom > 0 and bool((n > 1).all())
+        width = np.sqrt((spread / n).sum()) / len(n) * t.ppf(0.975, freedom) if many else np.nan
+        means = own.groupby("data")[["regret", "top5", "tau", "cost"]].mean().mean()
+        found.append({
+            "way": way, **means, "difference": mean.mean(), "width": width,
+            "worst": mean.max(), "data": len(n), "splits": int(n.sum()),
+        })  # fmt: skip
+    return pd.DataFrame(found).sort_values("regret", ignore_index=True)
+
+
+def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
+    """Print all tables, and draw the diagram if a path is given."""
+    if BASE not in set(rows["way"]):
+        print(f"no rows of the way {BASE!r} yet: nothing to compare with")
+        return
+    _print_splits(rows)
+    _print_constants(rows)
+    for title, names in GROUPS.items():
+        for space in SPACES:
+            some = rows[rows["data"].isin(names) & (rows["space"] == space)]
+            if BASE in set(some["way"]):
+                print(f"\n{title}; {space} candidates\n")
+                print(_layout(compare(some)))
+    for space in SPACES:
+        _print_by_data(rows[rows["space"] == space], space)
+    _print_rules(rows)
+    _print_ranks(rows, figure)
+
+
+def _print_splits(rows: pd.DataFrame) -> None:
+    counts = rows[rows["way"] == BASE].groupby(["data", "space"])
+    cells = [["data set", "space", "splits", "candidates that converged, mean"]]
+    for (data, space), some in counts:
+        cells.append([data, space, str(len(some)), f"{some['converged'].mean():.0f}"])
+    print(table(cells))
+
+
+def _print_constants(rows: pd.DataFrame) -> None:
+    """Print the mean regret by form and share on the data sets of the choice."""
+    some = rows[rows["data"].isin(CHOSEN_ON) & ~rows["data"].isin(REGRESSIONS)]
+    print(f"\nregret and tau by form and loss share, on {', '.join(CHOSEN_ON)}: both spaces\n")
+    cells = [["form", "as trained", *(f"at {share:g}" for share in SHARES)]]
+    for form in FORMS:
+        names = [form, *(f"{form} at {share:g}" for share in SHARES)]
+        means = [_mean(some[some["way"] == name]) for name in names]
+        cells.append([form, *means])
+    print(table(cells))
+
+
+def _mean(rows: pd.DataFrame) -> str:
+    means = rows.groupby(["data", "space"])[["regret", "tau"]].mean().mean()
+    return f"{means['regret']:.2f} {means['tau']:.2f}"
+
+
+def _layout(compared: pd.DataFrame) -> str:
+    cells = [["way", "regret", f"minus {BASE}", "worst", "5 best", "tau", "fits", "splits"]]
+    for row in compared.itertuples():
+        cells.append([
+            row.way, f"{row.regret:.2f}", f"{row.difference:+.2f} +- {row.width:.2f}",
+            f"{row.worst:+.2f}", f"{row.top5:.2f}", f"{row.tau:.2f}", f"{row.cost:.2f}",
+            f"{row.splits} of {row.data}",
+        ])  # fmt: skip
+    return table(cells)
+
+
+def _print_by_data(rows: pd.DataFrame, space: str) -> None:
+    print(f"\nregret by data set; {space} candidates\n")
+    means = rows.pivot_table(index="data", columns="way", values="regret")
+    ways = [way for way in MAIN if way in means]
+    names = [name for name in TASKS if name in means.index]
+    cells = [["way", *names]]
+    cells += [[way, *(f"{means.loc[name, way]:.2f}" for name in names)] for way in ways]
+    print(table(cells))
+
+
+def follow(rows: pd.DataFrame, rule: tuple[str, str]) -> pd.DataFrame:
+    """Return the rows of the way that a rule takes: the first for classes, else the second."""
+    of_values = rows["data"].isin(REGRESSIONS)
+    return rows[rows["way"] == np.where(of_values, rule[1], rule[0])]
+
+
+def _print_rules(rows: pd.DataFrame) -> None:
+    base = rows[rows["way"] == BASE].assign(way="base")
+    for title, chosen in (("the data sets of the choice", True), ("held back", False)):
+        some = rows[rows["data"].isin(CHOSEN_ON) == chosen]
+        cells = [["rule", *(f"{space}, {what}" for space in SPACES for what in ("mean", "worst"))]]
+        for name, rule in RULES.items():
+            cells.append([name])
+            for space in SPACES:
+                both = pd.concat([follow(some, rule).assign(way="rule"), base])
+                both = both[both["space"] == space]
+                if both["way"].nunique() < 2:  # no such rows yet
+                    cells[-1] += ["", ""]
+                    continue
+                one = compare(both, "base").set_index("way").loc["rule"]
+                mean = f"{one['difference']:+.2f} +- {one['width']:.2f}"
+                cells[-1] += [mean, f"{one['worst']:+.2f}"]
+        print(f"\ntest error of rules minus that of {BASE}, mean and worst data set; {title}\n")
+        print(table(cells))
+
+
+# -- ranks --------------------------------------------------------------------------------------
+
+
+def critical_difference(n_ways: int, n_data: int, level: float = 0.05) -> float:
+    """Return Nemenyi's critical difference of mean ranks (Demsar 2006, section 3.2.2).
+
+    Examples
+    --------
+    >>> round(critical_difference(4, 14), 2)  # 2.569 * sqrt(4 * 5 / (6 * 14))
+    1.25
+    """
+    quantile = studentized_range.ppf(1 - level, n_ways, np.inf) / np.sqrt(2)
+    return float(quantile * np.sqrt(n_ways * (n_ways + 1) / (6 * n_data)))
+
+
+def mean_ranks(rows: pd.DataFrame, names: Sequence[str]) -> tuple[pd.Series, int, float]:
+    """Rank ways in each data set and space; return mean ranks, their number, and Friedman's p."""
+    means = rows.pivot_table(index=["data", "space"], columns="way", values="error")
+    means = means[[way for way in names if way in means]].dropna(axis=1, thresh=len(means))
+    p = friedmanchisquare(*means.to_numpy().T).pvalue if min(means.shape) > 2 else np.nan
+    return means.rank(axis=1).mean().sort_values(), len(means), float(p)
+
+
+def _print_ranks(rows: pd.DataFrame, figure: str | Path | None) -> None:
+    classes = rows[~rows["data"].isin(REGRESSIONS)]
+    held = classes[~classes["data"].isin(CHOSEN_ON)]
+    for title, some in (("all", classes), ("held back", held)):
+        if BASE not in set(some["way"]):
+            continue
+        ranks, n, p = mean_ranks(some, MAIN)
+        least = critical_difference(len(ranks), n)
+        print(f"\nmean rank over {n} classification data sets and spaces, {title}; "
+              f"Friedman p = {p:.2g}, Nemenyi's critical difference {least:.1f}\n")  # fmt: skip
+        print(table([["way", "rank"], *([way, f"{rank:.1f}"] for way, rank in ranks.items())]))
+        if figure and title == "all":
+            draw(ranks, least, figure)
+
+
+def draw(ranks: pd.Series, least: float, path: str | Path) -> None:
+    """Draw mean ranks, with a bar over each group that does not differ (Demsar 2006, figure 1)."""
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    fig, ax = plt.subplots(figsize=(7, 0.3 * len(ranks) + 1))
+    places = np.arange(len(ranks))
+    ax.plot(ranks, places, "o", color="black")
+    ax.set_yticks(places, ranks.index)
+    ax.invert_yaxis()
+    values, reached = ranks.to_numpy(), -1
+    for i, first in enumerate(values):
+        last = int(np.flatnonzero(values <= first + least)[-1])
+        if last > max(i, reached):
+            ax.plot([first - 0.1] * 2, [i, last], lw=3, alpha=0.4, solid_capstyle="round")
+            reached = last
+    ax.set_xlabel(
+        f"mean rank of the test error (ways joined by a bar differ by less than {least:.1f})"
+    )
+    fig.tight_layout()
+    fig.savefig(path)
+    plt.close(fig)
