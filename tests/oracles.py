@@ -1,7 +1,7 @@
 """Slow definitions, written from the papers and sharing no code with relflat_sk."""
 
 import torch
-from torch.func import functional_call, hessian
+from torch.func import functional_call, hessian, jacrev
 
 
 def layer_hessian(module, name, risk):
@@ -47,17 +47,13 @@ def normalized_relative_flatness(features, weight, loss_of_z_bias, spread):
     return kappa_of(blocks, scaled)
 
 
-def weight_hessian(module, name, criterion, X, y):
-    """Hessian (d, m, d, m) of the mean loss in a layer's weight as a matrix, and the matrix.
+def row_index(layer):
+    """Positions (d, m) in a layer's flat weight: one row for each output channel.
 
-    Rows are output channels: a transposed convolution keeps them on its second axis, and so does
-    the linear layer of GPT-2.
+    A transposed convolution keeps these on its second axis, and so does the linear layer of GPT-2.
     """
-    layer = module.get_submodule(name)
-    weight = layer.weight.detach()
-    n = weight.numel()
-    H = layer_hessian(module, name, lambda run: criterion(run(X), y))[0].reshape(n, n)
-    index = torch.arange(n).reshape(weight.shape)
+    weight = layer.weight
+    index = torch.arange(weight.numel()).reshape(weight.shape)
     if getattr(layer, "transposed", False):
         groups, d = layer.groups, layer.out_channels
         rows = [
@@ -65,14 +61,50 @@ def weight_hessian(module, name, criterion, X, y):
             for g in range(groups)
             for s in range(d // groups)
         ]
-        index = torch.stack(rows)
-    elif type(layer).__name__ == "Conv1D":  # of transformers
-        index = index.T
-    else:
-        index = index.flatten(1)
-    d, m = index.shape
-    flat = index.flatten()
-    return H[flat][:, flat].reshape(d, m, d, m), weight.flatten()[index]
+        return torch.stack(rows)
+    return index.T if type(layer).__name__ == "Conv1D" else index.flatten(1)
+
+
+def weight_hessian(module, name, criterion, X, y):
+    """Hessian (d, m, d, m) of the mean loss in a layer's weight as a matrix, and the matrix."""
+    layer = module.get_submodule(name)
+    weight = layer.weight.detach()
+    n = weight.numel()
+    H = layer_hessian(module, name, lambda run: criterion(run(X), y))[0].reshape(n, n)
+    d, m = row_index(layer).shape
+    flat = row_index(layer).flatten()
+    return H[flat][:, flat].reshape(d, m, d, m), weight.flatten()[flat].reshape(d, m)
+
+
+def patches(module, name, X):
+    """What each row of a layer's weight is multiplied with, (n, P, d, m), by derivatives."""
+    layer, seen = module.get_submodule(name), []
+    hook = layer.register_forward_hook(lambda layer, inputs, output: seen.append(inputs[0]))
+    module(X)
+    hook.remove()
+    index = row_index(layer)
+
+    def output(w):
+        z = functional_call(layer, {"weight": w}, (seen[0].detach(),))
+        z = z if hasattr(layer, "kernel_size") else z.movedim(-1, 1)
+        return z.reshape(len(X), len(index), -1)
+
+    J = jacrev(output)(layer.weight.detach()).flatten(3)  # (n, d, P, numbers of the weight)
+    return torch.stack([J[:, s][:, :, index[s]] for s in range(len(index))], dim=2).detach()
+
+
+def whitened_flatness(H, W, phi, groups):
+    """Sum (w_s^T S w_t) Tr(S^+ H_st) over the rows s, t of each group, by loops."""
+    total, each = 0.0, len(W) // groups
+    for g in range(groups):
+        rows = range(g * each, (g + 1) * each)
+        own = phi[:, :, rows[0]].flatten(0, 1)
+        S = own.T @ own / len(own)
+        for s in rows:
+            for t in rows:
+                inverse = torch.linalg.pinv(S, hermitian=True, rtol=1e-12)
+                total += (W[s] @ S @ W[t]) * torch.trace(inverse @ H[s, :, t])
+    return float(total)
 
 
 def rho(H, W):

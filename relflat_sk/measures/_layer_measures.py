@@ -5,6 +5,7 @@ With ``H`` the Hessian of the mean loss in the layer's weight ``W`` (d x m, rows
 ===========================  ==============================================================
 relative_flatness            ``kappa = sum_st <w_s, w_t> Tr(H_st)`` [1]_, Definition 3
 normalized_relative_flatness ``kappa`` of features divided by their spread, Theorem 4
+whitened_flatness            ``sum_st (w_s^T S w_t) Tr(S^-1 H_st)``, S second moments of features
 trace_flatness               ``|W|_F^2 Tr(H)`` [2]_
 eigenvalue_flatness          ``|W|_F^2 lambda_max(H)`` [2]_
 neuron_flatness_max          ``max_j rho(j)``, rho(j) the form of H in column j of W [2]_
@@ -14,6 +15,13 @@ hessian_trace                ``Tr(H)``
 hessian_max_eigenvalue       ``lambda_max(H)``
 gradient_norm                norm of the gradient of the mean loss in ``W``
 ===========================  ==============================================================
+
+Whitened flatness is `kappa` after the change of coordinates ``phi -> L^-1 phi``, ``W -> W L`` with
+``S = L L^T``. So it is unchanged under every invertible mixing of the features, as attention and
+low-rank adapters allow, beside those of the layer's outputs. In units in which the features have
+a mean square of 1, ``10 max(eps, eps_phi^2)`` times the trace of ``S`` is added to its diagonal as
+a ridge: `eps` is the rounding of float64, and `eps_phi` that of the features. It is a row for
+research: it has predicted nothing in our trials, and is no default.
 
 References
 ----------
@@ -34,7 +42,7 @@ from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network import Layer, Network, Processes, borrowed
-from relflat_sk._numerics import column_squares, inverse_spread, read_numbers, varies
+from relflat_sk._numerics import column_squares, inverse_spread, or_one, read_numbers, varies
 from relflat_sk._random import RandomState, draw_seeds, make_generator
 from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
@@ -42,6 +50,7 @@ from relflat_sk.measures._quantities import (
     FeatureTrace,
     Key,
     LayerPass,
+    MixedTrace,
     Neurons,
     Quantity,
     Trace,
@@ -49,7 +58,7 @@ from relflat_sk.measures._quantities import (
     exact_terms,
     n_passes,
 )
-from relflat_sk.measures._results import EVERY_CHANGE, Flatness, Found, Summary
+from relflat_sk.measures._results import EVERY_CHANGE, RESCALINGS, Flatness, Found, Summary
 from relflat_sk.measures._scan import ForwardPass, scan, summarize
 
 # -- averages over the data: exact where that is cheap, by random probes otherwise ----------------
@@ -77,13 +86,15 @@ MAX_PASSES = 100
 class TraceLike:
     """A measure that is a sum over samples of traces and quadratic forms of the Hessian."""
 
-    # what to sum at a layer, given the features' spread if the measure is normalized
+    # what to sum at a layer, given the features' spread, or a root of their second moments
     quantity: Callable[[LayerPass, Tensor | None], Quantity]
     # from the mean quantity and the weight to the measure
     finish: Callable[[Tensor, Tensor], Tensor] = lambda value, weight: value
     # the changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`
     same: tuple[str, ...] = ()
+    # whether the quantity needs statistics of the features, and which ones
     normalized: bool = False
+    whitened: bool = False
 
 
 def _normalized(layer: LayerPass, spread: Tensor | None) -> Quantity:
@@ -99,21 +110,31 @@ def _comparable(layer: LayerPass, spread: Tensor | None) -> Quantity:
     return FeatureTrace(layer.feature_factor(), scale=float(spread.square().mean()))
 
 
+def _whitened(layer: LayerPass, root: Tensor | None) -> Quantity:
+    """Return relative flatness in coordinates in which the features' second moments are one."""
+    assert root is not None
+    return MixedTrace(layer.mixed_factor(root), unmix=torch.linalg.inv(root))
+
+
 TRACE_LIKE: dict[str, TraceLike] = {
     "relative_flatness": TraceLike(
         lambda layer, spread: Trace(layer.left_factor()), same=("layer", "own neurons")
     ),
-    "normalized_relative_flatness": TraceLike(_normalized, same=EVERY_CHANGE, normalized=True),
+    "normalized_relative_flatness": TraceLike(_normalized, same=RESCALINGS, normalized=True),
+    "whitened_flatness": TraceLike(
+        _whitened,
+        same=EVERY_CHANGE,
+        normalized=True,
+        whitened=True,
+    ),
     "hessian_trace": TraceLike(lambda layer, spread: Trace()),
     "trace_flatness": TraceLike(
         lambda layer, spread: Trace(),
         lambda value, weight: value * column_squares(weight).sum(),
         same=("layer",),
     ),
-    "neuron_flatness_sum": TraceLike(lambda layer, spread: Neurons(is_sum=True), same=EVERY_CHANGE),
-    "neuron_flatness_max": TraceLike(
-        lambda layer, spread: Neurons(is_sum=False), same=EVERY_CHANGE
-    ),
+    "neuron_flatness_sum": TraceLike(lambda layer, spread: Neurons(is_sum=True), same=RESCALINGS),
+    "neuron_flatness_max": TraceLike(lambda layer, spread: Neurons(is_sum=False), same=RESCALINGS),
     "comparable_flatness": TraceLike(_comparable, same=("layer", "own neurons"), normalized=True),
 }
 # of the measures that `theory` needs, beside those with a public name
@@ -220,8 +241,10 @@ class TraceMeasures:
         self._bar = bar  # of tqdm: one step for each probe of a batch
         self._spent = 0  # passes of sums that are not finished
         self._generator = make_generator(random_state, network.device)
-        self._normalized = any(_QUANTITIES[name].normalized for name in names)
-        self._spreads: dict[str, FeatureSpread] = {}
+        every = [_QUANTITIES[name] for name in names]
+        self._normalized = any(one.normalized for one in every)
+        self._statistics = {one.whitened for one in every if one.normalized}
+        self._spreads: dict[tuple[str, bool], FeatureSpread | FeatureMoments] = {}
         self._plans: dict[Key, _Plan] = {}
         # total and scatter of a pass, or those of each batch for the terms of the samples
         self._seen: dict[Key, list[Pair]] = {}
@@ -232,8 +255,10 @@ class TraceMeasures:
             self._add_first(forward)
             return
         for name, layer in forward.layers.items():
-            spread = self._spreads.setdefault(name, FeatureSpread())
-            spread.add(layer, forward.row_weights(layer))
+            for whitened in self._statistics:
+                made = FeatureMoments() if whitened else FeatureSpread()
+                spread = self._spreads.setdefault((name, whitened), made)
+                spread.add(layer, forward.row_weights(layer))
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
         """Compute the measures, with as many further passes as they need."""
@@ -254,8 +279,12 @@ class TraceMeasures:
     def _plan(self, forward: ForwardPass) -> None:
         """Decide which sums are exact, by the first batch."""
         for layer in forward.layers.values():
-            spread = self._spreads[layer.name].spread() if self._normalized else None
+            spreads = {
+                whitened: self._spreads[layer.name, whitened].spread()
+                for whitened in self._statistics
+            }
             for name in self.names:
+                spread = spreads.get(_QUANTITIES[name].whitened)
                 quantity = _QUANTITIES[name].quantity(layer, spread)
                 plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
                 self._plans[layer.name, name] = plan
@@ -469,6 +498,35 @@ class FeatureSpread:
         total, _, squares, low, high = self._seen
         deviations = (squares / total).sqrt()
         return torch.where(varies(low, high, self._eps), deviations, 0.0)[self._columns]
+
+
+class FeatureMoments:
+    """Root L of the features' second moments ``S = L L^T``, in each group of a convolution.
+
+    A multiple of ``S`` has the same whitened flatness, so that the moments are sums.
+    """
+
+    def __init__(self) -> None:
+        self._total = torch.zeros(())
+        self._eps = 0.0
+
+    def add(self, layer: LayerPass, weights: Tensor) -> None:
+        """Add the features of a batch, with a weight for each row of them."""
+        self._total = self._total + layer.feature_moments(weights)
+        self._eps = torch.finfo(layer.features.dtype).eps
+
+    def combine(self, processes: Processes) -> None:
+        """Include what the other processes have seen."""
+        self._total = processes.sum(self._total)
+
+    def spread(self) -> Tensor:
+        """Return the root, of ``S`` with a small ridge. Shapes: returns (groups, m, m)."""
+        unit = or_one(self._total.diagonal(dim1=1, dim2=2)).sqrt()
+        moments = self._total / (unit[:, :, None] * unit[:, None])
+        ridge = 10 * max(torch.finfo(moments.dtype).eps, self._eps**2) * moments.shape[1]
+        values, vectors = torch.linalg.eigh(moments)
+        root: Tensor = unit[:, :, None] * vectors * (values.clamp_min(0) + ridge).sqrt()[:, None]
+        return root
 
 
 def _positive(total: Tensor) -> Tensor:

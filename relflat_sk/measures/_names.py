@@ -58,7 +58,8 @@ def register_measure(
         `random_state` get the weights and the seed of the call. None forgets the name.
     invariance : iterable of str, optional
         Changes of the weights that change neither the network's function nor the measure:
-        "layer", "feature neurons", "own neurons", see docs/definitions.md. Reports show them.
+        "layer", "feature neurons", "own neurons", "feature mixing", see docs/definitions.md.
+        Reports show them.
 
     Raises
     ------

@@ -68,7 +68,13 @@ from relflat_sk._rescaling import AffineLayer, fold_layers
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
 from relflat_sk.measures._path_norms import sum_over_paths
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
+from relflat_sk.measures._results import (
+    EVERY_CHANGE,
+    RESCALINGS,
+    Estimate,
+    NetworkMeasure,
+    NotApplicableError,
+)
 
 # largest size of the matrix of a convolution for which it is written out
 _DENSE = 2**18
@@ -398,8 +404,8 @@ NORM_MEASURES: dict[str, NetworkMeasure] = {
     "frobenius_product": Norm(_frobenius_product, ("layer",)),
     "group_norm_product": Norm(_group_norm_product, ("layer",)),
     "spectral_product": Norm(_spectral_product, ("layer",)),
-    "l1_path_norm": Norm(partial(_path_norm, 1), EVERY_CHANGE),
-    "l2_path_norm": Norm(partial(_path_norm, 2), EVERY_CHANGE),
+    "l1_path_norm": Norm(partial(_path_norm, 1), RESCALINGS),
+    "l2_path_norm": Norm(partial(_path_norm, 2), RESCALINGS),
     "inverse_margin": NetworkMeasure(_inverse_margin, EVERY_CHANGE),
     "linf_lipschitz_product": Norm(_linf_lipschitz_product, ("layer",), power=1),
     "l2_lipschitz_product": Norm(_l2_lipschitz_product, ("layer",), power=1),

@@ -32,8 +32,11 @@ from relflat_sk._losses import (
     product_curvature,
 )
 from relflat_sk._network import LayerMap
-from relflat_sk._numerics import column_squares
+from relflat_sk._numerics import column_squares, full_precision
 from relflat_sk._random import rademacher
+
+# numbers of the features that are copied at a time
+_COPIED = 2**22
 
 # -- one layer in the forward pass on a batch -----------------------------------------------------
 # arrays are laid out as in `relflat_sk._network.layer_maps`: *rows* are of shape (n, d, P), with P
@@ -112,6 +115,34 @@ class LayerPass:
         group = torch.arange(groups, device=weight.device).repeat_interleave(len(weight) // groups)
         own = group[:, None, None] == torch.arange(groups, device=weight.device)[:, None]
         return Factor((weight[:, None] * own).flatten(1))
+
+    def mixed_factor(self, root: Tensor) -> Factor:
+        """Return a matrix F with ``F F^T = W L L^T W^T`` within each group, and zeros between them.
+
+        Shapes: `root` (groups, m, m); returns (d, k).
+        """
+        weight = full_precision(self.weight)
+        mixed = weight.reshape(len(root), -1, root.shape[1]) @ root.to(weight.dtype)
+        if mixed.shape[1] < mixed.shape[2]:
+            mixed = torch.linalg.qr(mixed.mT, mode="r").R.mT
+        return Factor(torch.block_diag(*mixed))  # type: ignore[no-untyped-call]
+
+    def feature_moments(self, weights: Tensor) -> Tensor:
+        """Sum ``phi_ip phi_ip^T`` over samples and positions, in float64.
+
+        Shapes: `weights` (n,); returns (groups, m, m).
+        """
+        total, m = torch.zeros((), dtype=torch.float64), self.map.weight.shape[1]
+        size = max(1, _COPIED // max(1, m * self.offset[:1].numel() // len(self.map.weight)))
+        for some, share in zip(
+            torch.split(self.features, size), torch.split(weights, size), strict=True
+        ):
+            planes = [self.map.planes(some, None, at) for at in range(self.map.n_offsets)]
+            phi = torch.stack(planes, dim=3).flatten(2, 3).double()
+            rows = phi.permute(1, 2, 0, 3).flatten(2)  # (groups, m, n * P)
+            shares = share.repeat_interleave(phi.shape[3])
+            total = (rows * shares) @ rows.mT + total.to(rows)
+        return total
 
     @cached_property
     def summed_loss(self) -> Tensor:
@@ -402,6 +433,46 @@ class Trace(Quantity):
             norm: Tensor = torch.linalg.vector_norm(layer.features, dim=1, dtype=torch.float64)
             return norm.square()
         return (layer.features.double() * self.inverse).square().sum(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedTrace(Trace):
+    """``sum_c |F^T G_c L^-T|^2`` within each group of the layer: of features ``L^-1 phi``.
+
+    Shapes: `unmix` (groups, m, m), the inverse of L.
+    """
+
+    unmix: Tensor
+
+    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
+        return super().gradient(
+            layer, pulled if layer.is_flat else self._mix(pulled, self.unmix.mT)
+        )
+
+    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
+        if layer.is_flat:
+            yield from super().directions(layer)
+            return
+        for column in self._columns(layer).T:
+            for unit in torch.eye(layer.weight.shape[1]).to(column):
+                yield layer.apply(self._mix(torch.outer(column, unit), self.unmix))
+
+    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        if layer.is_flat:
+            return super().draw(layer, generator)
+        columns, n = self._columns(layer), len(layer.features)
+        signs = rademacher((n, columns.shape[1], layer.weight.shape[1]), columns, generator)
+        return layer.forms([layer.apply(self._mix(columns @ signs, self.unmix))])
+
+    def _mix(self, matrices: Tensor, root: Tensor) -> Tensor:
+        """Multiply the rows of each group with a matrix of its own. Shapes: (..., d, m)."""
+        within = matrices.reshape(*matrices.shape[:-2], len(root), -1, matrices.shape[-1])
+        mixed: Tensor = within @ root.to(matrices.dtype)
+        return mixed.flatten(-3, -2)
+
+    def _square_norms(self, layer: LayerPass) -> Tensor:
+        """Return ``|L^-1 phi_i|^2`` of a flat layer: (n,)."""
+        return (layer.features.double() @ self.unmix[0].mT).square().sum(dim=1)
 
 
 @dataclass(frozen=True)

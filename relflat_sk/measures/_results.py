@@ -44,8 +44,10 @@ REPARAMETERIZATIONS: dict[str, str] = {
     "layer": "scale moves from one layer to another (positively homogeneous networks)",
     "feature neurons": "each neuron that feeds the layer by a factor of its own",
     "own neurons": "each output neuron of the layer by a factor of its own, undone behind it",
+    "feature mixing": "any invertible matrix in front of the layer, undone by it",
 }
 EVERY_CHANGE = tuple(REPARAMETERIZATIONS)
+RESCALINGS = EVERY_CHANGE[:3]
 
 
 class NetworkMeasure:

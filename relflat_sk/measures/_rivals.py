@@ -39,7 +39,13 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network import Network, borrowed
 from relflat_sk._numerics import or_one
 from relflat_sk.measures._margin import ScoredBatch, scored_batches
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
+from relflat_sk.measures._results import (
+    EVERY_CHANGE,
+    RESCALINGS,
+    Estimate,
+    NetworkMeasure,
+    NotApplicableError,
+)
 from relflat_sk.measures._scan import ForwardPass, summarize
 
 # -- predictions ----------------------------------------------------------------------------------
@@ -190,5 +196,5 @@ RIVALS: dict[str, NetworkMeasure] = {
     "inverse_confidence": NetworkMeasure(_inverse_confidence, EVERY_CHANGE),
     "predictive_entropy": NetworkMeasure(_predictive_entropy, EVERY_CHANGE),
     "calibration_error": NetworkMeasure(_calibration_error, EVERY_CHANGE),
-    "takeuchi_criterion": NetworkMeasure(_takeuchi_criterion, EVERY_CHANGE),
+    "takeuchi_criterion": NetworkMeasure(_takeuchi_criterion, RESCALINGS),
 }

@@ -50,7 +50,13 @@ from relflat_sk.measures._perturbation import (
     square_norm,
     weights_of,
 )
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
+from relflat_sk.measures._results import (
+    EVERY_CHANGE,
+    RESCALINGS,
+    Estimate,
+    NetworkMeasure,
+    NotApplicableError,
+)
 
 # -- the largest rise of the loss in a ball, by Algorithm 1 of APGD -------------------------------
 
@@ -352,5 +358,5 @@ SHARPNESS_MEASURES: dict[str, NetworkMeasure] = {
     "pac_bayes_magnitude_flatness": NetworkMeasure(pac_bayes_magnitude_flatness),
     "expected_sharpness": NetworkMeasure(expected_sharpness),
     "keskar_sharpness": NetworkMeasure(keskar_sharpness),
-    "adaptive_sharpness": NetworkMeasure(adaptive_sharpness, EVERY_CHANGE),
+    "adaptive_sharpness": NetworkMeasure(adaptive_sharpness, RESCALINGS),
 }
