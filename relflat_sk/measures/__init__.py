@@ -32,6 +32,7 @@ from relflat_sk.measures._scan import find_measured_layer as find_measured_layer
 from relflat_sk.measures._score import count_errors as count_errors
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._scorer import flatness_columns as flatness_columns
+from relflat_sk.measures._sensitivity import layer_sensitivity
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "evaluate",
     "flatness_report",
     "get_measure_names",
+    "layer_sensitivity",
     "measure",
     "register_measure",
     "relative_flatness",

@@ -15,7 +15,11 @@ from relflat_sk.plots._minima import (
     MeasurePanelsDisplay,
     MinimaRankingDisplay,
 )
-from relflat_sk.plots._models import LayerFlatnessDisplay, SharpnessKLDisplay
+from relflat_sk.plots._models import (
+    LayerFlatnessDisplay,
+    LayerSensitivityDisplay,
+    SharpnessKLDisplay,
+)
 from relflat_sk.plots._points import color_column as color_column
 from relflat_sk.plots._training import FlatnessHistoryDisplay, TrainingCurvesDisplay
 
@@ -25,6 +29,7 @@ __all__ = [
     "HyperparameterDisplay",
     "LabelNoiseDisplay",
     "LayerFlatnessDisplay",
+    "LayerSensitivityDisplay",
     "MeasurePanelsDisplay",
     "MinimaRankingDisplay",
     "SharpnessKLDisplay",

@@ -10,7 +10,12 @@ import pandas as pd
 
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Layer
-from relflat_sk.measures import find_measures, flatness_report, sharpness_curve
+from relflat_sk.measures import (
+    find_measures,
+    flatness_report,
+    layer_sensitivity,
+    sharpness_curve,
+)
 from relflat_sk.plots._axes import (
     choose_scale,
     curve_style,
@@ -161,6 +166,112 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             for name, position in zip(known["layer"], known["position"], strict=True):
                 prefixes[name] = f"{position:.0f}: "
         return [prefixes[name] + shorten(name) if name else WHOLE_NETWORK for name in layers]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class LayerSensitivityDisplay(EstimatorDisplay):
+    """Display of the rise of the loss if the weight of one layer is rounded to few bits.
+
+    Make one with `from_estimator`. There is a color for each number of bits. Bars are standard
+    errors, and crosses are measured rises.
+
+    Parameters
+    ----------
+    table : pandas.DataFrame
+        The result of `layer_sensitivity`.
+
+    Attributes
+    ----------
+    ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
+        The axes with the layers, and their figure.
+    """
+
+    table: pd.DataFrame
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator: Any,
+        X: Any,
+        y: Any,
+        *,
+        bits: int | Sequence[int] = (8, 4),
+        measured: bool = False,
+        sensitivity_params: Mapping[str, Any] | None = None,
+        ax: "Axes | None" = None,
+        **kwargs: Any,
+    ) -> "LayerSensitivityDisplay":
+        """Predict the rise of the loss for the layers of a model, and draw it.
+
+        Parameters
+        ----------
+        estimator : nn.Module or fitted estimator
+            The model; `relative_flatness` lists the supported models.
+        X : array-like of shape (n, ...)
+            Samples in the form the estimator takes.
+        y : array-like of shape (n, ...)
+            Labels or targets, as in fit.
+        bits : int or sequence of int, default=(8, 4)
+            Numbers of bits.
+        measured : bool, default=False
+            Whether to measure the rises, too.
+        sensitivity_params : dict or None, default=None
+            Further arguments of `layer_sensitivity`, such as
+            ``{"criterion": torch.nn.CrossEntropyLoss(), "per_channel": False}``.
+        ax : matplotlib.axes.Axes or None, default=None
+            The axes to draw in; None makes a new figure.
+        **kwargs
+            Passed on to `plot`.
+
+        Returns
+        -------
+        LayerSensitivityDisplay
+            The display.
+
+        Raises
+        ------
+        TypeError
+            If the estimator holds no network, or `bits` is no number or list of numbers.
+        ValueError
+            If a number of bits is below 2, or data and estimator do not fit together.
+
+        Examples
+        --------
+        >>> from sklearn.datasets import load_iris
+        >>> from sklearn.neural_network import MLPClassifier
+        >>> X, y = load_iris(return_X_y=True)
+        >>> model = MLPClassifier((8,), max_iter=2000, random_state=0).fit(X, y)
+        >>> display = LayerSensitivityDisplay.from_estimator(model, X, y, bits=4)
+        >>> [label.get_text() for label in display.ax_.get_yticklabels()]
+        ['hidden0', 'output']
+        """
+        table = layer_sensitivity(
+            estimator, X, y, bits=bits, measured=measured, **(sensitivity_params or {})
+        )
+        return cls(table=table).plot(ax=ax, **with_unit(kwargs, [estimator]))
+
+    def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
+        """Draw one series for each number of bits."""
+        layers = list(dict.fromkeys(self.table["layer"]))
+        names, rows = list(map(shorten, layers)), np.arange(len(layers))
+        height, margin = LAYER_HEIGHT * len(names) + 1.3, LETTER_WIDTH * max(map(len, names)) + 0.6
+        (ax,) = make_panels(ax, 1, "layer", height=height, margin=margin)
+        draw_grid(ax)
+        choose_scale(ax.xaxis, self.table["predicted"].to_numpy(dtype=np.float64))
+        for number, (bits, some) in enumerate(self.table.groupby("bits", sort=False)):
+            part = some.set_index("layer").reindex(layers)
+            style = curve_style(number) | {"linestyle": "none", "markersize": 6, "capsize": 3}
+            style |= {"label": f"{bits} bits"} | kwargs
+            bars = part["stderr"].fillna(0.0)
+            drawn = ax.errorbar(part["predicted"], rows, xerr=bars, **style)
+            if "measured" in part:
+                color = drawn.lines[0].get_color()
+                ax.plot(part["measured"], rows, "x", color=color, label=f"{bits} bits, measured")
+        ax.set_yticks(rows, names)
+        ax.set_ylim(len(layers) - 0.4, -0.6)
+        ax.set_xlabel(f"rise of the loss ({loss_unit})" if loss_unit else "rise of the loss")
+        draw_legend(ax, on_the_right=True)
+        return [ax]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

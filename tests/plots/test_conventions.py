@@ -38,6 +38,7 @@ DISPLAYS = {
     "TrainingCurves": lambda s, cls, **k: cls.from_minima(s, **k),
     "FlatnessHistory": lambda s, cls, **k: cls.from_estimator(s, **k),
     "LayerFlatness": lambda s, cls, **k: cls.from_estimator(s, X, Y, **k),
+    "LayerSensitivity": lambda s, cls, **k: cls.from_estimator(s, X, Y, measured=True, **k),
     "SharpnessKL": lambda s, cls, **k: cls.from_estimator(
         s, X, Y, alphas=[0.1, 0.2], n_draws=2, **k
     ),

@@ -12,7 +12,13 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from relflat_sk import LayerFlatnessDisplay, SharpnessKLDisplay, flatness_report
+from relflat_sk import (
+    LayerFlatnessDisplay,
+    LayerSensitivityDisplay,
+    SharpnessKLDisplay,
+    flatness_report,
+    layer_sensitivity,
+)
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk.measures import sharpness_curve
 from tests.plots.drawings import legend, ticks
@@ -57,6 +63,21 @@ def test_layers_are_drawn_in_forward_order_as_reported(model):
     bottom, top = first.get_ylim()
     assert bottom > top  # the first layer is above
     assert (first.get_xlabel(), first.get_ylabel()) == ("relative flatness κ (nats)", "layer")
+
+
+def test_rises_under_rounding_are_drawn_for_each_number_of_bits(model):
+    display = LayerSensitivityDisplay.from_estimator(model, X, y, bits=[6, 3], measured=True)
+    table = layer_sensitivity(model, X, y, bits=[6, 3], measured=True)
+    for bits, drawn in zip([6, 3], display.ax_.containers, strict=True):
+        rows = table[table["bits"] == bits]
+        assert_allclose(drawn.lines[0].get_xdata(orig=False), rows["predicted"])
+        ends = np.array([one[:, 0] for one in drawn.lines[2][0].get_segments()])
+        assert_allclose(np.diff(ends, axis=1)[:, 0] / 2, rows["stderr"])
+    crosses = [line for line in display.ax_.lines if line.get_marker() == "x"]
+    for bits, line in zip([6, 3], crosses, strict=True):
+        assert_allclose(line.get_xdata(), table.loc[table["bits"] == bits, "measured"])
+    assert ticks(display.ax_.yaxis) == ["hidden0", "hidden1", "output"]
+    assert display.ax_.get_xlabel() == "rise of the loss (nats)"
 
 
 def test_layers_have_their_position_also_if_some_are_left_out_and_in_saved_reports(model):

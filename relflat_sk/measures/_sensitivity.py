@@ -1,0 +1,328 @@
+r"""How much the loss rises if the weight of one layer is rounded to few bits.
+
+With the rounding error ``D`` of a layer's weight, the gradient ``G_i`` and the Hessian ``H_i`` of
+sample i's loss in it, the rise of the mean loss is to second order
+
+.. math:: \mathrm{mean}_i \left( \langle G_i, D \rangle + \langle D, H_i D \rangle / 2 \right) .
+
+A change of a layer's weight changes its output by ``D phi_i``. So both terms of every sample take
+the gradient in the layer's output and one product with the Hessian there, and need no probes. Where
+the network is piecewise linear behind the layers, all layers and numbers of bits share one backward
+pass for each output.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from relflat_sk._checks import check_integer, is_integer
+from relflat_sk._losses import ClosedForm
+from relflat_sk._models import DataOptions, joined, name_layers
+from relflat_sk._network import Layer, Network, borrowed, layer_input, layer_map, outcome_of
+from relflat_sk._random import RandomState, make_generator
+from relflat_sk.measures._quantities import (
+    LayerPass,
+    Quantity,
+    Trace,
+    draw_terms,
+    exact_terms,
+    n_passes,
+)
+from relflat_sk.measures._scan import ForwardPass, summarize
+
+# most passes for one batch that a sum may take that is not drawn
+_MOST = 64
+
+
+def round_weight(weight: Tensor, bits: int, per_channel: bool) -> Tensor:
+    """Round a weight to the nearest of ``2^bits - 1`` numbers at equal distances around 0.
+
+    The largest magnitude of each row, or of the matrix, is one of them.
+
+    Shapes: `weight` (d, m); returns (d, m).
+    """
+    steps = 2 ** (bits - 1) - 1
+    largest = weight.abs().amax(dim=1, keepdim=True) if per_channel else weight.abs().amax()
+    scale = largest / steps
+    return torch.where(scale > 0, (weight / scale).round() * scale, weight)
+
+
+@dataclass(frozen=True)
+class Forms(Quantity):
+    """Quadratic forms of the Hessian in the weight, of several changes of it.
+
+    Shapes: each of `changes` (d, m).
+    """
+
+    changes: Sequence[Tensor]
+    is_sum: bool = False
+
+    def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
+        return torch.cat([layer.forms([rows]) for rows in self.directions(layer)], dim=1)
+
+    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
+        pulled = pulled.double()
+        if layer.is_flat:
+            along = [(pulled * layer.apply(one).double()).sum(dim=(1, 2)) for one in self.changes]
+        else:
+            along = [(pulled * one).sum(dim=(1, 2)) for one in self.changes]
+        return torch.stack(along, dim=1).square()
+
+    def n_products(self, layer: LayerPass) -> float:
+        return len(self.changes)
+
+    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
+        yield from map(layer.apply, self.changes)
+
+    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        return layer.forms(list(self.directions(layer)))  # without any probe
+
+    def identity(self, weight: Tensor) -> Tensor:
+        return torch.stack([change.square().sum() for change in self.changes])
+
+
+class _Sums:
+    """Sums of a number of each sample, and of its square, from which a standard error follows.
+
+    Shapes: `total`, `square` (bits, k).
+    """
+
+    def __init__(self) -> None:
+        self.total = self.square = torch.zeros(())
+
+    def add(self, forms: Tensor) -> None:
+        """Add the weighted numbers of some samples. Shapes: `forms` (n, bits, k)."""
+        self.total = self.total + forms.sum(dim=0)
+        self.square = self.square + forms.square().sum(dim=0)
+
+    def mean(self, n_samples: int, divisor: float) -> tuple[Tensor, Tensor]:
+        """Compute means and standard errors over samples; nan for a single sample."""
+        scatter = (self.square - self.total.square() / n_samples).clamp_min(0)
+        variance = scatter * (n_samples / (n_samples - 1)) if n_samples > 1 else scatter * torch.nan
+        return self.total / divisor, variance.sqrt() / divisor
+
+
+class _Rises:
+    """Sums over samples of the predicted rises at all layers, for all bits.
+
+    Of each: the terms of first and of second order, their sum, and ``Tr(H_i) mean(D^2) / 2``.
+    """
+
+    def __init__(self, bits: Sequence[int], per_channel: bool, generator: torch.Generator) -> None:
+        self.bits = bits
+        self.per_channel = per_channel
+        self.changes: dict[str, list[Tensor]] = {}
+        self.sums: dict[str, _Sums] = {}
+        self._generator = generator
+
+    def add(self, forward: ForwardPass) -> None:
+        """Add a batch."""
+        if not forward.has_labels:
+            raise ValueError("y is needed: the rise of a loss depends on the labels. Pass y.")
+        quantities: dict[tuple[str, str], Quantity] = {}
+        for name, layer in forward.layers.items():
+            if name not in self.changes:
+                weight = layer.map.weight.double()
+                rounded = (round_weight(weight, one, self.per_channel) for one in self.bits)
+                self.changes[name] = [one - weight for one in rounded]
+                self.sums[name] = _Sums()
+            quantities |= {(name, "forms"): Forms(self.changes[name]), (name, "trace"): Trace()}
+        few = {
+            key: one
+            for key, one in quantities.items()
+            if n_passes(forward.layers[key[0]], one) <= _MOST
+        }
+        many = {key: one for key, one in quantities.items() if key not in few}
+        found = dict(exact_terms(forward.layers, few))
+        found |= dict(draw_terms(forward.layers, many, self._generator))
+        for name, layer in forward.layers.items():
+            changes, slopes = self.changes[name], layer.loss_gradient().double()
+            first = torch.stack(
+                [(slopes * layer.apply(one)).sum(dim=(1, 2)) for one in changes], dim=1
+            )
+            second = found[name, "forms"].double() / 2
+            spread = torch.stack([one.square().mean() for one in changes])
+            by_trace = found[name, "trace"].double() / 2 * spread
+            rises = torch.stack([first, second, first + second, by_trace], dim=2)
+            weighted = forward.row_weights(layer)[:, None, None] * rises
+            each = weighted.reshape(len(forward), -1, *rises.shape[1:]).sum(dim=1)
+            self.sums[name].add(each)
+
+
+def _measure_rises(network: Network, changes: dict[str, list[Tensor]]) -> dict[str, _Sums]:
+    """Run the network with each change of each layer; its weights are never written to.
+
+    To be used within `borrowed`.
+    """
+    sums = {name: _Sums() for name in changes}
+    with torch.no_grad():
+        for batch in network.batches():
+            outcome = outcome_of(network, batch, network(batch.x))
+            before = outcome.each()[0].double()
+            for name, some in changes.items():
+                layer, rises = network.module.get_submodule(name), []
+                for change in some:
+                    with _changed(layer, change):
+                        moved = outcome_of(network, batch, network(batch.x))
+                    rises.append(outcome.weight * (moved.each()[0].double() - before))
+                sums[name].add(torch.stack(rises, dim=1)[:, :, None])
+    return sums
+
+
+@contextmanager
+def _changed(layer: nn.Module, change: Tensor) -> Iterator[None]:
+    """Let a layer compute what it would with another weight."""
+
+    def add(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        one, features = layer_map(layer), layer_input(args, kwargs)
+        return output + one.from_rows(one.apply(features, change.to(features.dtype)), output)
+
+    handle = layer.register_forward_hook(add, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def layer_sensitivity(  # noqa: PLR0913
+    model: Any,
+    X: Any,
+    y: Any,
+    *,
+    bits: int | Sequence[int] = (8, 4),
+    layers: Layer | Sequence[Layer] = "all",
+    per_channel: bool = True,
+    measured: bool = False,
+    criterion: Any = None,
+    batch_size: int = 1024,
+    device: Any = None,
+    sample_weight: Any = None,
+    random_state: RandomState = None,
+) -> pd.DataFrame:
+    r"""Predict how much the loss rises if the weight of a layer is rounded, for each layer.
+
+    One pass over the data serves all layers and numbers of bits. The model is not changed.
+
+    Parameters
+    ----------
+    model : nn.Module or fitted estimator
+        The trained model; see `relative_flatness`.
+    X : array, data frame, tensor, dict or Dataset of n samples
+        The inputs, as the model takes them.
+    y : array of shape (n, ...)
+        Labels, as in training.
+    bits : int or sequence of int, default=(8, 4)
+        Numbers of bits, of at least 2. Rounding is symmetric, as is usual for weights: to the
+        nearest of ``2^bits - 1`` numbers at equal distances around 0.
+    layers : int, str, nn.Module, a sequence of these, or "all", default="all"
+        The layers, as for `flatness_report`.
+    per_channel : bool, default=True
+        Whether each output channel has a scale of its own, so that its largest magnitude is the
+        largest of these numbers. Otherwise the whole weight has one scale.
+    measured : bool, default=False
+        Whether to measure the rise, too: one pass over the data for each layer and number of bits.
+    criterion : torch loss, optional
+        The loss; needed for a bare module only.
+    batch_size : int, default=1024
+        Samples in one forward pass.
+    device : str or torch.device, optional
+        Where to compute; where the model is if None.
+    sample_weight : array of shape (n,), optional
+        Weight of each sample in the mean loss; one if None.
+    random_state : int, RandomState or None, default=None
+        Seeds the probes of traces, and of forms where a criterion has more than 64 outputs.
+
+    Returns
+    -------
+    DataFrame
+        One row for each layer, in forward order, and number of bits, with the columns
+
+        - ``layer``, ``bits``: the layer's name, and the number of bits;
+        - ``predicted``, ``stderr``: the predicted rise of the mean loss, and its standard error;
+        - ``first_order``, ``second_order``: the two terms of the prediction. The first is zero at
+          a minimum, and hardly any training ends there;
+        - ``by_trace``, ``by_trace_stderr``: ``Tr(H) mean(D^2) / 2``, the expected second term if
+          the rounding errors were independent of each other and of ``H``;
+        - ``measured``, ``measured_stderr``: with `measured`, the rise on the same data.
+
+        Standard errors are those of means over samples, as draws from a larger population. They
+        count probes, but not the higher orders of the expansion, which matter at few bits.
+
+    Raises
+    ------
+    TypeError
+        If `bits` or `layers` are of no such type.
+    ValueError
+        If a number of bits is below 2, labels are missing, or there is no such layer.
+
+    See Also
+    --------
+    flatness_report : Measures of all layers.
+
+    Notes
+    -----
+    With the rounding error :math:`D` of a layer's weight, the prediction is
+    :math:`\langle G, D \rangle + \langle D, H D \rangle / 2`, with gradient and Hessian of the
+    mean loss in the weight. The form of the Hessian in the rounding error is that of [1]_, its
+    estimate from the trace that of [2]_.
+
+    References
+    ----------
+    .. [1] Nagel et al., "Up or Down? Adaptive Rounding for Post-Training Quantization", ICML 2020.
+    .. [2] Dong et al., "HAWQ-V2: Hessian Aware Trace-Weighted Quantization of Neural Networks",
+       NeurIPS 2020.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_iris
+    >>> from sklearn.neural_network import MLPClassifier
+    >>> X, y = load_iris(return_X_y=True)
+    >>> model = MLPClassifier((8,), max_iter=3000, random_state=0).fit(X, y)
+    >>> table = layer_sensitivity(model, X, y, bits=4, measured=True)
+    >>> table[["layer", "bits"]].to_numpy().tolist()
+    [['hidden0', 4], ['output', 4]]
+    >>> bool((abs(table["predicted"] - table["measured"]) < 0.01).all())
+    True
+    """
+    numbers = _check_bits(bits)
+    options = DataOptions(criterion, batch_size, device, sample_weight)
+    with joined(model, X, y, options, None) as network, borrowed(network.module):
+        rises = _Rises(numbers, per_channel, make_generator(random_state, network.device))
+        summary = summarize(network, name_layers(model, layers), rises.add)
+        size = summary.n_samples, summary.divisor
+        seen = _measure_rises(network, rises.changes) if measured else {}
+    rows = []
+    for name, sums in rises.sums.items():
+        (first, second, both, trace), (_, _, stderr, trace_stderr) = (
+            part.T.tolist() for part in sums.mean(*size)
+        )
+        columns = {
+            "layer": [name] * len(numbers),
+            "bits": numbers,
+            "predicted": both,
+            "stderr": stderr,
+            "first_order": first,
+            "second_order": second,
+            "by_trace": trace,
+            "by_trace_stderr": trace_stderr,
+        }
+        if measured:
+            value, error = (part[:, 0].tolist() for part in seen[name].mean(*size))
+            columns |= {"measured": value, "measured_stderr": error}
+        rows.append(pd.DataFrame(columns))
+    return pd.concat(rows, ignore_index=True)
+
+
+def _check_bits(bits: Any) -> list[int]:
+    """Return numbers of bits as a list."""
+    numbers = [bits] if is_integer(bits) else bits
+    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not len(numbers):
+        raise TypeError(f"bits must be a number of bits or a list of them, got {bits!r}.")
+    for one in numbers:
+        check_integer("bits", one, minimum=2, reason="one bit leaves 0 only")
+    return [int(one) for one in numbers]

@@ -1,0 +1,139 @@
+"""Predicted and measured rises of the loss under rounding, against dense Hessians."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import layer_sensitivity
+from relflat_sk.measures import _sensitivity
+from tests import oracles
+from tests.measures.nets import CE, LAYERS, NETS, dense, make
+from tests.network.test_network import prepared, same, state_of
+
+BITS = (8, 3)
+
+
+def rounded(W, bits, per_channel):
+    """Round each number by itself."""
+    found, most = torch.zeros_like(W), 2 ** (bits - 1) - 1
+    for s in range(len(W)):
+        scale = float(W[s].abs().max() if per_channel else W.abs().max()) / most
+        for j in range(W.shape[1]):
+            found[s, j] = round(float(W[s, j]) / scale) * scale
+    return found
+
+
+def with_rounded(net, name, bits, per_channel):
+    """Copy a network, and round one of its weights."""
+    net = copy.deepcopy(net)
+    layer = net.get_submodule(name)
+    index, flat = oracles.row_index(layer), layer.weight.data.view(-1)
+    flat[index] = rounded(flat[index], bits, per_channel)
+    return net
+
+
+def losses(net, X, y):
+    return nn.functional.cross_entropy(net(X), y, reduction="none").detach().numpy()
+
+
+@pytest.mark.parametrize("per_channel", [True, False], ids=["channels", "tensor"])
+@pytest.mark.parametrize("kind", NETS)
+def test_agrees_with_the_dense_hessian(kind, per_channel):
+    net, X, y = make(kind)
+    table = layer_sensitivity(net, X, y, bits=BITS, criterion=CE, batch_size=3, measured=True,
+                              per_channel=per_channel, random_state=0)  # fmt: skip
+    names = [name for name, one in net.named_modules() if isinstance(one, LAYERS)]
+    assert table["layer"].tolist() == [name for name in names for _ in BITS]
+    for row in table.itertuples():
+        layer = net.get_submodule(row.layer)
+        H, W = dense(net, row.layer, X, y)
+        D = rounded(W, row.bits, per_channel) - W
+        firsts, seconds = [], []
+        for i in range(len(X)):
+            part = slice(i, i + 1)
+            (G,) = torch.autograd.grad(CE(net(X[part]), y[part]), layer.weight)
+            firsts.append(float((G.flatten()[oracles.row_index(layer)] * D).sum()))
+            form = dense(net, row.layer, X[part], y[part])[0]
+            seconds.append(float(torch.einsum("sj,sjtk,tk->", D, form, D)) / 2)
+        each = np.add(firsts, seconds)
+        assert row.first_order == pytest.approx(np.mean(firsts), rel=1e-8, abs=1e-12)
+        assert row.second_order == pytest.approx(np.mean(seconds), rel=1e-8, abs=1e-12)
+        assert row.predicted == pytest.approx(each.mean(), rel=1e-8, abs=1e-12)
+        assert row.stderr == pytest.approx(each.std(ddof=1) / np.sqrt(len(X)), rel=1e-8)
+        by_trace = float(torch.trace(oracles.flat_matrix(H)) * D.square().mean()) / 2
+        probed = kind == "transformer" and row.layer != "head"
+        allowed = 5 * row.by_trace_stderr if probed else 1e-8 * abs(by_trace)
+        assert row.by_trace == pytest.approx(by_trace, abs=allowed)
+        moved = losses(with_rounded(net, row.layer, row.bits, per_channel), X, y)
+        rise = moved - losses(net, X, y)
+        assert row.measured == pytest.approx(rise.mean(), rel=1e-8, abs=1e-12)
+        assert row.measured_stderr == pytest.approx(rise.std(ddof=1) / np.sqrt(len(X)), rel=1e-8)
+    few = table[table["bits"] == 8]
+    assert np.abs(few["predicted"] - few["measured"]).max() < 0.05 * np.abs(few["measured"]).max()
+
+
+@pytest.mark.parametrize("kind", ["mlp relu", "conv"])
+def test_random_combinations_of_outputs_are_right_on_average(kind, monkeypatch):
+    net, X, y = make(kind)
+    X, y = X.repeat(400, *[1] * (X.ndim - 1)), y.repeat(400)
+    exact = layer_sensitivity(net, X, y, bits=3, criterion=CE)
+    monkeypatch.setattr(_sensitivity, "_MOST", 0)
+    drawn = layer_sensitivity(net, X, y, bits=3, criterion=CE, random_state=0)
+    assert (np.abs(drawn["predicted"] - exact["predicted"]) < 5 * drawn["stderr"]).all()
+    assert (np.abs(drawn["by_trace"] - exact["by_trace"]) < 5 * drawn["by_trace_stderr"]).all()
+    assert (drawn["stderr"] < 0.1 * exact["second_order"].abs().max()).all()
+
+
+def test_weights_of_samples_repeat_them():
+    net, X, y = make("mlp tanh")
+    counts = np.array([2, 0, 1, 1, 3, 1, 2])
+    rows = np.repeat(np.arange(7), counts)
+    options = {"criterion": CE, "measured": True, "bits": 3}
+    columns = ["predicted", "second_order", "measured"]
+    weighted = layer_sensitivity(net, X, y, sample_weight=counts, batch_size=4, **options)
+    repeated = layer_sensitivity(net, X[rows], y[rows], **options)
+    np.testing.assert_allclose(weighted[columns], repeated[columns], rtol=1e-9)
+
+
+def test_a_weight_of_zeros_has_no_error():
+    net, X, y = make("mlp tanh")
+    net[0].weight.data.zero_()
+    table = layer_sensitivity(net, X, y, criterion=CE, layers=0, measured=True)
+    assert (table[["predicted", "by_trace", "measured"]] == 0).all(axis=None)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["measures", "fails"])
+def test_the_network_is_given_back(fails, monkeypatch):
+    net, X, y = prepared()
+    before = state_of(net)
+    if fails:
+
+        def fail(*args):
+            raise RuntimeError("full")
+
+        monkeypatch.setattr(_sensitivity, "layer_map", fail)  # while a hook changes the layer
+        with pytest.raises(RuntimeError, match="full"):
+            layer_sensitivity(net, X, y, criterion=CE, measured=True)
+    else:
+        layer_sensitivity(net, X, y, criterion=CE, measured=True)
+    same(before, state_of(net))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"bits": 1}, ValueError, "bits must be an integer of at least 2"),
+        ({"bits": (8, 4.5)}, ValueError, "bits must be an integer of at least 2"),
+        ({"bits": "8"}, TypeError, "bits must be a number of bits or a list of them, got '8'"),
+        ({"bits": []}, TypeError, r"bits must be a number of bits or a list of them, got \[\]"),
+        ({"layers": 9}, ValueError, "there is no layer 9"),
+        ({"y": None}, ValueError, "y is needed"),
+    ],
+)
+def test_refused(arguments, error, message):
+    net, X, y = make("mlp relu")
+    with pytest.raises(error, match=message):
+        layer_sensitivity(net, X, arguments.pop("y", y), criterion=CE, **arguments)
