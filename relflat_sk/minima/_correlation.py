@@ -14,7 +14,7 @@ of the ranks within the resample. A resample with all counts 1 gives the coeffic
 minima themselves.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from relflat_sk._random import draw_seed
+from relflat_sk.minima._columns import find_axis
 from relflat_sk.minima._resampling import (
     FEWEST_MINIMA,
     Floats,
@@ -39,6 +40,7 @@ def correlate(
     minima: Any,
     target: str | Callable[..., Any] = "generalization_gap",
     *,
+    strata: str | Sequence[str] | None = None,
     n_bootstrap: int = 1000,
     random_state: int | np.random.RandomState | np.random.Generator | None = None,
 ) -> pd.DataFrame:
@@ -53,6 +55,10 @@ def correlate(
         The minima; `relflat_sk.minima` describes the columns of a table.
     target : str or callable, default="generalization_gap"
         The numeric column to predict, or the function of which it is the measure.
+    strata : str, sequence of str or None, default=None
+        Columns or hyper-parameters that divide the minima into groups, such as ``"method"``. A
+        coefficient over all minima can have the opposite sign of those within every group
+        (Simpson's paradox).
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None
@@ -71,6 +77,11 @@ def correlate(
 
         The coefficients are nan where the measure or the target is constant, and for a measure
         with finite values at fewer than 3 minima.
+
+        With `strata`, each measure has one row for all minima, whose ``stratum`` is "pooled", one
+        for the mean over the groups, weighted by their numbers of minima, "within", and one for
+        each group. Groups without a coefficient do not count within, and ``n`` is then the
+        number of minima in the others.
 
     Raises
     ------
@@ -118,16 +129,54 @@ def correlate(
     """
     selected = select_minima(minima, target, n_bootstrap)
     seed = draw_seed(random_state)
+    columns = [c for name in _COEFFICIENTS for c in with_ends(name)]
+
+    def resampled(x: Floats, y: Floats) -> dict[str, Floats]:
+        """Return each coefficient of the minima, followed by those of the resamples."""
+        if len(x) < FEWEST_MINIMA:
+            return {}
+        counts = np.vstack([np.ones((1, len(x))), resample(len(x), int(n_bootstrap), seed)])
+        return {name: coefficient(x, y, counts) for name, coefficient in _COEFFICIENTS.items()}
 
     def coefficients(_: Any, x: Floats, y: Floats) -> dict[str, float]:
-        row: dict[str, float] = {}
-        if len(x) >= FEWEST_MINIMA:
-            every, counts = np.ones((1, len(x))), resample(len(x), int(n_bootstrap), seed)
-            for name, coefficient in _COEFFICIENTS.items():
-                row |= interval(name, coefficient(x, y, every)[0], coefficient(x, y, counts))
-        return row
+        return _with_intervals(resampled(x, y))
 
-    return selected.tabulate([c for name in _COEFFICIENTS for c in with_ends(name)], coefficients)
+    pooled = selected.tabulate(columns, coefficients)
+    if strata is None:
+        return pooled
+    names = [strata] if isinstance(strata, str) else list(strata)
+    axes = [find_axis(selected.table, name, argument="strata") for name in names]
+    groups, labels = pd.MultiIndex.from_frame(selected.table[axes].astype(str)).factorize()
+
+    def within(rows: NDArray[np.intp], x: Floats, y: Floats) -> dict[str, float]:
+        parts = [groups[rows] == group for group in range(len(labels))]
+        found = [(part.sum(), resampled(x[part], y[part])) for part in parts]
+        known = [(n, one) for n, one in found if one and np.isfinite(one["kendall"][0])]
+        if not known:
+            return {"n": 0}
+        sizes = np.array([[n] for n, _ in known], dtype=np.float64)
+        means = {}
+        for name in _COEFFICIENTS:
+            values = np.array([one[name] for _, one in known])
+            weights = np.where(np.isfinite(values), sizes, 0.0)
+            means[name] = ratio((weights * np.nan_to_num(values)).sum(axis=0), weights.sum(axis=0))
+        return {**_with_intervals(means), "n": int(sizes.sum())}
+
+    tables = {"pooled": pooled, "within": selected.tabulate(columns, within)}
+    for group, label in enumerate(labels):
+        part = selected.of_group(groups == group)
+        tables[", ".join(label)] = part.tabulate(columns, coefficients)
+    every = pd.concat(tables, names=["stratum", "row"]).reset_index("stratum")
+    every = every.sort_index(kind="stable").reset_index(drop=True)
+    return every[["measure", "stratum", *columns, "n", "n_left_out"]]
+
+
+def _with_intervals(found: dict[str, Floats]) -> dict[str, float]:
+    """Return coefficients with the ends of their intervals, by column."""
+    row: dict[str, float] = {}
+    for name, (value, *resamples) in found.items():
+        row |= interval(name, value, np.array(resamples))
+    return row
 
 
 def _pearson(x: Floats, y: Floats, counts: Floats) -> Floats:

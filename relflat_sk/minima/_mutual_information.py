@@ -29,7 +29,13 @@ from numpy.typing import NDArray
 from scipy.special import xlogy
 
 from relflat_sk._random import draw_seed
-from relflat_sk.minima._columns import find_axes, number_levels, plain_name
+from relflat_sk.minima._columns import (
+    column_of,
+    find_axes,
+    number_levels,
+    numeric_column,
+    plain_name,
+)
 from relflat_sk.minima._resampling import (
     Floats,
     interval,
@@ -54,6 +60,7 @@ def conditional_mutual_information(
     axes: str | Sequence[str] | None = None,
     *,
     target: str | Callable[..., Any] = "generalization_gap",
+    given: Sequence[str | Callable[..., Any]] = (),
     n_bootstrap: int = 1000,
     random_state: int | np.random.RandomState | np.random.Generator | None = None,
 ) -> pd.DataFrame:
@@ -76,6 +83,10 @@ def conditional_mutual_information(
         Random seeds, which have no systematic effect on the gap, are left out unless named.
     target : str or callable, default="generalization_gap"
         The numeric column to predict, or the function of which it is the measure.
+    given : sequence of str or callable, default=()
+        Measures, or columns such as ``train_loss``, whose differences are known beside the
+        hyper-parameters: does a measure tell anything that these do not? They have no rows, and
+        minima where one of them is not finite are left out.
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None
@@ -89,7 +100,7 @@ def conditional_mutual_information(
         - ``measure``: its name;
         - ``cmi``, ``cmi_low``, ``cmi_high``: the smallest share over the sets of
           hyper-parameters, in [0, 1], and its 95% percentile interval over resampled minima;
-        - ``given``: the set with the smallest share;
+        - ``given``: the set with the smallest share, and the names of `given`;
         - ``cmi_given_0``, ``cmi_given_1``, ``cmi_given_2``: the smallest share over the sets of
           that size;
         - ``chance``: the mean share of a shuffled measure;
@@ -102,8 +113,9 @@ def conditional_mutual_information(
     TypeError
         If `minima` is neither a table nor a study nor a fitted search.
     ValueError
-        If there is no numeric column `target`, fewer than 3 converged minima have a finite
-        target, there is no such axis, or `n_bootstrap` is not a positive integer.
+        If there is no numeric column `target` or of a name in `given`, fewer than 3 converged
+        minima have a finite target, there is no such axis, or `n_bootstrap` is not a positive
+        integer.
 
     See Also
     --------
@@ -119,7 +131,8 @@ def conditional_mutual_information(
     .. math::
         \min_{|S| \le 2} \frac{I(V_\mu; V_g \mid U_S)}{H(V_g \mid U_S)},
 
-    where probabilities are frequencies among all ordered pairs. Frequencies from few pairs look
+    where probabilities are frequencies among all ordered pairs. The signs of the differences of
+    the measures in `given` are part of :math:`U_S` for every set. Frequencies from few pairs look
     informative by chance, the more so the more hyper-parameters are given: compare the result
     with ``chance``.
 
@@ -146,7 +159,11 @@ def conditional_mutual_information(
                  measure  cmi          given  cmi_given_0
     0  relative_flatness  0.0  (batch_size,)          0.6
     """
-    selected = select_minima(minima, target, n_bootstrap)
+    if isinstance(given, str) or callable(given):
+        given = [given]
+    known = [column_of(one) for one in given]
+    selected = select_minima(minima, target, n_bootstrap, finite=known)
+    numbers = [numeric_column(selected.table, one, argument="given") for one in known]
     columns = find_axes(selected.table, axes)
     levels = number_levels(selected.table, columns)
     seed = draw_seed(random_state)
@@ -154,19 +171,20 @@ def conditional_mutual_information(
     sets = [chosen for size in sizes for chosen in combinations(range(len(columns)), size)]
 
     def information(rows: Integers, x: Floats, y: Floats) -> dict[str, Any]:
-        pairs = _Pairs.of(levels[rows], sets, y)
+        pairs = _Pairs.of(levels[rows], sets, y, [one[rows] for one in numbers])
         shares = pairs.shares(x, np.ones((1, len(x))))[0]
         smallest = int(np.argmin(np.where(np.isnan(shares), np.inf, shares)))
         resampled = pairs.shares(x, resample(len(x), int(n_bootstrap), seed))
         row: dict[str, Any] = interval("cmi", shares[smallest], _least(resampled))
-        row["given"] = tuple(plain_name(columns[axis]) for axis in sets[smallest])
+        axes_given = (plain_name(columns[axis]) for axis in sets[smallest])
+        row["given"] = (*axes_given, *known)
         for size in sizes:
             of_size = [len(chosen) == size for chosen in sets]
             row[f"cmi_given_{size}"] = float(_least(shares[None, of_size])[0])
         return row | {"chance": _chance(pairs, x, seed)}
 
     names = [*with_ends("cmi"), "given", *(f"cmi_given_{size}" for size in sizes), "chance"]
-    return selected.tabulate(names, information, without=columns)
+    return selected.tabulate(names, information, without=[*columns, *known])
 
 
 def _chance(pairs: "_Pairs", x: Floats, seed: int) -> float:
@@ -191,15 +209,26 @@ class _Cells:
     equal: Bools  # cells of pairs whose minima have equal values
 
     @classmethod
-    def of(cls, levels: Integers, first: Integers, second: Integers) -> "_Cells":
-        """Assign every pair of minima to a cell, from the levels of the set."""
+    def of(cls, levels: Integers, first: Integers, second: Integers, known: Integers) -> "_Cells":
+        """Assign every pair to a cell, from the levels of the set and signs of other measures.
+
+        Shapes: `levels` (n, k), `known` (p, l).
+        """
         # a column of zeros makes the empty set a case like any other
         constant = np.zeros((len(levels), 1), dtype=np.intp)
         _, values = np.unique(np.hstack([constant, levels]), axis=0, return_inverse=True)
         a, b = values.ravel()[first], values.ravel()[second]
-        ordered = np.column_stack([np.minimum(a, b), np.maximum(a, b)])
-        cells, cell = np.unique(ordered, axis=0, return_inverse=True)
-        return cls(cell.ravel(), a > b, cells[:, 0] == cells[:, 1])
+        pair, other = np.column_stack([a, b, known]), np.column_stack([b, a, -known])
+        # of both orders of its minima, a pair is counted in that which comes first
+        differs = pair != other
+        at = np.arange(len(pair)), differs.argmax(axis=1)
+        exchanged, equal = pair[at] > other[at], ~differs.any(axis=1)
+        cells, cell = np.unique(
+            np.where(exchanged[:, None], other, pair), axis=0, return_inverse=True
+        )
+        of_equals = np.zeros(len(cells), dtype=np.bool_)
+        of_equals[cell.ravel()[equal]] = True
+        return cls(cell.ravel(), exchanged, of_equals)
 
     def positions(self, outcome: Integers) -> Integers:
         """Return the position of each pair's outcome (0 to 8) in the flat table."""
@@ -225,10 +254,14 @@ class _Pairs:
     sign_of_target: Integers
 
     @classmethod
-    def of(cls, levels: Integers, sets: list[tuple[int, ...]], y: Floats) -> "_Pairs":
-        """Pair the minima, from their levels (n, k) and targets (n,)."""
+    def of(
+        cls, levels: Integers, sets: list[tuple[int, ...]], y: Floats, known: Sequence[Floats] = ()
+    ) -> "_Pairs":
+        """Pair the minima, from their levels (n, k), targets (n,) and other measures (n,)."""
         first, second = np.triu_indices(len(y), 1)
-        cells = [_Cells.of(levels[:, list(chosen)], first, second) for chosen in sets]
+        of_known = [signs(one, first, second) for one in known]
+        directions = np.array(of_known, dtype=np.intp).reshape(len(known), len(first)).T
+        cells = [_Cells.of(levels[:, list(chosen)], first, second, directions) for chosen in sets]
         return cls(first, second, cells, signs(y, first, second))
 
     def shares(self, x: Floats, counts: Floats) -> Floats:

@@ -57,10 +57,14 @@ class SelectedMinima:
         for measure in self.measures:
             if measure not in without:
                 rows, x, y = self.pairs(measure)
-                n_left_out = len(self.table) - len(x)
-                row = row_of(rows, x, y) | {"n": len(x), "n_left_out": n_left_out}
+                row: dict[str, Any] = {"n": len(x)} | row_of(rows, x, y)
+                row["n_left_out"] = len(self.table) - row["n"]
                 found.append({"measure": measure} | row)
         return pd.DataFrame(found, columns=["measure", *names, "n", "n_left_out"])
+
+    def of_group(self, rows: NDArray[np.bool_]) -> "SelectedMinima":
+        """Select some of the minima. Shapes: `rows` (N,)."""
+        return SelectedMinima(self.table[rows], self.target[rows], self.usable[rows], self.measures)
 
     def pairs(self, measure: str) -> tuple[NDArray[np.intp], Floats, Floats]:
         """Return the usable minima with a finite measure.
@@ -77,7 +81,10 @@ class SelectedMinima:
 
 
 def select_minima(
-    minima: Any, target: str | Callable[..., Any], n_bootstrap: int
+    minima: Any,
+    target: str | Callable[..., Any],
+    n_bootstrap: int,
+    finite: Sequence[str] = (),
 ) -> SelectedMinima:
     """Select the minima with which measures can be compared to a target."""
     table, target = minima_table(minima), column_of(target)
@@ -85,6 +92,8 @@ def select_minima(
     check_integer("n_bootstrap", n_bootstrap, minimum=1, reason=reason)
     y = numeric_column(table, target, argument="target")
     usable = is_complete(table) & is_converged(table) & np.isfinite(y)
+    for name in finite:
+        usable &= np.isfinite(numeric_column(table, name, argument="given"))
     if usable.sum() < FEWEST_MINIMA:
         raise ValueError(
             f"{usable.sum()} of the {len(table)} minima converged and have a finite "

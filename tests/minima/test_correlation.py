@@ -135,3 +135,52 @@ def test_values_of_any_size_are_correlated():
     expected = correlate(minima, random_state=0)
     assert_frame_equal(correlate(huge, random_state=0), expected)
     assert_frame_equal(correlate(tiny, random_state=0), expected)
+
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+def simpson():
+    """Within each method the gap rises with flatness; the flatter method has the larger gap."""
+    rng = np.random.default_rng(0)
+    flatness = rng.normal(size=40)
+    method = np.repeat(["sgd", "sam"], [25, 15])
+    gap = flatness + 0.3 * rng.normal(size=40) - 10 * (method == "sgd")
+    columns = {"method": method, "relative_flatness": flatness + 10 * (method == "sgd")}
+    return pd.DataFrame({**columns, "generalization_gap": gap, "param_seed": np.arange(40) % 4})
+
+
+def test_coefficients_within_groups_and_pooled():
+    minima = simpson()
+    table = correlate(minima, strata="method", n_bootstrap=200, random_state=0)
+    assert table["stratum"].tolist() == ["pooled", "within", "sgd", "sam"]
+    rows = table.set_index("stratum")
+    assert rows["n"].tolist() == [40, 40, 25, 15]
+    assert (rows["n_left_out"] == 0).all()
+    expected = {"pooled": correlate(minima, n_bootstrap=200, random_state=0)}
+    for name, part in minima.groupby("method"):
+        expected[name] = correlate(part, n_bootstrap=200, random_state=0)
+    for name, alone in expected.items():
+        columns = [column for column in alone if column not in {"measure", "n", "n_left_out"}]
+        assert rows.loc[name, columns].tolist() == pytest.approx(alone.loc[0, columns].tolist())
+    for name in ("pearson", "spearman", "kendall"):
+        assert rows.loc["pooled", name] < 0 < rows.loc["within", f"{name}_low"]
+        mean = (25 * rows.loc["sgd", name] + 15 * rows.loc["sam", name]) / 40
+        assert rows.loc["within", name] == pytest.approx(mean)
+
+
+def test_groups_without_a_coefficient_do_not_count_within():
+    minima = simpson()
+    minima.loc[0, "method"] = "other"  # one minimum
+    minima.loc[minima["method"] == "sam", "relative_flatness"] = 1.0  # constant
+    minima["train_loss"] = np.nan
+    table = correlate(minima, strata=["method"], n_bootstrap=10, random_state=0)
+    rows = table[table["measure"] == "relative_flatness"].set_index("stratum")
+    assert rows.loc["within", "n"] == rows.loc["sgd", "n"] == 24
+    assert rows.loc["within", "kendall"] == pytest.approx(rows.loc["sgd", "kendall"])
+    assert rows.loc[["other", "sam"], "kendall"].isna().all()
+    unknown = table[table["measure"] == "train_loss"].set_index("stratum")
+    assert unknown.loc["within", "n"] == 0
+    assert unknown["kendall"].isna().all()
+    with pytest.raises(ValueError, match="strata: 'optimizer' is no parameter"):
+        correlate(minima, strata="optimizer")

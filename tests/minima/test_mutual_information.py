@@ -23,12 +23,15 @@ ROUNDING = {"rtol": 1e-10, "atol": 1e-12}
 def share(rows, chosen, counts=None):
     """Section 2.2.3: I(V_mu; V_g | U_S) / H(V_g | U_S) over all ordered pairs of minima.
 
+    Further numbers of a minimum are those of measures that are given.
+
     In a resample, a pair counts as often as it is drawn; copies of one minimum are no pair.
     """
     counts = np.ones(len(rows)) if counts is None else counts
     joint, measure, gap, cell = Counter(), Counter(), Counter(), Counter()
     for (a, n), (b, m) in permutations(zip(rows, counts, strict=True), 2):
         u = tuple((a[0][k], b[0][k]) for k in chosen)
+        u += tuple(np.sign(one - other) for one, other in zip(a[3:], b[3:], strict=True))
         signs = np.sign(a[1] - b[1]), np.sign(a[2] - b[2])
         joint[u, *signs] += n * m
         measure[u, signs[0]] += n * m
@@ -55,6 +58,37 @@ def test_agrees_with_the_definition(repeats, ties):
     for size in range(3):
         of_size = [e for e, chosen in zip(expected, SETS, strict=True) if len(chosen) == size]
         np.testing.assert_allclose(row[f"cmi_given_{size}"], np.nanmin(of_size), **ROUNDING)
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
+@pytest.mark.parametrize("known", [["train_loss"], ["train_loss", "confidence"]])
+def test_given_measures_agree_with_the_definition(known, ties):
+    minima = make_minima(ties=ties)
+    rng = np.random.default_rng(1)
+    for name in ("train_loss", "confidence"):
+        values = minima["generalization_gap"] + rng.normal(size=len(minima))
+        minima[name] = values.round() if ties else values
+    table = conditional_mutual_information(minima, given=known, n_bootstrap=1, random_state=0)
+    assert not set(known) & set(table["measure"])
+    row = table.set_index("measure").loc["relative_flatness"]
+    rows = [
+        (*one, *other) for one, other in zip(rows_of(minima), minima[known].to_numpy(), strict=True)
+    ]
+    expected = [share(rows, chosen) for chosen in SETS]
+    at = int(np.nanargmin(expected))
+    np.testing.assert_allclose(row["cmi"], expected[at], **ROUNDING)
+    assert row["given"] == (*(list(AXES)[k] for k in SETS[at]), *known)
+
+
+def test_a_copy_of_what_is_given_tells_nothing():
+    minima = make_minima().assign(train_loss=lambda table: 3 * table["relative_flatness"])
+    minima.loc[0, "train_loss"] = np.nan
+    alone = conditional_mutual_information(minima, n_bootstrap=1, random_state=0)
+    assert alone.set_index("measure").loc["relative_flatness", "cmi_given_0"] > 0.05
+    row = conditional_mutual_information(minima, given="train_loss", random_state=0).iloc[0]
+    assert (row["cmi"], row["cmi_high"], row["n"]) == (0, 0, len(minima) - 1)
+    with pytest.raises(ValueError, match="'loss'"):
+        conditional_mutual_information(minima, given=["loss"])
 
 
 def test_resamples_agree_with_the_definition():
