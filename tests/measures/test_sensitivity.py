@@ -13,7 +13,7 @@ from tests import oracles
 from tests.measures.nets import CE, LAYERS, NETS, dense, make
 from tests.network.test_network import prepared, same, state_of
 
-BITS = (8, 3)
+BITS = (12, 3)
 
 
 def rounded(W, bits, per_channel):
@@ -71,20 +71,24 @@ def test_agrees_with_the_dense_hessian(kind, per_channel):
         rise = moved - losses(net, X, y)
         assert row.measured == pytest.approx(rise.mean(), rel=1e-8, abs=1e-12)
         assert row.measured_stderr == pytest.approx(rise.std(ddof=1) / np.sqrt(len(X)), rel=1e-8)
-    few = table[table["bits"] == 8]
-    assert np.abs(few["predicted"] - few["measured"]).max() < 0.05 * np.abs(few["measured"]).max()
+    # what is left out vanishes with the rounding error, and faster than the rise does
+    fine = table[table["bits"] == 12]
+    assert np.abs(fine["predicted"] - fine["measured"]).max() < 0.02 * fine["measured"].abs().max()
 
 
 @pytest.mark.parametrize("kind", ["mlp relu", "conv"])
 def test_random_combinations_of_outputs_are_right_on_average(kind, monkeypatch):
     net, X, y = make(kind)
-    X, y = X.repeat(400, *[1] * (X.ndim - 1)), y.repeat(400)
+    n = 4000  # draws for each of the samples
+    X, y = X.repeat(n, *[1] * (X.ndim - 1)), y.repeat(n)
     exact = layer_sensitivity(net, X, y, bits=3, criterion=CE)
     monkeypatch.setattr(_sensitivity, "_MOST", 0)
     drawn = layer_sensitivity(net, X, y, bits=3, criterion=CE, random_state=0)
-    assert (np.abs(drawn["predicted"] - exact["predicted"]) < 5 * drawn["stderr"]).all()
-    assert (np.abs(drawn["by_trace"] - exact["by_trace"]) < 5 * drawn["by_trace_stderr"]).all()
-    assert (drawn["stderr"] < 0.1 * exact["second_order"].abs().max()).all()
+    # the variance of a form of random signs is at most twice its squared mean
+    for column in ("second_order", "by_trace"):
+        np.testing.assert_allclose(drawn[column], exact[column], rtol=4 * np.sqrt(2 / n))
+        assert (drawn[column][:-1] != exact[column][:-1]).all()  # the last has a closed form
+    np.testing.assert_allclose(drawn["first_order"], exact["first_order"])
 
 
 def test_weights_of_samples_repeat_them():
