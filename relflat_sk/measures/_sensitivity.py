@@ -122,7 +122,7 @@ class _Rises:
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch."""
-        if not forward.has_labels:
+        if forward.target is None:
             raise ValueError("y is needed: the rise of a loss depends on the labels. Pass y.")
         quantities: dict[tuple[str, str], Quantity] = {}
         for name, layer in forward.layers.items():
