@@ -294,6 +294,8 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | N
 
 # The best constant prediction, to which a trained network's loss is compared.
 
+_TOGETHER = 2**22  # numbers of the constant output that are repeated for samples at a time
+
 
 def constant_risk(
     loss: Loss, targets: Tensor, weight: Tensor, output_shape: torch.Size, link: str | None
@@ -306,11 +308,19 @@ def constant_risk(
     targets = targets.double() if targets.is_floating_point() else targets
     loss = loss.at_temperature(1.0).to(targets.device, torch.float64)
 
+    n, size = len(targets), output_shape.numel()
+    # of a criterion that is not in the table, only the mean of all samples may be known
+    rows = n if loss.row is None else max(1, _TOGETHER // max(1, size))
+
     def risk(constant: Tensor) -> Tensor:
-        constant = constant.reshape(output_shape)
-        output = constant.expand(len(targets), *output_shape)
-        losses, divisors = loss.terms(output, targets, each=bool((weight != 1).any()))
-        return (weight * losses).sum() / (weight * divisors).sum()
+        total = divisor = weight.new_zeros(())
+        for part in (slice(start, start + rows) for start in range(0, n, rows)):
+            some = targets[part]
+            output = constant.reshape(output_shape).expand(len(some), *output_shape)
+            losses, divisors = loss.terms(output, some, each=bool((weight != 1).any()))
+            total = total + (weight[part] * losses).sum()
+            divisor = divisor + (weight[part] * divisors).sum()
+        return total / divisor
 
     # the formulas do not hold if the network turns logits into something else by mistake
     usual = link in {None, "identity"} or loss.has_closed_form(link)

@@ -177,18 +177,21 @@ def _judge_range(values: Tensor, allowed: tuple[float, float], message: str) -> 
         judge(refuse, *values.aminmax())
 
 
-def _class_totals(criterion: Any, target: Tensor, n_classes: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights ``a_ik`` of the classes in sample i's loss ``-sum_k a_ik log p_ik``."""
+def _class_totals(criterion: Any, target: Tensor, weight: Tensor, n_classes: int) -> Tensor:
+    """Sum the weights ``a_ik`` of the classes in the losses ``-sum_k a_ik log p_ik``.
+
+    Shapes: `weight` (n,), of the samples; returns (n_classes,).
+    """
     if target.is_floating_point():
-        soft, counts = target.to(dtype), torch.ones_like(target[:, :1], dtype=dtype)
+        totals, count = weight @ target.to(weight.dtype), weight.sum()
     else:
-        counts = (target != criterion.ignore_index).to(dtype)[:, None]
+        weight = weight * (target != criterion.ignore_index)
         labels = target.where(target != criterion.ignore_index, 0)
-        soft = nn.functional.one_hot(labels, n_classes).to(dtype) * counts
+        totals, count = weight.new_zeros(n_classes).index_add_(0, labels, weight), weight.sum()
     # as torch does it, also for probabilities that do not sum to one
     smoothing = getattr(criterion, "label_smoothing", 0.0)
-    soft = (1 - smoothing) * soft + smoothing * counts / n_classes
-    return soft if criterion.weight is None else soft * criterion.weight.to(dtype)
+    totals = (1 - smoothing) * totals + smoothing * count / n_classes
+    return totals if criterion.weight is None else totals * criterion.weight.to(weight.dtype)
 
 
 def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
@@ -232,7 +235,7 @@ def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: to
     elif target.ndim > 2:
         weight = weight.repeat_interleave(target[0, 0].numel())
         target = target.movedim(1, -1).flatten(0, -2)
-    totals = weight @ _class_totals(criterion, target, shape[0], weight.dtype)
+    totals = _class_totals(criterion, target, weight, shape[0])
     # a class that does not occur gets the smallest probability whose logarithm is finite
     shares = (totals / totals.sum()).clamp_min(torch.finfo(weight.dtype).tiny)
     return shares.reshape(-1, *(1 for _ in shape[1:])).expand(shape)

@@ -12,7 +12,7 @@ A squared error is, up to constants, the negative logarithm of a normal density 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 
@@ -23,16 +23,26 @@ from torch import Tensor
 
 from relflat_sk._checks import is_number
 from relflat_sk._losses import Loss, name_criterion
-from relflat_sk._network import Layer, Network, best_constant_loss, borrowed, outcomes
+from relflat_sk._network import (
+    Layer,
+    Network,
+    Processes,
+    best_constant_loss,
+    borrowed,
+    outcomes,
+)
 from relflat_sk.measures._results import Summary
 from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, summarize
 
 # numbers of features and logits that are stored, to spare passes
 _MOST_STORED = 2**27
+# numbers of logits of the part of the data with which the search begins
+_FEW = 2**21
 # numbers of logits that are computed with at a time
 _TOGETHER = 2**20
-# a share of the target loss, and of beta, that is rounding
+# a share of the target loss, and of beta, that is rounding, and the precision on part of the data
 _ROUNDING = 1e-13
+_ROUGHLY = 1e-4
 _MAX_STEPS = 500
 # logits of classes that are masked out, in place of minus infinity, which has no derivative
 _MASKED = -1e30
@@ -225,67 +235,25 @@ class _Recording:
                     "it could be divided"
                 )
             return mean / target
-        beta = first = 1e-6 / max(self.largest, 1e-30)
-        if not self.has_all("rows"):
-            with suppress(_NotReachedError):  # near the root, few passes over all are enough
-                beta = self._newton(beta, first, target, constant, stored=True)
-            return 1 / self._newton(beta, first, target, constant, stored=False)
-        return 1 / self._newton(beta, first, target, constant, stored=True)
+        beta = first = 1e-6 / max(1e-30, *self.network.processes.gather(self.largest))
+        *parts, every = self._parts()
+        for part in parts:  # near the root, few steps are enough with all data
+            with suppress(_NotReachedError):
+                found = _Newton(part, self.network.processes, first, target, constant)
+                beta = found.solve(beta, rounding=_ROUGHLY)
+        return 1 / _Newton(every, self.network.processes, first, target, constant).solve(beta)
 
-    def _newton(
-        self, beta: float, first: float, target: float, constant: float, *, stored: bool
-    ) -> float:
-        """Find the smallest beta with a given loss, see the module."""
-        before = first
-        for _ in range(_MAX_STEPS):
-            loss, slope = self._evaluate(beta, stored=stored)
-            if not math.isfinite(loss):
-                return math.nan
-            if abs(loss - target) <= _ROUNDING * target:
-                break
-            if slope >= 0:
-                if loss < target:  # right of the minimum: start again
-                    beta = first
-                    continue
-                raise self._not_reached(before, beta, target, constant, stored=stored)
-            step = (target - loss) / slope
-            if abs(step) <= _ROUNDING * beta:
-                break
-            before, beta = beta, max(beta + step, first)
-            if before == beta == first:
-                raise _NotReachedError(
-                    f"the mean loss at every large temperature is below {target:.4g}, the share "
-                    f"that at_loss asks for of the best constant prediction's {constant:.4g}"
-                )
-        return beta
-
-    def _not_reached(
-        self, low: float, high: float, target: float, constant: float, *, stored: bool
-    ) -> _NotReachedError:
-        """Say which loss is the lowest, between a falling and a rising one."""
-
-        def slope(log_beta: float) -> float:
-            return self._evaluate(math.exp(log_beta), stored=stored)[1]
-
-        beta = high
-        if low < high and slope(math.log(low)) < 0 < slope(math.log(high)):
-            beta = math.exp(brentq(slope, math.log(low), math.log(high), rtol=1e-3))
-        lowest = self._evaluate(beta, stored=stored)[0]
-        return _NotReachedError(
-            f"the network's lowest mean loss at any temperature is {lowest:.4g}, at a temperature "
-            f"of {1 / beta:.3g}, which is {lowest / constant:.3g} of the best constant "
-            f"prediction's {constant:.4g}, more than the {target / constant:.3g} that at_loss asks "
-            "for. So it has not fitted these data: train it longer, measure it on its training "
-            "data, or compare at a larger share"
-        )
-
-    def _evaluate(self, beta: float, *, stored: bool) -> tuple[float, float]:
-        """Compute the mean loss of the logits times beta, and its slope in beta."""
-        sums = np.zeros(3)
-        for some in self.rows if stored else self._run():
-            sums += (*some.at(beta), some.divisor)
-        total, slope, divisor = self.network.processes.sum_numbers(*sums)
-        return total / divisor, slope / divisor
+    def _parts(self) -> list[Callable[[], Iterable[_Rows]]]:
+        """List growing parts of the data, the last of which are all data."""
+        sizes = np.cumsum([rows.logits.numel() for rows in self.rows])
+        few = self.rows[: int((sizes <= _FEW).sum())]
+        n_few, n_rows = (sum(self.network.processes.gather(len(rows))) for rows in (few, self.rows))
+        parts: list[Callable[[], Iterable[_Rows]]] = []
+        if 0 < n_few < n_rows:
+            parts.append(lambda: few)
+        if n_rows:
+            parts.append(lambda: self.rows)
+        return parts if self.has_all("rows") else [*parts, self._run]
 
     def _run(self) -> Iterator[_Rows]:
         """Run the network again, where its logits do not fit."""
@@ -294,3 +262,67 @@ class _Recording:
                 logits = one.loss.logits(one.output)
                 divisor = float(one.weight @ one.divisors())
                 yield _Rows(one.loss, logits, one.target, one.weight, divisor)
+
+
+@dataclass(frozen=True)
+class _Newton:
+    """Newton's iteration for the smallest beta with a given mean loss, see the module."""
+
+    rows: Callable[[], Iterable[_Rows]]
+    processes: Processes
+    first: float
+    target: float
+    constant: float
+
+    def solve(self, beta: float, rounding: float = _ROUNDING) -> float:
+        """Find the smallest beta; nan if a loss is not finite."""
+        before = self.first
+        for n in range(_MAX_STEPS):
+            loss, slope = self.at(beta)
+            if not math.isfinite(loss):
+                return math.nan
+            if abs(loss - self.target) <= rounding * self.target:
+                break
+            if slope >= 0 and n == 0 and beta > self.first:  # no step led here: start on the left
+                beta = self.first
+                continue
+            if slope >= 0:
+                raise self._not_reached(before, beta)
+            step = (self.target - loss) / slope
+            if abs(step) <= rounding * beta:
+                break
+            before, beta = beta, max(beta + step, self.first)
+            if before == beta:
+                raise _NotReachedError(
+                    f"the mean loss is below {self.target:.4g}, the share that at_loss asks for of "
+                    f"the best constant prediction's {self.constant:.4g}, at every temperature "
+                    f"from {1 / beta:.3g} on"
+                )
+        return beta
+
+    def at(self, beta: float) -> tuple[float, float]:
+        """Compute the mean loss of the logits times beta, and its slope in beta."""
+        sums = np.zeros(3)
+        for some in self.rows():
+            sums += (*some.at(beta), some.divisor)
+        total, slope, divisor = self.processes.sum_numbers(*sums.tolist())
+        return total / divisor, slope / divisor
+
+    def _not_reached(self, low: float, high: float) -> _NotReachedError:
+        """Say which loss is the lowest, between a falling and a rising one."""
+
+        def slope(log_beta: float) -> float:
+            return self.at(math.exp(log_beta))[1]
+
+        beta = high
+        if low < high and slope(math.log(low)) < 0 < slope(math.log(high)):
+            beta = math.exp(brentq(slope, math.log(low), math.log(high), rtol=1e-3))
+        lowest = self.at(beta)[0]
+        where = "at a temperature of" if beta > self.first else "at any temperature above"
+        return _NotReachedError(
+            f"the lowest mean loss that the network reaches is {lowest:.4g}, {where} "
+            f"{1 / beta:.3g}, which is {lowest / self.constant:.3g} of the best constant "
+            f"prediction's {self.constant:.4g}, more than the {self.target / self.constant:.3g} "
+            "that at_loss asks for. So it has not fitted these data: train it longer, measure it "
+            "on its training data, or compare at a larger share"
+        )

@@ -26,6 +26,7 @@ from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasu
 from relflat_sk.measures._rivals import RIVALS
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
+from relflat_sk.minima import AT_EQUAL_LOSS
 
 # -- whether a criterion has any curvature at the outputs of a network --------------------------
 
@@ -115,7 +116,7 @@ _ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
 CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
 _NONE = Estimate(math.nan, math.nan, "none")
 # measures that are taken at equal loss always, and the share of the best constant's loss
-_SHARES = {"comparable_flatness": 0.05}
+_SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.05)
 # measures of the whole network that depend on the loss, and so on its temperature
 _OF_LOSS = {"network_flatness", "takeuchi_criterion", *SHARPNESS_MEASURES} - {
     "pac_bayes_flatness", "pac_bayes_magnitude_flatness",

@@ -102,7 +102,10 @@ class FlatnessScorer(BaseEstimator):
     constant prediction, or less than that loss while its own loss is less than a millionth of it.
     With cross-entropy, curvature vanishes together with the loss: a saturated network, whose loss
     rounds to zero, would be the flattest of all. Mean absolute errors and other piecewise linear
-    criteria have none either.
+    criteria have none either. At equal loss (``measure="comparable_flatness"``, or
+    ``measure_params={"at_loss": 0.05}``) saturated networks are scored, and a network that reaches
+    that loss at some temperature of its logits is at a minimum. One that does not has the score
+    nan, with a warning.
 
     Training made progress if it lowered its own loss by more than 2%, and by more than the noise
     of batches: over the epochs of a skorch net's history, over the batches of a single epoch if

@@ -20,7 +20,8 @@ one per measure         float    value of the measure, such as ``relative_flatne
 ``depth``               float    loss of the best constant prediction over ``train_loss``
 ``converged``           bool     whether training ended in a minimum
 ``comparable``          bool     whether it is a minimum of the depth that is compared
-``ended_by``            str      ``"goal"``, ``"plateau"`` or ``"solver"``, for a minimum
+``ended_by``            str      ``"goal"``, ``"plateau"``, ``"solver"`` or ``"equal loss"``,
+                                 for a minimum
 ``seconds``             float    duration of the training
 ``state``               str      ``"complete"``, ``"failed"`` or ``"pruned"``
 ``reason``              str      why there is no comparable minimum; otherwise empty
@@ -44,9 +45,11 @@ from relflat_sk.minima._columns import parameter_columns as parameter_columns
 from relflat_sk.minima._columns import plain_name as plain_name
 from relflat_sk.minima._columns import shorten_parameters as shorten_parameters
 from relflat_sk.minima._correlation import correlate
-from relflat_sk.minima._depth import DEPTH_BAND as DEPTH_BAND
+from relflat_sk.minima._depth import AT_EQUAL_LOSS as AT_EQUAL_LOSS
+from relflat_sk.minima._depth import AUTO as AUTO
 from relflat_sk.minima._depth import check_depth_band as check_depth_band
 from relflat_sk.minima._depth import depth_of as depth_of
+from relflat_sk.minima._depth import find_depth_band as find_depth_band
 from relflat_sk.minima._depth import mark_depth_band as mark_depth_band
 from relflat_sk.minima._granulated import granulated_kendall
 from relflat_sk.minima._mutual_information import conditional_mutual_information

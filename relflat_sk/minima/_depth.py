@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from relflat_sk._checks import is_number
 from relflat_sk.minima._columns import is_complete, is_converged, numeric_column
 
+AUTO = "auto"
+AT_EQUAL_LOSS = frozenset({"comparable_flatness"})  # measures that do not depend on the depth
 DEPTH_BAND = 3.0  # the deepest of the minima that are compared, over the shallowest
 DEEPEST = 1e6  # of smaller losses, rounding is a large part
 ROUNDING = 1e-9
@@ -29,11 +31,19 @@ def depth_of(train_loss: float, constant_loss: float) -> float:
 
 def check_depth_band(band: Any) -> None:
     """Refuse a width of the band that is not valid."""
-    if band is not None and (not is_number(band) or not band >= 1):
+    is_auto = isinstance(band, str) and band == AUTO
+    if band is not None and not is_auto and (not is_number(band) or not band >= 1):
         raise ValueError(
             "depth_band must be a number of at least 1, the largest ratio of the depths of minima "
-            f"that are compared, or None to compare all minima, got {band!r}."
+            f"that are compared, {AUTO!r}, or None to compare all minima, got {band!r}."
         )
+
+
+def find_depth_band(band: Any, by: str, at_loss: float | None = None) -> float | None:
+    """Choose the width of the band; there is none where minima are measured at equal loss."""
+    if not isinstance(band, str):
+        return band  # type: ignore[no-any-return]
+    return None if at_loss is not None or by in AT_EQUAL_LOSS else DEPTH_BAND
 
 
 def _find_band(

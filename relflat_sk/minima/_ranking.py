@@ -15,7 +15,12 @@ from relflat_sk.minima._columns import (
     measure_columns,
     numeric_column,
 )
-from relflat_sk.minima._depth import DEPTH_BAND, check_depth_band, mark_depth_band
+from relflat_sk.minima._depth import (
+    AUTO,
+    check_depth_band,
+    find_depth_band,
+    mark_depth_band,
+)
 from relflat_sk.minima._trials import minima_table
 
 __all__ = ["rank_minima"]
@@ -25,7 +30,7 @@ def rank_minima(
     minima: Any,
     by: str | Callable[..., Any] = "relative_flatness",
     *,
-    depth_band: float | None = DEPTH_BAND,
+    depth_band: float | str | None = AUTO,
 ) -> pd.DataFrame:
     """Rank minima, flattest first.
 
@@ -44,11 +49,12 @@ def rank_minima(
     by : str or callable, default="relative_flatness"
         The numeric column to rank by, or the function of which it is the measure, smallest value
         first; of the two scores, ``"train_score"`` and ``"test_score"``, the largest comes first.
-    depth_band : float or None, default=3
+    depth_band : float, "auto" or None, default="auto"
         The largest depth over the smallest of the minima that are compared. The depth is the
         loss of the best constant prediction over the training loss. Of all such bands, the
         ranking takes the one with the most minima that reached their goal (if none did, with
-        the most minima), and of several the deepest. None compares all minima. Without a column
+        the most minima), and of several the deepest. "auto" is 3, or None for
+        "comparable_flatness", which is at equal loss. None compares all minima. Without a column
         ``depth`` all minima are compared, and a column ``comparable`` stays as it is.
 
     Returns
@@ -90,7 +96,7 @@ def rank_minima(
     """
     check_depth_band(depth_band)
     by = column_of(by)
-    table = mark_depth_band(minima_table(minima), depth_band)
+    table = mark_depth_band(minima_table(minima), find_depth_band(depth_band, by))
     if isinstance(minima, optuna.Study):
         _check_trained(table)
     values = numeric_column(table, by, argument="by")

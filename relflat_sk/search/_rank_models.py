@@ -17,9 +17,10 @@ from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.measures import find_measures
 from relflat_sk.minima import (
-    DEPTH_BAND,
+    AUTO,
     PARAM_PREFIX,
     check_depth_band,
+    find_depth_band,
     parameter_columns,
     rank_minima,
     table_of_rows,
@@ -57,7 +58,7 @@ def rank_models(  # noqa: PLR0913
     y_test: Any = None,
     layer: int | str = -1,
     sample_weight: Any = None,
-    depth_band: float | None = DEPTH_BAND,
+    depth_band: float | str | None = AUTO,
     device: Any = None,
     random_state: Any = None,
     **measure_params: Any,
@@ -95,9 +96,9 @@ def rank_models(  # noqa: PLR0913
         Notes for adapters.
     sample_weight : array of shape (n,), optional
         Weight of each training sample; one if None.
-    depth_band : float or None, default=3
-        The largest ratio of the depths of models that are compared, see `rank_minima`. A measure at
-        equal loss, such as the default, compares all depths.
+    depth_band : float, "auto" or None, default="auto"
+        The largest ratio of the depths of models that are compared, see `rank_minima`. "auto" is
+        3, or None for a measure at equal loss, such as the default.
     device : str or torch.device, optional
         Where to compute; where the model is if None.
     random_state : int, RandomState, Generator or None, default=None
@@ -182,8 +183,6 @@ def rank_models(  # noqa: PLR0913
     """
     check_depth_band(depth_band)
     names = find_measures(listed(measure))
-    if names[0] == "comparable_flatness" or measure_params.get("at_loss") is not None:
-        depth_band = None
     measuring = Measuring(names, layer, measure_params, device)
     options = DataOptions(criterion, measuring.batch_size, device, sample_weight)
     seed = seed_from(random_state)
@@ -200,7 +199,8 @@ def rank_models(  # noqa: PLR0913
             del model, item  # or this model would be in memory together with the next
     if not rows:
         raise ValueError("there are no models to rank: models is empty.")
-    return _rank(rows, str(names[0]), depth_band, task.units)
+    band = find_depth_band(depth_band, str(names[0]), measure_params.get("at_loss"))
+    return _rank(rows, str(names[0]), band, task.units)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,8 @@ def _warn_of_missing(table: pd.DataFrame) -> None:
             f"{len(left_out)} of {table['converged'].sum()} minima are left out of the ranking, "
             f"because their training losses ({_losses(left_out)}) differ too much from those of "
             f"the others ({_losses(table[table['comparable']])}), and flatness depends on the "
-            "loss. Train all to the same loss (goal), or set depth_band=None to rank them together."
+            "loss. Rank at equal loss (measure='comparable_flatness'), train all to the same loss "
+            "(goal), or set depth_band=None to rank them together."
         )
 
 
@@ -122,7 +123,10 @@ def _explain_no_minimum(reasons: "pd.Series[str]", estimator: Any) -> tuple[str,
         return what, "Rank by another measure, or mend the function that returns such values."
     if reasons.str.startswith(SATURATED).all():
         what = "no candidate has a curvature to compare: the ranking is"
-        advice = "Train to a larger loss (goal, StopAtLoss), with a criterion that has a curvature."
+        advice = (
+            "Measure at equal loss (measure='comparable_flatness'), or train to a larger loss "
+            "(goal, StopAtLoss), with a criterion that has a curvature."
+        )
         return what, advice
     what = (
         "no candidate converged: the ranking is of networks that had not finished training, not "

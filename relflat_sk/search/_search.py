@@ -30,8 +30,9 @@ from relflat_sk._warnings import warn
 from relflat_sk.fleet import fleet_size
 from relflat_sk.measures import find_measures, hold_functions
 from relflat_sk.minima import (
-    DEPTH_BAND,
+    AUTO,
     check_depth_band,
+    find_depth_band,
     mark_depth_band,
     rank_minima,
     shorten_parameters,
@@ -231,9 +232,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         10, differ by at most 1% of the drop from the best constant prediction's loss. Estimators
         of scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not
         change them, and with a loss they must have reached it, too.
-    depth_band : float or None, default=3
+    depth_band : float, "auto" or None, default="auto"
         The largest depth over the smallest of the minima that are ranked together, see
-        `rank_minima`. None ranks all minima.
+        `rank_minima`. "auto" is 3, or None if the ranking measure is at equal loss
+        ("comparable_flatness", or ``measure_params={"at_loss": 0.05}``). None ranks all minima.
     refit : bool, default=True
         Whether to provide `best_estimator_`: the network that was measured. One of an earlier
         session is restored from saved weights, or trained again, but not after Ctrl-C.
@@ -336,7 +338,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         artifact_store: Any = None,
         lr_scaling: str | None = None,
         goal: Any = "auto",
-        depth_band: float | None = DEPTH_BAND,
+        depth_band: float | str | None = AUTO,
         refit: bool = True,
         retry_failed: bool = False,
         random_state: Any = None,
@@ -446,7 +448,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 quiet=quiet, fleet=self.fleet, deadline=deadline, callbacks=callbacks,
                 file=file_of(self.storage),
             )  # fmt: skip
-            flattest = FlattestSoFar(objective.names[0], self.depth_band)
+            flattest = FlattestSoFar(objective.names[0], self._depth_band)
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
                 guard.known[trial.number] = trial
@@ -503,8 +505,14 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """
         table = candidate_table(self.study_, measures)
         return mark_depth_band(
-            shorten_parameters(table, last_prefix(self.estimator)), self.depth_band
+            shorten_parameters(table, last_prefix(self.estimator)), self._depth_band
         )
+
+    @property
+    def _depth_band(self) -> float | None:
+        """The width of the band of depths; None if minima are ranked at equal loss."""
+        (by, *_) = find_measures(listed(self.measure)[:1])
+        return find_depth_band(self.depth_band, by, (self.measure_params or {}).get("at_loss"))
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.

@@ -34,6 +34,7 @@ from relflat_sk.minima import attributes_of
 from relflat_sk.search._claims import Plan, claim, give_up, give_up_abandoned, id_of
 from relflat_sk.search._failures import CallError
 from relflat_sk.search._fit import isolated
+from relflat_sk.search._goal import EQUAL_LOSS
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._results import is_minimum
 from relflat_sk.search._study import SearchStudy, log_level
@@ -329,13 +330,15 @@ def progress(trials: Iterable[FrozenTrial]) -> str:
     for trial in trials:
         if is_minimum(trial):
             minima.append((trial.values[0], trial.number))
-            n["plateau" if attributes_of(trial).get("ended_by") == "plateau" else "goal"] += 1
+            ended_by = attributes_of(trial).get("ended_by")
+            n[ended_by if ended_by in {"plateau", EQUAL_LOSS} else "goal"] += 1
         elif trial.state == TrialState.COMPLETE or "failed" in trial.user_attrs:
             n["open" if trial.state == TrialState.COMPLETE else "failed"] += 1
     best = "flattest {:.4g} (trial {})".format(*min(minima)) if minima else "no minimum yet"
     return (
         f"{best}, goal reached {n['goal']}, plateau {n['plateau']}, "
-        f"not converged {n['open']}, failed {n['failed']}"
+        + f"{EQUAL_LOSS} {n[EQUAL_LOSS]}, " * bool(n[EQUAL_LOSS])
+        + f"not converged {n['open']}, failed {n['failed']}"
     )
 
 

@@ -52,6 +52,16 @@ def weighted(rows, **params):
     )
 
 
+def at_equal_loss(rows, **params):
+    """Measure on the labels that the network predicts, whose loss it reaches."""
+    net = network("relu")
+    labels = net(torch.from_numpy(X)).argmax(dim=1)[rows]
+    names = ["relative_flatness", "comparable_flatness"]
+    return flatness_report(
+        net, X[rows], labels, measures=names, criterion=CE, at_loss=0.2, **params
+    )
+
+
 def score(labels, rows, **params):
     """Score a network that beats the best constant, or one that does not."""
     scorer = FlatnessScorer(measure_params={"criterion": CE, **params}, at_minimum="warn")
@@ -160,6 +170,7 @@ def main(rank, folder):
         "tanh": report("tanh", rows, **world),
         "relu": report("relu", rows, **world),
         "weighted": weighted(rows, **world),
+        "equal loss": at_equal_loss(rows, **world),
         "scores": score(Y, rows, **world),
         "no minimum": score(RNG.permutation(Y), rows, **world),
         "drawn": drawn(rows, 5, **world),

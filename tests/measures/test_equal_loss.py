@@ -197,7 +197,19 @@ def test_a_pass_is_made_at_an_earlier_layer_and_none_at_the_last():
         assert count(name, 0, at_loss=0.1) <= count(name, 0) + 3 + 2
 
 
-UNFITTED = r"lowest mean loss at any temperature is .*, which is [\d.]+ of the best constant"
+@pytest.mark.parametrize("room", [2**27, 60, 0])
+def test_logits_that_do_not_fit_in_memory(room, monkeypatch):
+    net, criterion, y, _ = train("softmax")
+    options = {"criterion": criterion, "batch_size": 7}
+    expected = measure("comparable_flatness", net, X, y, **options)
+    monkeypatch.setattr("relflat_sk.measures._equal_loss._MOST_STORED", room)
+    monkeypatch.setattr("relflat_sk.measures._equal_loss._FEW", 30)
+    assert measure("comparable_flatness", net, X, y, **options) == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(ValueError, match=UNFITTED):
+        measure("comparable_flatness", net, X, y.flip(0), **options)
+
+
+UNFITTED = r"lowest mean loss that the network reaches is .*, which is [\d.]+ of the best constant"
 
 
 def test_a_network_that_has_not_fitted_has_no_value():

@@ -42,6 +42,11 @@ def test_sample_weights(found, rank):
 
 
 @pytest.mark.parametrize("rank", RANKS)
+def test_the_temperature_is_that_of_all_data(found, rank):
+    assert_frame_equal(found[rank]["equal loss"], shards.at_equal_loss(ALL), rtol=1e-10)
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_scores_and_the_comparison_with_a_constant(found, rank):
     value, warnings = found[rank]["scores"]
     expected, expected_warnings = shards.score(shards.Y, ALL)

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from sklearn.datasets import make_blobs
 
-from relflat_sk import MLP, FlatMinimaSearch, FlatnessWarning, RelativeFlatnessRegularizedClassifier
+from relflat_sk import (
+    MLP,
+    FlatMinimaSearch,
+    FlatnessWarning,
+    RelativeFlatnessRegularizedClassifier,
+    measure,
+    rank_minima,
+)
 
 X, Y = make_blobs(60, 5, centers=3, random_state=0)
 SATURATES = 1e5
@@ -24,7 +31,7 @@ class Gain(MLP):
 def search(gains, **params):
     net = RelativeFlatnessRegularizedClassifier(Gain, max_epochs=40, verbose=0)
     space = {"module__gain": gains, "batch_size": [16, 32]}
-    return FlatMinimaSearch(net, space, goal=0.02, random_state=0, **params)
+    return FlatMinimaSearch(net, space, **{"goal": 0.02, "random_state": 0, **params})
 
 
 @pytest.mark.parametrize(("band", "fleet"), [(3.0, None), (None, 4)])
@@ -44,8 +51,45 @@ def test_saturated_networks_rank_behind_all_minima(band, fleet):
 
 
 def test_only_saturated_networks():
-    message = "no candidate has a curvature to compare.*Train to a larger loss"
+    message = "no candidate has a curvature to compare.*train to a larger loss"
     with pytest.warns(FlatnessWarning, match=message):
         found = search([SATURATES]).fit(X, Y)
     assert not found.minima_["converged"].any()
     assert found.score(X, Y) == 1
+
+
+@pytest.mark.parametrize("fleet", [None, 4])
+@pytest.mark.parametrize(
+    ("name", "params"), [("comparable_flatness", None), ("hessian_trace", {"at_loss": 0.1})]
+)
+def test_at_equal_loss_networks_of_all_depths_are_ranked(name, params, fleet, tmp_path):
+    # without a warning, and without a goal: five epochs are too few for a plateau
+    found = search(
+        [1.0, SATURATES], measure=[name, "gradient_norm"], measure_params=params, goal=None,
+        fleet=fleet, artifact_store=tmp_path,
+    ).set_params(estimator__max_epochs=5).fit(X, Y)  # fmt: skip
+    table = found.minima_
+    assert table["depth"].max() > 1e5 * table["depth"].min()
+    assert table["converged"].all()
+    assert table["comparable"].all()
+    assert set(table["ended_by"]) == {"equal loss"}
+    assert table[name].is_monotonic_increasing
+    again = measure(name, found.best_estimator_, X, Y, **(params or {}))
+    assert table[name][0] == pytest.approx(again, rel=1e-4)
+    assert table["train_loss"].min() == 0  # that of the networks, not of the temperature
+    if params is None:
+        assert rank_minima(found.study_, name)["comparable"].all()
+    remeasured = found.remeasure(["neuron_flatness_sum"])
+    assert (remeasured["neuron_flatness_sum"] > 0).all() == (params is not None)
+
+
+def test_a_network_that_has_not_fitted_has_no_rank_at_equal_loss():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=20, lr=0.1, verbose=0)
+    space = {"data__random_labels": [0.0, 1.0], "batch_size": [16, 32]}
+    found = FlatMinimaSearch(net, space, measure="comparable_flatness", goal=None, random_state=0)
+    with pytest.warns(FlatnessWarning, match="no temperature gives the loss of at_loss=0.05"):
+        table = found.fit(X, Y).minima_
+    assert table["param_data__random_labels"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert table["converged"].tolist() == [True, True, False, False]
+    assert table["comparable_flatness"].isna().tolist() == [False, False, True, True]
+    assert table["reason"][2].startswith("cannot be ranked: comparable_flatness is nan, no temper")
