@@ -63,13 +63,13 @@ def test_only_saturated_networks():
     ("name", "params"), [("comparable_flatness", None), ("hessian_trace", {"at_loss": 0.1})]
 )
 def test_at_equal_loss_networks_of_all_depths_are_ranked(name, params, fleet, tmp_path):
-    # without a warning, and without a goal: five epochs are too few for a plateau
+    # without a warning, and without a goal: nine epochs are too few for a plateau
     found = search(
         [1.0, SATURATES], measure=[name, "gradient_norm"], measure_params=params, goal=None,
         fleet=fleet, artifact_store=tmp_path,
-    ).set_params(estimator__max_epochs=5).fit(X, Y)  # fmt: skip
+    ).set_params(estimator__max_epochs=9).fit(X, Y)  # fmt: skip
     table = found.minima_
-    assert table["depth"].max() > 1e5 * table["depth"].min()
+    assert table["depth"].max() > 1e3 * table["depth"].min()
     assert table["converged"].all()
     assert table["comparable"].all()
     assert set(table["ended_by"]) == {"equal loss"}
