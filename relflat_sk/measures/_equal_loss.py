@@ -241,7 +241,8 @@ class _Recording:
             with suppress(_NotReachedError):
                 found = _Newton(part, self.network.processes, first, target, constant)
                 beta = found.solve(beta, rounding=_ROUGHLY)
-        return 1 / _Newton(every, self.network.processes, first, target, constant).solve(beta)
+        found = _Newton(every, self.network.processes, first, target, constant)
+        return 1 / found.solve(float(beta))
 
     def _parts(self) -> list[Callable[[], Iterable[_Rows]]]:
         """List growing parts of the data, the last of which are all data."""

@@ -309,6 +309,11 @@ def adaptive_sharpness(  # noqa: PLR0913
     check_draws(n_draws)
     if kind not in {"worst", "average"}:
         raise ValueError(f"kind must be 'worst' or 'average', got {kind!r}.")
+    if normalize_logits and network.loss.temperature != 1:
+        raise ValueError(
+            "normalize_logits gives logits of norm one, whose loss at_loss cannot choose: pass one "
+            "of the two."
+        )
     network = with_unit_logits(network) if normalize_logits else network
     radius = rho * weights_of(network).abs()
     if kind == "average":

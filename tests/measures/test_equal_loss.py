@@ -138,6 +138,24 @@ def test_every_measure_is_that_of_the_tempered_loss(case, share, layer):
     assert abs(probed.value - found) <= 5 * probed.stderr + 1e-12
 
 
+OF_NETWORK = {
+    "fisher_rao_norm": {}, "takeuchi_criterion": {}, "network_flatness": {"rtol": 1e-10},
+    "joint_eigenvalue_flatness": {"rtol": 1e-10}, "expected_sharpness": {"n_draws": 2},
+    "keskar_sharpness": {"n_steps": 2}, "adaptive_sharpness": {"n_steps": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_NETWORK)
+@pytest.mark.parametrize("case", ["softmax", "squares"])
+def test_measures_of_the_whole_network(case, name):
+    net, criterion, y, loss = train(case)
+    T = temperature(net, y, loss, 0.1)
+    options = {"random_state": 0, "batch_size": 7, **OF_NETWORK[name]}
+    found = measure(name, net, X, y, criterion=criterion, at_loss=0.1, **options)
+    tempered = measure(name, net, X, y, criterion=lambda out, y: loss(out, y, T), **options)
+    assert found == pytest.approx(tempered, rel=1e-6)
+
+
 @pytest.mark.parametrize("case", ["softmax", "binary", "several labels"])
 def test_the_scale_of_the_logits_does_not_matter(case):
     net, criterion, y, _ = train(case)
@@ -246,6 +264,13 @@ def test_saturated_networks_are_scored():
         ("relative_flatness", nn.CrossEntropyLoss(), THREE, {"at_loss": "low"}, "between 0 and 1"),
         ("relative_flatness", nn.CrossEntropyLoss(), None, {"at_loss": 0.1}, "y is needed"),
         ("l2_norm", nn.CrossEntropyLoss(), THREE, {"at_loss": 0.1}, "no effect on l2_norm"),
+        (
+            "adaptive_sharpness",
+            nn.MSELoss(),
+            VALUES,
+            {"at_loss": 0.1, "normalize_logits": True},
+            "pass one of the two",
+        ),
         ("comparable_flatness", nn.HuberLoss(), VALUES, {}, "HuberLoss has none"),
         ("hessian_trace", nn.PoissonNLLLoss(), VALUES.abs(), {"at_loss": 0.1}, "has none"),
         ("hessian_trace", F.cross_entropy, THREE, {"at_loss": 0.1}, "cross_entropy has none"),
