@@ -100,7 +100,7 @@ ALIKE = {  # estimator, space, arguments of the search, arguments of fit
               {"n_trials": 8}, {}),
     "failures": (make_net(callbacks=[StopAtLoss(0.8), Fails()]), SMALL, {}, {}),
     "pruned": (None, {"lr": [1e-5, 0.01, 0.03]},
-               {"pruner": optuna.pruners.ThresholdPruner(upper=1.1, n_warmup_steps=2)}, {}),
+               {"pruner": optuna.pruners.ThresholdPruner(upper=0.9, n_warmup_steps=6)}, {}),
 }  # fmt: skip
 
 

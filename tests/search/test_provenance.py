@@ -103,6 +103,7 @@ REFUSED = [
 
 
 @pytest.mark.filterwarnings("ignore:no candidate converged")
+@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 @pytest.mark.parametrize(("make", "changed", "match"), REFUSED)
 def test_what_changes_results_is_refused(stored, make, changed, match):
     make().set_params(**stored).fit(X, Y)

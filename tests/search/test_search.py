@@ -598,6 +598,7 @@ def test_the_pruner_stops_hopeless_nets(wrap):
 
 
 @NO_MINIMA
+@pytest.mark.filterwarnings("ignore:no candidate converged")
 def test_nets_without_callbacks_are_not_pruned():
     pruner = optuna.pruners.ThresholdPruner(upper=1e-9)
     search = make_search(make_net(callbacks="disable", max_epochs=10), pruner=pruner)
