@@ -412,8 +412,8 @@ class TraceMeasures:
     def _warn_if_loose(self, key: Key, each: _Sum, found: Flatness) -> None:
         """Warn if the budget ended an estimate before its standard error was small enough."""
         needed = self._n_needed(key, each, found.summary)
-        if needed <= each.n_probes:
-            return
+        if needed <= each.n_probes or not math.isfinite(found.value):
+            return  # a value that is not finite has a warning of its own
         n_terms = found.summary.n_samples if self.per_sample else 1
         what = f"{key[1]} at layer {key[0]!r}"
         reached = f"{found.stderr * math.sqrt(n_terms):.3g}"

@@ -71,7 +71,8 @@ def in_order():
 
 def report(net, *data):
     """Measure everything at all layers."""
-    names = get_measure_names()
+    # a power law needs a larger layer than there are here
+    names = [name for name in get_measure_names() if name != "spectral_exponent"]
     params = {"random_state": 0, "n_draws": 2, "n_steps": 3, "percentile": 50}
     return flatness_report(net, *data, measures=names, **params).set_index("measure")
 
