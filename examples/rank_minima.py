@@ -27,7 +27,7 @@ from relflat_sk import (
     MinimaRankingDisplay,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
-    correlate,
+    correlate_measures,
     fleet_training,
     granulated_kendall,
 )
@@ -197,7 +197,7 @@ def main(arguments=None):
                "seconds"]  # fmt: skip
     print("\nMinima, flattest first:")
     print(minima[columns].to_string(index=False, float_format=lambda v: f"{v:.4g}"))
-    correlation = correlate(minima, random_state=0)
+    correlation = correlate_measures(minima, random_state=0)
     print("\nCorrelation with the generalisation gap, with 95% intervals:")
     print(correlation.to_string(index=False, float_format=lambda v: f"{v:z.2f}"))
     table = compare(minima, seconds, cv.best_params_, cv_seconds)

@@ -12,7 +12,7 @@ from .measures import (
 )
 from .minima import (
     conditional_mutual_information,
-    correlate,
+    correlate_measures,
     granulated_kendall,
     rank_minima,
 )
@@ -87,7 +87,7 @@ __all__ = [
     "StopAtLoss",
     "TrainingCurvesDisplay",
     "conditional_mutual_information",
-    "correlate",
+    "correlate_measures",
     "exceptions",
     "feature_robustness",
     "flatness_report",

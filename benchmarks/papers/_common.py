@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks._harness.data import add_data_argument, load_images
 from benchmarks._harness.timing import environment, table
-from relflat_sk import correlate
+from relflat_sk import correlate_measures
 
 __all__ = [
     "Claim",
@@ -203,7 +203,7 @@ def correlation(
     """Correlate a measure with the generalisation gap by the library."""
     if len(minima) < 3:
         return Claim(name, theirs, *[np.nan] * 3, len(minima))
-    found = correlate(minima[[measure, "generalization_gap"]], random_state=0).iloc[0]
+    found = correlate_measures(minima[[measure, "generalization_gap"]], random_state=0).iloc[0]
     return Claim(name, theirs, *(found[f"{kind}{end}"] for end in ("", "_low", "_high")),
                  int(found["n"]))  # fmt: skip
 

@@ -27,7 +27,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from benchmarks._harness.timing import environment, table
-from relflat_sk import correlate, flatness_report, get_measure_names, reparameterize
+from relflat_sk import correlate_measures, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
 
 BATCH_SIZES = (8, 16, 32, 64, 128)
@@ -181,7 +181,7 @@ def main() -> int:
         f"and after: {difference:.0e}\n"
     )
     coefficients = [
-        correlate(minima, n_bootstrap=1, random_state=0).set_index("measure").loc[names]
+        correlate_measures(minima, n_bootstrap=1, random_state=0).set_index("measure").loc[names]
         for minima in (before, after)
     ]
     rows, fine = judge(*coefficients, invariant)

@@ -30,7 +30,7 @@ from sklearn.neural_network import MLPClassifier
 
 from benchmarks._harness.timing import environment, table
 from relflat_sk import (
-    correlate,
+    correlate_measures,
     feature_robustness,
     generalization_bound,
     label_constancy,
@@ -128,7 +128,7 @@ def correlations(rows: pd.DataFrame) -> pd.DataFrame:
     """Correlate flatness with the gap over the draws of each separation."""
     found = []
     for separation, some in rows.groupby("param_separation"):
-        one = correlate(some.drop(columns="param_separation"), random_state=0)
+        one = correlate_measures(some.drop(columns="param_separation"), random_state=0)
         found.append(one.assign(separation=separation))
     return pd.concat(found)
 

@@ -17,7 +17,7 @@ from relflat_sk import (
     MinimaRankingDisplay,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
-    correlate,
+    correlate_measures,
 )
 
 X, y = load_digits(return_X_y=True)
@@ -45,7 +45,7 @@ fig, axes = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
 FlatnessGapDisplay.from_minima(search, ax=axes[0])
 MinimaRankingDisplay.from_minima(search, ax=axes[1])
 
-found = correlate(search.minima_, random_state=0)
+found = correlate_measures(search.minima_, random_state=0)
 print(found[["measure", "kendall", "kendall_low", "kendall_high"]].to_string(index=False))
 
 assert search.minima_["converged"].all()

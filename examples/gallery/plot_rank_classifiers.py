@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from sklearn.neural_network import MLPClassifier
 
-from relflat_sk import MeasurePanelsDisplay, correlate, rank_models
+from relflat_sk import MeasurePanelsDisplay, correlate_measures, rank_models
 
 X, y = load_digits(return_X_y=True)
 X, X_test, y, y_test = train_test_split(X / 16, y, train_size=400, random_state=0)
@@ -48,7 +48,7 @@ minima[columns].round(4)
 
 display = MeasurePanelsDisplay.from_minima(minima, target="test_loss", random_state=0)
 plt.gcf().set_size_inches(9, 4)
-correlate(minima, "test_loss", random_state=0).round(2)
+correlate_measures(minima, "test_loss", random_state=0).round(2)
 
 # %%
 

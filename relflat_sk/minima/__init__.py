@@ -44,7 +44,7 @@ from relflat_sk.minima._columns import numeric_column as numeric_column
 from relflat_sk.minima._columns import parameter_columns as parameter_columns
 from relflat_sk.minima._columns import plain_name as plain_name
 from relflat_sk.minima._columns import shorten_parameters as shorten_parameters
-from relflat_sk.minima._correlation import correlate
+from relflat_sk.minima._correlation import correlate_measures
 from relflat_sk.minima._depth import AT_EQUAL_LOSS as AT_EQUAL_LOSS
 from relflat_sk.minima._depth import AUTO as AUTO
 from relflat_sk.minima._depth import check_depth_band as check_depth_band
@@ -70,4 +70,9 @@ from relflat_sk.minima._trials import remeasured_key as remeasured_key
 from relflat_sk.minima._trials import table_of_rows as table_of_rows
 from relflat_sk.minima._trials import table_of_trials as table_of_trials
 
-__all__ = ["conditional_mutual_information", "correlate", "granulated_kendall", "rank_minima"]
+__all__ = [
+    "conditional_mutual_information",
+    "correlate_measures",
+    "granulated_kendall",
+    "rank_minima",
+]

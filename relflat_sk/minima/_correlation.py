@@ -33,10 +33,10 @@ from relflat_sk.minima._resampling import (
     with_ends,
 )
 
-__all__ = ["correlate"]
+__all__ = ["correlate_measures"]
 
 
-def correlate(
+def correlate_measures(
     minima: Any,
     target: str | Callable[..., Any] = "generalization_gap",
     *,
@@ -122,7 +122,7 @@ def correlate(
     ...         "generalization_gap": [0.1, 0.3, 0.2, 0.5],
     ...     }
     ... )
-    >>> table = correlate(minima, random_state=0)
+    >>> table = correlate_measures(minima, random_state=0)
     >>> table[["measure", "spearman", "kendall", "n"]].round(3)
                  measure  spearman  kendall  n
     0  relative_flatness       0.8    0.667  4

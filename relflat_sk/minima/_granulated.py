@@ -93,7 +93,7 @@ def granulated_kendall(
 
     See Also
     --------
-    correlate : Kendall's tau over all minima.
+    correlate_measures : Kendall's tau over all minima.
     conditional_mutual_information : Information about the gap beyond the hyper-parameters.
 
     Notes
@@ -101,7 +101,7 @@ def granulated_kendall(
     The coefficient is defined in section 2.2.2 of [1]_. Let :math:`\tau` of a group of minima
     be the mean of :math:`\mathrm{sign}(\mu_1 - \mu_2) \, \mathrm{sign}(g_1 - g_2)` over its
     pairs, with :math:`\mu` the measure and :math:`g` the gap; ties count as 0 (this is tau-a,
-    unlike in `correlate`). Then
+    unlike in `correlate_measures`). Then
 
     .. math::
         \psi_i = \frac{1}{m_i} \sum_{\text{groups}} \tau, \qquad

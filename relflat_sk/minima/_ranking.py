@@ -75,7 +75,7 @@ def rank_minima(
     See Also
     --------
     FlatMinimaSearch : Train candidates and rank their minima.
-    correlate : Correlate measures with the generalization gap.
+    correlate_measures : Correlate measures with the generalization gap.
     MinimaRankingDisplay : Draw the ranking.
 
     Examples

@@ -10,7 +10,7 @@ import pandas as pd
 from relflat_sk.minima import (
     FEWEST_MINIMA,
     column_of,
-    correlate,
+    correlate_measures,
     find_axis,
     minima_table,
     numeric_column,
@@ -41,7 +41,7 @@ class LabelNoiseDisplay(Display):
     Parameters
     ----------
     correlations : pandas.DataFrame
-        One row per measure and share of random labels, with the columns of `correlate` and
+        One row per measure and share of random labels, with the columns of `correlate_measures` and
         ``share``.
     by : str
         The column of the minima with the shares.
@@ -133,7 +133,7 @@ class LabelNoiseDisplay(Display):
         names = [name for name in choose_measures(table, measures, target) if name != by]
         usable = select_minima(table, target, n_bootstrap).usable
         found = [
-            correlate(
+            correlate_measures(
                 table[rows], target, n_bootstrap=n_bootstrap, random_state=random_state
             ).assign(share=share)
             for share in np.unique(shares[np.isfinite(shares)])

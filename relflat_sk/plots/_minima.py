@@ -64,7 +64,7 @@ class FlatnessGapDisplay(MinimaDisplay):
     target : str
         The column on the y axis.
     correlation : pandas.Series or None, default=None
-        The row of `correlate` for `measure`; None for no title.
+        The row of `correlate_measures` for `measure`; None for no title.
 
     Attributes
     ----------
@@ -180,8 +180,8 @@ class MeasurePanelsDisplay(MinimaDisplay):
     target : str
         The column on the y axis.
     correlations : dict of str to pandas.Series or None
-        The row of `correlate` for each measure; None for a measure with finite values at fewer
-        than 3 minima.
+        The row of `correlate_measures` for each measure; None for a measure with finite values at
+        fewer than 3 minima.
 
     Attributes
     ----------
@@ -313,7 +313,7 @@ class MinimaRankingDisplay(MinimaDisplay):
     target : str
         The column in the lower panel.
     correlation : pandas.Series or None, default=None
-        The row of `correlate` for `by` with `target`; None for no title.
+        The row of `correlate_measures` for `by` with `target`; None for no title.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from relflat_sk.minima import (
     FEWEST_MINIMA,
     column_of,
-    correlate,
+    correlate_measures,
     find_axis,
     is_complete,
     is_converged,
@@ -202,14 +202,14 @@ def choose_measures(
 def correlation_of(
     minima: pd.DataFrame, measure: str, target: str, random_state: Any
 ) -> "pd.Series[Any] | None":
-    """Return the row of `correlate` for one measure."""
+    """Return the row of `correlate_measures` for one measure."""
     x = numeric_column(minima, measure, argument="measure")
     y = numeric_column(minima, target, argument="target")
     used = Points(minima, x, y).converged
     if used.sum() < FEWEST_MINIMA:
         return None
     pairs = pd.DataFrame({"measure": x[used], "target": y[used]})
-    return correlate(pairs, "target", random_state=random_state).iloc[0]
+    return correlate_measures(pairs, "target", random_state=random_state).iloc[0]
 
 
 def show_correlation(

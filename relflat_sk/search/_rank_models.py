@@ -65,9 +65,9 @@ def rank_models(  # noqa: PLR0913
 ) -> pd.DataFrame:
     """Rank trained models, flattest first: fitted estimators, checkpoints of a network, adapters.
 
-    The table has the columns of ``FlatMinimaSearch.minima_``, so that `rank_minima`, `correlate`,
-    `granulated_kendall` and the displays take it. One model is in memory at a time, if `models`
-    is an iterator, or holds paths.
+    The table has the columns of ``FlatMinimaSearch.minima_``, so that `rank_minima`,
+    `correlate_measures`, `granulated_kendall` and the displays take it. One model is in memory at
+    a time, if `models` is an iterator, or holds paths.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ from skorch import NeuralNet
 from relflat_sk.minima import (
     FEWEST_MINIMA,
     column_of,
-    correlate,
+    correlate_measures,
     curves_of,
     parameter_columns,
     plain_name,
@@ -178,7 +178,7 @@ def _correlations(minima: pd.DataFrame) -> str:
     """Render the correlations with the gap; empty if too few minima have one."""
     if not _has_gap(minima):
         return ""
-    table = correlate(minima, random_state=0)
+    table = correlate_measures(minima, random_state=0)
     return (
         "<h2>Correlation with the generalization gap</h2><p>Over all minima with a gap, with 95% "
         f'bootstrap intervals.</p><div class="scroll">{_table(table, [""] * len(table))}</div>'

@@ -30,7 +30,7 @@ from relflat_sk import (
     MeasurePanelsDisplay,
     MinimaObjective,
     MinimaRankingDisplay,
-    correlate,
+    correlate_measures,
     flatness_report,
     get_measure_names,
     measure,
@@ -236,8 +236,8 @@ def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():
 def test_a_table_of_minima_knows_the_columns_of_functions():
     minima = pd.DataFrame({"size_of_weights": [2.0, 1.0, 3.0], "with_error": [1.0, 2.0, 4.0]})
     assert rank_minima(minima, by=size_of_weights)["size_of_weights"].tolist() == [1.0, 2.0, 3.0]
-    expected = correlate(minima, "with_error", random_state=0)
-    pd.testing.assert_frame_equal(correlate(minima, with_error, random_state=0), expected)
+    expected = correlate_measures(minima, "with_error", random_state=0)
+    pd.testing.assert_frame_equal(correlate_measures(minima, with_error, random_state=0), expected)
     pytest.importorskip("matplotlib")
     minima["param_random_labels"] = [0.0] * 3
     gap = FlatnessGapDisplay.from_minima(minima, size_of_weights, with_error)

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from relflat_sk.minima import correlate
+from relflat_sk.minima import correlate_measures
 from relflat_sk.minima._columns import (
     column_of,
     find_axes,
@@ -61,7 +61,7 @@ def test_a_column_is_named_or_is_that_of_a_function():
     with pytest.raises(ValueError, match="has no name for its column: define it by def"):
         column_of(lambda model, X, y: 0.0)
     with pytest.raises(TypeError, match="a measure is one name or one function, got 3 of type int"):
-        correlate(pd.DataFrame(), 3)
+        correlate_measures(pd.DataFrame(), 3)
     names = ("rank", "in_fleet", "param_lr", "own_measure")
     assert [is_reserved(name) for name in names] == [True, True, True, False]
 

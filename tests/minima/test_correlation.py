@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 from scipy import stats
 
-from relflat_sk.minima._correlation import _COEFFICIENTS, correlate
+from relflat_sk.minima._correlation import _COEFFICIENTS, correlate_measures
 from relflat_sk.minima._resampling import resample
 
 COEFFICIENTS = ["pearson", "spearman", "kendall"]
@@ -71,7 +71,7 @@ SCIPY = {
 def test_coefficients_agree_with_their_definitions(name, ties):
     minima = make_minima(ties=ties)
     x, y = minima["relative_flatness"].tolist(), minima["generalization_gap"].tolist()
-    value = correlate(minima, n_bootstrap=1, random_state=0)[name].item()
+    value = correlate_measures(minima, n_bootstrap=1, random_state=0)[name].item()
     np.testing.assert_allclose(value, ORACLES[name](x, y), **ROUNDING)
     np.testing.assert_allclose(value, SCIPY[name](x, y)[0], **ROUNDING)
 
@@ -91,7 +91,8 @@ def test_resamples_agree_with_repeating_the_minima(name):
 def test_intervals_cover_the_truth_as_often_as_they_say():
     # bivariate normal with r = 1/sqrt(2): tau is then 2/pi * arcsin(r) = 1/2 exactly
     tables = [
-        correlate(make_minima(40, seed), n_bootstrap=300, random_state=seed) for seed in range(200)
+        correlate_measures(make_minima(40, seed), n_bootstrap=300, random_state=seed)
+        for seed in range(200)
     ]
     rows = pd.concat(tables)
     for name, truth in [("pearson", sqrt(0.5)), ("kendall", 0.5)]:
@@ -109,10 +110,10 @@ def test_intervals_cover_the_truth_as_often_as_they_say():
 )
 def test_rank_correlations_survive_monotone_maps(pairs, monotone):
     x, y = np.array(pairs, dtype=float).T
-    plain = correlate(
+    plain = correlate_measures(
         pd.DataFrame({"rho": x, "generalization_gap": y}), n_bootstrap=20, random_state=0
     )
-    mapped = correlate(
+    mapped = correlate_measures(
         pd.DataFrame({"rho": monotone(x), "generalization_gap": -monotone(-y)}),
         n_bootstrap=20,
         random_state=0,
@@ -124,7 +125,7 @@ def test_rank_correlations_survive_monotone_maps(pairs, monotone):
 def test_constant_resamples_are_left_out_of_the_interval():
     # with 3 minima, one resample in nine draws the same minimum three times
     minima = pd.DataFrame({"rho": [1.0, 2.0, 3.0], "generalization_gap": [1.0, 2.0, 3.0]})
-    row = correlate(minima, random_state=0).iloc[0]
+    row = correlate_measures(minima, random_state=0).iloc[0]
     np.testing.assert_allclose(row["pearson_low":"kendall_high"].tolist(), 1.0)
 
 
@@ -132,9 +133,9 @@ def test_values_of_any_size_are_correlated():
     minima = make_minima()
     huge = minima.assign(relative_flatness=minima["relative_flatness"] * 1e300)
     tiny = minima.assign(relative_flatness=minima["relative_flatness"] * 1e-300)
-    expected = correlate(minima, random_state=0)
-    assert_frame_equal(correlate(huge, random_state=0), expected)
-    assert_frame_equal(correlate(tiny, random_state=0), expected)
+    expected = correlate_measures(minima, random_state=0)
+    assert_frame_equal(correlate_measures(huge, random_state=0), expected)
+    assert_frame_equal(correlate_measures(tiny, random_state=0), expected)
 
 
 # -- groups ---------------------------------------------------------------------------------------
@@ -152,14 +153,14 @@ def simpson():
 
 def test_coefficients_within_groups_and_pooled():
     minima = simpson()
-    table = correlate(minima, strata="method", n_bootstrap=200, random_state=0)
+    table = correlate_measures(minima, strata="method", n_bootstrap=200, random_state=0)
     assert table["stratum"].tolist() == ["pooled", "within", "sgd", "sam"]
     rows = table.set_index("stratum")
     assert rows["n"].tolist() == [40, 40, 25, 15]
     assert (rows["n_left_out"] == 0).all()
-    expected = {"pooled": correlate(minima, n_bootstrap=200, random_state=0)}
+    expected = {"pooled": correlate_measures(minima, n_bootstrap=200, random_state=0)}
     for name, part in minima.groupby("method"):
-        expected[name] = correlate(part, n_bootstrap=200, random_state=0)
+        expected[name] = correlate_measures(part, n_bootstrap=200, random_state=0)
     for name, alone in expected.items():
         columns = [column for column in alone if column not in {"measure", "n", "n_left_out"}]
         assert rows.loc[name, columns].tolist() == pytest.approx(alone.loc[0, columns].tolist())
@@ -174,7 +175,7 @@ def test_groups_without_a_coefficient_do_not_count_within():
     minima.loc[0, "method"] = "other"  # one minimum
     minima.loc[minima["method"] == "sam", "relative_flatness"] = 1.0  # constant
     minima["train_loss"] = np.nan
-    table = correlate(minima, strata=["method"], n_bootstrap=10, random_state=0)
+    table = correlate_measures(minima, strata=["method"], n_bootstrap=10, random_state=0)
     rows = table[table["measure"] == "relative_flatness"].set_index("stratum")
     assert rows.loc["within", "n"] == rows.loc["sgd", "n"] == 24
     assert rows.loc["within", "kendall"] == pytest.approx(rows.loc["sgd", "kendall"])
@@ -183,4 +184,4 @@ def test_groups_without_a_coefficient_do_not_count_within():
     assert unknown.loc["within", "n"] == 0
     assert unknown["kendall"].isna().all()
     with pytest.raises(ValueError, match="strata: 'optimizer' is no parameter"):
-        correlate(minima, strata="optimizer")
+        correlate_measures(minima, strata="optimizer")

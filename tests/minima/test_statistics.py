@@ -7,7 +7,7 @@ import pytest
 from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 
-from relflat_sk import conditional_mutual_information, correlate, granulated_kendall
+from relflat_sk import conditional_mutual_information, correlate_measures, granulated_kendall
 from relflat_sk.minima._correlation import _COEFFICIENTS
 from relflat_sk.minima._granulated import _Granules, resample_cells
 from relflat_sk.minima._mutual_information import _least, _Pairs
@@ -17,7 +17,11 @@ from tests.minima.sweeps import arrays_of, make_minima
 SETS = [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]
 # each statistic, its first column, and that column in resamples of levels, measure and gap
 STATISTICS = {
-    "correlate": (correlate, "pearson", lambda _, x, y, c: _COEFFICIENTS["pearson"](x, y, c)),
+    "correlate_measures": (
+        correlate_measures,
+        "pearson",
+        lambda _, x, y, c: _COEFFICIENTS["pearson"](x, y, c),
+    ),
     "granulated": (
         granulated_kendall,
         "psi",

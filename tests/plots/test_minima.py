@@ -13,7 +13,7 @@ from relflat_sk import (
     LabelNoiseDisplay,
     MeasurePanelsDisplay,
     MinimaRankingDisplay,
-    correlate,
+    correlate_measures,
     rank_minima,
 )
 from tests.plots.drawings import MEASURES, legend, lines, noisy_table, points, table, ticks
@@ -39,7 +39,9 @@ def test_the_gap_is_drawn_against_the_measure():
     assert_allclose(points(display.ax_), minima[["relative_flatness", "generalization_gap"]])
     assert display.ax_.get_xlabel() == "relative flatness κ (nats)"
     assert display.ax_.get_ylabel().startswith("test loss")
-    expected = correlate(minima, random_state=0).set_index("measure").loc["relative_flatness"]
+    expected = (
+        correlate_measures(minima, random_state=0).set_index("measure").loc["relative_flatness"]
+    )
     names, title = display.ax_.get_title().split("\n")
     assert names == "relative flatness κ and test loss − training loss"  # noqa: RUF001
     assert f"= {interval(expected, 'pearson')}" in title
@@ -158,7 +160,7 @@ def test_arguments_reach_matplotlib():
 def test_every_measure_has_a_panel_with_its_minima_and_its_tau():
     minima = noisy_table(l2_norm=np.geomspace(1, 1e4, 24))
     display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
-    expected = correlate(minima, random_state=0).set_index("measure")
+    expected = correlate_measures(minima, random_state=0).set_index("measure")
     for name, panel in zip(MEASURES, display.axes_, strict=True):
         assert_allclose(points(panel), minima[[name, "generalization_gap"]])
         assert interval(expected.loc[name], "kendall") in panel.get_title()
@@ -264,7 +266,7 @@ def test_the_correlation_at_each_share_of_random_labels_is_that_among_its_minima
     minima = noisy_table()
     display = LabelNoiseDisplay.from_minima(minima, random_state=0)
     expected = {
-        share: correlate(some, random_state=0).set_index("measure")
+        share: correlate_measures(some, random_state=0).set_index("measure")
         for share, some in minima.groupby("param_random_labels")
     }
     for name, panel in zip(MEASURES, display.axes_, strict=True):

@@ -9,7 +9,7 @@ from relflat_sk import (
     FlatnessWarning,
     MeasurePanelsDisplay,
     MinimaObjective,
-    correlate,
+    correlate_measures,
     register_measure,
 )
 from relflat_sk.measures._names import _REGISTERED
@@ -48,7 +48,7 @@ def test_a_search_ranks_by_a_function(tmp_path):
     assert table["param_C"].tolist() == [0.1, 1.0, 10.0]
     assert table["coefficients"].is_monotonic_increasing
     assert search.best_score_ == pytest.approx(-table["coefficients"].iloc[0])
-    assert {"coefficients", "relative_flatness"} <= set(correlate(search)["measure"])
+    assert {"coefficients", "relative_flatness"} <= set(correlate_measures(search)["measure"])
     page = search.report(tmp_path / "minima.html").read_text(encoding="utf-8")
     assert "ranked by coefficients" in page
     pytest.importorskip("matplotlib")

@@ -16,7 +16,7 @@ from torch import nn
 from relflat_sk import (
     FlatnessWarning,
     MinimaRankingDisplay,
-    correlate,
+    correlate_measures,
     granulated_kendall,
     rank_minima,
     rank_models,
@@ -98,7 +98,7 @@ def test_statistics_and_displays_take_the_table():
     ]
     table = rank_models(models, X, Y, X_test=X_TEST, y_test=Y_TEST, **KAPPA)
     assert {"param_batch_size", "param_lr"} == {n for n in table if n.startswith("param_")}
-    assert set(correlate(table)["measure"]) == {"relative_flatness", "train_loss"}
+    assert set(correlate_measures(table)["measure"]) == {"relative_flatness", "train_loss"}
     assert {"psi_batch_size", "psi_lr"} <= set(granulated_kendall(table, target="test_loss"))
     assert rank_minima(table, "test_loss")["test_loss"].is_monotonic_increasing
     display = MinimaRankingDisplay.from_minima(table)

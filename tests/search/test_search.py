@@ -36,7 +36,7 @@ from relflat_sk import (
     FlatnessWarning,
     MinimaObjective,
     StopAtLoss,
-    correlate,
+    correlate_measures,
     measure,
     rank_minima,
     relative_flatness,
@@ -223,7 +223,7 @@ def test_the_whole_grid_is_trained_once(tmp_path):
     assert search.minima_["converged"].all()
     assert search.minima_["relative_flatness"].is_monotonic_increasing
     assert search.minima_["rank"].tolist() == [1, 2, 3, 4]
-    assert len(correlate(search, n_bootstrap=10)) == 2
+    assert len(correlate_measures(search, n_bootstrap=10)) == 2
     blind = make_search().fit(X, Y)  # held-out data do not choose
     assert search.best_params_ == blind.best_params_
     assert blind.minima_["test_loss"].isna().all()
