@@ -165,7 +165,7 @@ def _complete(
         measured = objective._measure(measures, estimator, data, trial) if measures else {}
         failed = {name: one.error for name, one in measured.items() if one.error is not None}
         problems += [f"{name} of trial {trial.number}: {why}" for name, why in failed.items()]
-        values = {name: float(measured[name].value) for name in measured.keys() - failed}
+        values = {name: float(one.value) for name, one in measured.items() if name not in failed}
         if _TEST_LOSS in missing:
             values |= measure_held_out(
                 estimator, found["train_loss"], data.only(trained_rows(estimator)),
