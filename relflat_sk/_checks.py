@@ -130,11 +130,14 @@ def _settle(pending: list[tuple[Judge, list[Tensor]]]) -> None:
         raise_if_wrong(*(next(found) for _ in some))
 
 
+_MOST_MEANT = 4  # names in a suggestion
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Ask which of some names a wrong name stands for."""
     known = sorted(known)
     endings = [name.split("__", i)[-1] for i in range(name.count("__") + 1)]
     same = [other for ending in endings for other in known if other.endswith(f"__{ending}")]
-    found = dict.fromkeys([*same, *difflib.get_close_matches(name, known)])
-    names = " or ".join(map(repr, list(found)[:3]))
+    found = dict.fromkeys([*same, *difflib.get_close_matches(name, known, n=_MOST_MEANT)])
+    names = " or ".join(map(repr, list(found)[:_MOST_MEANT]))
     return f" Did you mean {names}?" if names else ""

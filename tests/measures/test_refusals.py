@@ -305,7 +305,7 @@ REFUSED = [
     (
         scores("flatness"),
         V,
-        "no measure 'flatness'. Did you mean '.*_flatness' or '.*_flatness'",
+        "no measure 'flatness'. Did you mean .*'relative_flatness'.*'normalized_relative_fl",
     ),
     (
         scores(["relative_flatness", "hessian_trace"]),
