@@ -1,10 +1,16 @@
-"""The networks that the budgets are stated for: LeNet-5 and ResNet-18."""
+"""Networks that several benchmarks train: LeNet-5, ResNet-18, and a net trained by SAM."""
 
 from itertools import pairwise
 
 from torch import Tensor, nn
 
-__all__ = ["Head", "LeNet5", "ResNet18"]
+from relflat_sk import RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
+
+__all__ = ["Head", "LeNet5", "ResNet18", "SharpnessAwareClassifier"]
+
+
+class SharpnessAwareClassifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    """The net of all other methods, trained by SAM."""
 
 
 class LeNet5(nn.Module):

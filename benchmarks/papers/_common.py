@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from sklearn.datasets import fetch_openml, load_digits
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.data import add_data_argument, load_images
 from benchmarks._harness.timing import environment, table
@@ -24,6 +26,7 @@ __all__ = [
     "finish",
     "init",
     "load",
+    "losses_of",
     "read_arguments",
 ]
 
@@ -106,6 +109,16 @@ def init(module: nn.Module, kind: str) -> nn.Module:
             draw(layer.weight)
             nn.init.zeros_(layer.bias)
     return module
+
+
+def losses_of(net: Any, data: Arrays) -> dict[str, float]:
+    """Compute a net's mean training loss, and its generalisation gap, by cross-entropy."""
+    X, y, X_test, y_test = data
+    train, test = (
+        cross_entropy(net.forward(part), torch.as_tensor(labels)).item()
+        for part, labels in ((X, y), (X_test, y_test))
+    )
+    return {"train_loss": train, "generalization_gap": test - train}
 
 
 class Minima:

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.networks import LeNet5
-from benchmarks.papers._common import Arrays, init
+from benchmarks.papers._common import Arrays, init, losses_of
 from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
@@ -42,7 +41,7 @@ def train_row(
     quick: bool = False,
 ) -> dict[str, float]:
     """Train a LeNet-5 until its loss is 0.01, and measure at the last layer."""
-    X, y, X_test, y_test = data
+    X, y, *_ = data
     net = RelativeFlatnessRegularizedClassifier(
         InitializedLeNet5, module__kind=kind, flatness_weight=0, lr=lr, batch_size=batch_size,
         optimizer=getattr(torch.optim, optimizer), max_epochs=8 if quick else 400,
@@ -51,13 +50,8 @@ def train_row(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net.fit(X, y)
-        losses = [
-            cross_entropy(net.forward(part), torch.as_tensor(labels)).item()
-            for part, labels in ((X, y), (X_test, y_test))
-        ]
         return {
-            "train_loss": losses[0],
-            "generalization_gap": losses[1] - losses[0],
+            **losses_of(net, data),
             "epochs": len(net.history),
             **measures(net.module_, X, y, seed, n_draws=2 if quick else 10),
         }

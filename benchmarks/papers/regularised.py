@@ -17,21 +17,19 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
+from benchmarks._harness.networks import SharpnessAwareClassifier
 from benchmarks._harness.problems import SmallConvNet
-from benchmarks.papers._common import Arrays, Minima, bootstrap, finish, load, read_arguments
-from relflat_sk import (
-    RelativeFlatnessRegularizedClassifier,
-    SharpnessAwareMixin,
-    StopAtLoss,
-    relative_flatness,
+from benchmarks.papers._common import (
+    Arrays,
+    Minima,
+    bootstrap,
+    finish,
+    load,
+    losses_of,
+    read_arguments,
 )
-
-
-class SharpnessAwareClassifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
-    """The net of all other methods, trained by SAM."""
-
+from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, relative_flatness
 
 METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -70,18 +68,14 @@ def train_row(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net.fit(X_fit, y_fit)
-        losses = [
-            cross_entropy(net.forward(part), torch.as_tensor(labels)).item()
-            for part, labels in ((X, y), (X_test, y_test))
-        ]
+        losses = losses_of(net, data)
         given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
         flatness = {
             f"relative_flatness_{layer}": relative_flatness(net.module_, X, y, layer=layer, **given)
             for layer in (-1, -2)
         }
     return {
-        "train_loss": losses[0],
-        "generalization_gap": losses[1] - losses[0],
+        **losses,
         "test_error": float((net.predict(X_test) != y_test).mean()),
         **flatness,
     }

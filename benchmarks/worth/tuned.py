@@ -25,19 +25,12 @@ from scipy import stats
 from sklearn.model_selection import train_test_split
 from skorch.callbacks import GradientNormClipping, LRScheduler
 
+from benchmarks._harness.networks import SharpnessAwareClassifier
 from benchmarks._harness.problems import Arrays, Problem, add_problem_arguments, load_problem
 from benchmarks._harness.timing import environment, table
-from relflat_sk import (
-    FlatnessWarning,
-    RelativeFlatnessRegularizedClassifier,
-    SharpnessAwareMixin,
-)
+from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier
 
 Params = dict[str, Any]
-
-
-class SharpnessAwareClassifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
-    """The net of all other methods, trained by SAM."""
 
 
 # -- methods -----------------------------------------------------------------------------
