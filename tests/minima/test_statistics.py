@@ -107,9 +107,9 @@ def test_same_seed_same_intervals(statistic, kind):
 
 def test_without_a_seed_the_global_random_state_stays_as_it_was(statistic):
     before = np.random.get_state()[1].copy()  # noqa: NPY002
-    first, second = (statistic(make_minima(), random_state=None) for _ in "ab")
-    low = f"{statistic.column}_low"
-    assert first[low].item() != second[low].item()
+    low, minima = f"{statistic.column}_low", make_minima()
+    # ranks take few values: one pair of draws in eighty has the same limit
+    assert len({statistic(minima, random_state=None)[low].item() for _ in range(8)}) > 1
     assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
 
 

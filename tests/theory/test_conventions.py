@@ -74,7 +74,9 @@ def test_random_states_decide_the_result(name):
 
     assert found(3) == found(3)
     if name != "worst_feature_robustness":  # here, the identity is the worst matrix
-        assert len({found(3), found(4), found(None), found(None)}) == 4
+        assert found(3) != found(4)
+        # an error takes few values: one draw in ten gives the commonest of pac_bayes_bound
+        assert len({found(None) for _ in range(12)}) > 1
     assert found(np.random.RandomState(3)) == found(np.random.RandomState(3))
 
 
