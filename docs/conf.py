@@ -19,7 +19,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["README.md", "checklists.md", "releasing.md"]
+exclude_patterns = ["README.md", "releasing.md"]
 
 myst_heading_anchors = 3
 numpydoc_show_class_members = False  # the class pages list them

@@ -1,6 +1,7 @@
 """The examples of the README and the docs run as a user would paste them."""
 
 import os
+import re
 import subprocess
 import sys
 from textwrap import indent
@@ -16,8 +17,16 @@ from tests.contracts.pages import ROOT, assert_prints, blocks, run_block
 
 def test_the_readme_fits_on_a_screen_and_its_example_prints_what_it_says(tmp_path, capsys):
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 80
-    run_block(blocks("README.md")[0], tmp_path)
+    run_block("\n".join(blocks("README.md")), tmp_path)
     assert_prints("README.md", capsys.readouterr().out)
+
+
+def test_the_site_starts_with_the_first_block_of_the_readme():
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert blocks("docs/index.md") == blocks("README.md")[:1]
+    assert (
+        re.search("```text\n.*\n```", (ROOT / "README.md").read_text(encoding="utf-8"))[0] in text
+    )
 
 
 def test_the_five_minutes_print_what_the_page_says(tmp_path, capsys):
