@@ -69,14 +69,19 @@ sphinx_gallery_conf = {
     "backreferences_dir": "gallery/uses",  # for the examples on the pages of the API
     "doc_module": ("relflat_sk",),
     "show_memory": False,
+    "write_computation_times": False,  # the page would load scripts from another site
     "remove_config_comments": True,
 }
 
 html_math_renderer = "mathml"  # MathJax would be fetched from another site
 html_theme = "pydata_sphinx_theme"
 html_title = "relflat_sk"
-html_theme_options = {"show_prev_next": False, "show_toc_level": 2}
-html_sidebars = {"start": []}
+html_theme_options = {
+    "show_prev_next": False,
+    "show_toc_level": 2,
+    "header_links_before_dropdown": 7,
+}
+html_sidebars = {"start": [], "does_it_help": [], "limits": []}  # pages without a section
 html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]

@@ -237,7 +237,7 @@ def draw(ranks: pd.Series, least: float, path: str | Path) -> None:
             ax.plot([first - 0.1] * 2, [i, last], lw=3, alpha=0.4, solid_capstyle="round")
             reached = last
     ax.set_xlabel(
-        f"mean rank of the test error (ways joined by a bar differ by less than {least:.1f})"
+        f"mean rank of the test error\n(ways joined by a bar differ by less than {least:.1f})"
     )
     fig.tight_layout()
     fig.savefig(path)
