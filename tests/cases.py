@@ -5,6 +5,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from relflat_sk import RelativeFlatnessPenalty
+
+# kappa / (2 m) itself, as the papers have it
+published_penalty = partial(RelativeFlatnessPenalty, weight=1.0, clip=None)
+
 
 def classes(k):
     """Class indices as targets; as below, a function of the number of samples."""

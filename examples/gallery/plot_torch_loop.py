@@ -23,7 +23,7 @@ def train(weight):
     """Train, and return the loss and the flatness of all data after each epoch."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    penalty = RelativeFlatnessPenalty(weight=weight, clip=0.5)
+    penalty = RelativeFlatnessPenalty(weight=weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     curves = []
     for _ in range(20):

@@ -36,7 +36,7 @@ class RelativeFlatnessPenalty:
 
     The penalty is
 
-    .. math:: \sum_{\text{layers}} \frac{\kappa}{2 m}, \qquad
+    .. math:: \text{weight} \sum_{\text{layers}} \frac{\kappa}{2 m}, \qquad
         \kappa = \sum_{s,t} \langle w_s, w_t \rangle \mathrm{Tr}(H_{s,t}),
 
     where :math:`m` is the number of features that the layer receives, and :math:`H` the Hessian
@@ -53,14 +53,14 @@ class RelativeFlatnessPenalty:
     probes : int, default=1
         Number of random probes per sample where there is no closed form: at hidden layers, and
         for criteria that `relflat_sk` does not know. The penalty is unbiased for any number.
-    weight : float, default=1.0
-        Factor of the penalty.
-    clip : float or None, default=None
-        Limit of ``weight * penalty``, as `flatness_clip` of `RelativeFlatnessRegularizedNet`;
-        0.5 is a good value. The penalty is scaled down to it, by what its past calls have shown:
-        use one penalty for one training.
-        None: no limit, as published. Without a limit, a large weight can end in a dead network,
-        which is perfectly flat. With it, the weight hardly matters once it is large enough.
+    weight : float, default=0.1
+        Factor of the penalty, as `flatness_weight` of `RelativeFlatnessRegularizedNet`.
+    clip : float or None, default=0.5
+        Limit of ``weight * penalty``, as `flatness_clip` of `RelativeFlatnessRegularizedNet`. The
+        penalty is scaled down to it, by what its past calls have shown: use one penalty for one
+        training. None: no limit, as published. Without a limit, a large weight can end in a dead
+        network, which is perfectly flat. With it, the weight hardly matters once it is large
+        enough.
 
     Raises
     ------
@@ -103,15 +103,12 @@ class RelativeFlatnessPenalty:
     >>> X, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
     >>> with penalty.capture(net):
     ...     y_pred = net(X)
-    >>> loss = criterion(y_pred, y) + 0.1 * penalty(criterion, y_pred, y)
+    >>> loss = criterion(y_pred, y) + penalty(criterion, y_pred, y)
     >>> loss.backward()
 
-    With a limit, the penalty knows its own weight:
+    The penalty itself, without weight and limit:
 
-    >>> penalty = RelativeFlatnessPenalty(weight=10.0, clip=0.5)
-    >>> with penalty.capture(net):
-    ...     y_pred = net(X)
-    ...     loss = criterion(y_pred, y) + penalty(criterion, y_pred, y)
+    >>> published = RelativeFlatnessPenalty(weight=1.0, clip=None)
     """
 
     def __init__(
@@ -120,8 +117,8 @@ class RelativeFlatnessPenalty:
         normalize: bool = False,
         probes: int = 1,
         *,
-        weight: float = 1.0,
-        clip: float | None = None,
+        weight: float = 0.1,
+        clip: float | None = 0.5,
     ) -> None:
         check_integer("probes", probes, minimum=1)
         check_number("weight", weight, positive=None)

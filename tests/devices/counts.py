@@ -103,7 +103,7 @@ def test_a_step_does_not_wait_for_labels_on_the_device():
 @pytest.mark.parametrize(("together", "n_waits"), [(True, 1), (False, 3)])
 def test_a_plain_loop_waits_for_labels_on_the_device_once_if_told_to(together, n_waits):
     X, y = (tensor.to(DEVICE) for tensor in make_data(1))
-    net, penalty = LeNet5().to(DEVICE), RelativeFlatnessPenalty(clip=0.5)
+    net, penalty = LeNet5().to(DEVICE), RelativeFlatnessPenalty(weight=1.0)
 
     def step():
         with penalty.capture(net):

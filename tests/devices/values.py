@@ -282,7 +282,7 @@ def test_labels_to_ignore_on_the_device():
 
 def test_a_plain_loop_refuses_labels_on_the_device():
     X, y = (tensor.to(DEVICE) for tensor in make_data())
-    net, penalty = make_mlp().to(DEVICE), RelativeFlatnessPenalty(clip=0.5)
+    net, penalty = make_mlp().to(DEVICE), RelativeFlatnessPenalty(weight=1.0)
     with penalty.capture(net):
         output = net(X)
     y[3] = 7

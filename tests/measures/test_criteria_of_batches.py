@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 from relflat_sk import (
     FlatnessWarning,
-    RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedNet,
     flatness_report,
     measure,
     relative_flatness,
 )
+from tests.cases import published_penalty
 
 
 class MeanAndVariance(nn.Module):
@@ -86,7 +86,7 @@ def test_a_penalty_and_measures_refuse_a_criterion_of_both_heads(data, two_heads
     net = RelativeFlatnessRegularizedNet(two_heads, criterion=GaussianLoss, **SETTINGS)
     with pytest.raises(ValueError, match=WHOLE.format("the flatness penalty needs")):
         net.fit(*data)
-    penalty = RelativeFlatnessPenalty(layer="mean")
+    penalty = published_penalty(layer="mean")
     with penalty.capture(two_heads):
         output = two_heads(data[0])
     with pytest.raises(ValueError, match=WHOLE.format("the flatness penalty needs")):
@@ -129,7 +129,7 @@ def test_a_criterion_that_is_no_mean_over_samples_warns(data, chain, name):
 
 
 def test_a_penalty_warns_of_it_in_the_first_step(data, chain):
-    penalty = RelativeFlatnessPenalty()
+    penalty = published_penalty()
     caught = []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as found:

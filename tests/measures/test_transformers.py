@@ -24,6 +24,7 @@ from relflat_sk._network.borrowing import explicit_attention
 from relflat_sk.measures import evaluate
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles
+from tests.cases import published_penalty
 from tests.hugging_face import Conv1D, GPT2LMHeadModel, conv1d
 from tests.measures.nets import (
     CE,
@@ -165,7 +166,7 @@ def test_attention_behind_the_last_layer():
     H, W = oracles.weight_hessian(written, "qkv", CE, X, y)
     value = relative_flatness(net, X, y, criterion=CE, method="exact", batch_size=3)
     assert value == pytest.approx(oracles.kappa_of(H, W), rel=1e-8)
-    penalty = RelativeFlatnessPenalty()
+    penalty = published_penalty()
     for _ in range(3):
         with penalty.capture(net):
             output = net(X)
@@ -199,7 +200,7 @@ def test_kernels_are_allowed_as_before_also_after_an_exception(flash):
         with pytest.raises(ZeroDivisionError):
             fisher_rao_norm(to_network(net, X, y, DataOptions(CE)))
         for _ in range(2):
-            with pytest.raises(ZeroDivisionError), RelativeFlatnessPenalty(0).capture(net):
+            with pytest.raises(ZeroDivisionError), published_penalty(0).capture(net):
                 net(X)
         assert len(net.allowed) == 4
         assert set(net.allowed) == {(False, False, False, True)}
@@ -245,7 +246,7 @@ def test_penalty_at_the_tied_head():
     problem = gpt2()
     net, X, y = problem.net, problem.X, problem.y
     truth = evaluate("relative_flatness", net, X, y, layer="lm_head", criterion=CE).value / (2 * 4)
-    penalty = RelativeFlatnessPenalty()
+    penalty = published_penalty()
     for _ in range(3):
         with penalty.capture(net):
             out = net(X)
@@ -419,7 +420,7 @@ def test_hugging_face_gpt2():
         rows = report[report["layer"] == name].set_index("measure")["value"]
         for one in rows.index:
             assert rows[one] == pytest.approx(oracles.TABLE_1[one](H, W), rel=1e-7)
-    penalty = RelativeFlatnessPenalty("all", clip=0.5)
+    penalty = RelativeFlatnessPenalty("all", weight=1.0)
     for _ in range(2):
         with penalty.capture(net):
             out = net(X)

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from relflat_sk import (
     FlatnessWarning,
     LayerNotFoundError,
-    RelativeFlatnessPenalty,
     flatness_report,
     relative_flatness,
 )
@@ -18,6 +17,7 @@ from relflat_sk._network.layers import find_layer
 from relflat_sk._network.recording import record_tail
 from relflat_sk._network.tail import find_link
 from tests import oracles
+from tests.cases import published_penalty
 from tests.penalty.every_draw import assert_right_on_average
 
 N = 6
@@ -50,7 +50,7 @@ def chain(a, b, x):
 
 
 def penalise(net, X, y, criterion=CE, layer=-1, weight=None):
-    penalty = RelativeFlatnessPenalty(layer)
+    penalty = published_penalty(layer)
     with penalty.capture(net):
         y_pred = net(X)
     return penalty(criterion, y_pred, y, weight)
@@ -273,7 +273,7 @@ def test_penalties_of_several_outputs_for_each_sample(n_outputs, shape, name):
     y = torch.arange(2 * N) % 3
     H, W = oracles.weight_hessian(net, name, CE, X, y)
     truth = oracles.kappa_of(H, W) / (2 * W.shape[1])
-    assert_right_on_average(RelativeFlatnessPenalty(name), net, CE, X, y, truth)
+    assert_right_on_average(published_penalty(name), net, CE, X, y, truth)
 
 
 @pytest.mark.parametrize("rows", [slice(None, None, 2), [2, 0, 1, 5, 3, 4]], ids=["some", "order"])
@@ -284,7 +284,7 @@ def test_penalties_of_chosen_rows(rows, name):
     truth = oracles.kappa_of(H, W) / (2 * W.shape[1])
     net.run = lambda a, b, x: chain(a, b, x).view(copies, N, 3)[:, rows].flatten(0, 1)
     torch.manual_seed(0)
-    penalty = RelativeFlatnessPenalty(name, probes=8)
+    penalty = published_penalty(name, probes=8)
     with penalty.capture(net):
         y_pred = net(X.repeat(copies, 1))
     assert penalty(CE, y_pred, y.repeat(copies)).item() == pytest.approx(truth, rel=0.05)
@@ -426,7 +426,7 @@ def test_penalties_take_the_weight_that_a_hook_computed_for_their_pass():
     for again in (False, True):
         net = Tied("none")
         weight_norm(net.enc)
-        penalty = RelativeFlatnessPenalty("enc")
+        penalty = published_penalty("enc")
         with penalty.capture(net):
             y_pred = net(Z)
         if again:

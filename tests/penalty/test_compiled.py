@@ -8,6 +8,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.testing import assert_close
 
 from relflat_sk import RelativeFlatnessPenalty
+from tests.cases import published_penalty
 
 CE = nn.CrossEntropyLoss()
 BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -111,7 +112,7 @@ def test_hooks_of_the_last_layer_run_once():
 def test_refuses_a_network_that_begins_to_do_more_behind_its_last_layer():
     net, X, y = make()
     compiled = torch.compile(net, backend="eager")
-    penalty = RelativeFlatnessPenalty()
+    penalty = published_penalty()
     for _ in range(2):
         with penalty.capture(compiled):
             output = compiled(X)

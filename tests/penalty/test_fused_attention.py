@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
+from relflat_sk import RelativeFlatnessRegularizedClassifier
 from tests import oracles
+from tests.cases import published_penalty
 from tests.measures.nets import CE, HEADS, KINDS, FusedAttention, allowed
 from tests.measures.nets import make_fused as make
 from tests.penalty.every_draw import assert_right_on_average
@@ -29,14 +30,14 @@ def test_right_on_average_in_training(kind, layer):
     torch.testing.assert_close(net(X), written(X))
     H, W = oracles.weight_hessian(written, layer, CE, X, y)
     truth = oracles.kappa_of(H, W) / (2 * W.shape[1])
-    penalty = RelativeFlatnessPenalty(layer)
+    penalty = published_penalty(layer)
     assert_right_on_average(penalty, net, CE, X, y, truth, seed=SEED)
 
 
 @pytest.mark.parametrize("layer", ["qkv", "all"])
 def test_slope(layer):
     net, _, X, y = make("causal")
-    penalty = RelativeFlatnessPenalty(layer)
+    penalty = published_penalty(layer)
     assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=1e-5)
 
 
@@ -44,14 +45,14 @@ def test_attention_stays_fused_where_no_second_derivative_is_needed():
     net, _, X, y = make("plain")
     before = allowed()
     for layer in (-1, 2, "head"):
-        penalty = RelativeFlatnessPenalty(layer)
+        penalty = published_penalty(layer)
         for _ in range(3):
             with penalty.capture(net):
                 output = net(X)
             penalty(CE, output, y).backward()
         assert net.allowed[-2:] == [before] * 2  # the first step finds the layers
     assert net.allowed[:3] == [before] * 3
-    penalty = RelativeFlatnessPenalty("qkv")
+    penalty = published_penalty("qkv")
     for _ in range(3):
         with penalty.capture(net):
             output = net(X)
@@ -95,7 +96,7 @@ def test_attention_with_added_keys():
             return self.head(self.attention(h, h, h, need_weights=False)[0].mean(1))
 
     net, X, y = Attends(), torch.randn(6, 3, 4), torch.arange(6) % 3
-    penalty = RelativeFlatnessPenalty("body")
+    penalty = published_penalty("body")
     for _ in range(2):
         with penalty.capture(net):
             output = net(X)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from relflat_sk import RelativeFlatnessPenalty
+from tests.cases import published_penalty
 from tests.hugging_face import GPT2
 from tests.measures.nets import CE
 from tests.measures.test_many_classes import Sizes, by_sums, make
@@ -28,7 +29,7 @@ def few_are_many(monkeypatch):
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
 def test_value_and_gradient_in_float32(d, m, gain, normalize):
     net, X, y = make(d, m, gain)
-    penalty = RelativeFlatnessPenalty(normalize=normalize)
+    penalty = published_penalty(normalize=normalize)
     with penalty.capture(net):
         output = net(X)
     value = penalty(CE, output, y)
@@ -139,7 +140,7 @@ def test_two_penalties_of_one_forward_pass():
     net, X, y = make(6, 5, 2.0)
     gradients = []
     for weights in [(1.0, 2.0), (3.0,)]:
-        penalties = [RelativeFlatnessPenalty(weight=weight) for weight in weights]
+        penalties = [published_penalty(weight=weight) for weight in weights]
         with contextlib.ExitStack() as stack:
             for penalty in penalties:
                 stack.enter_context(penalty.capture(net))
@@ -153,7 +154,7 @@ def test_two_penalties_of_one_forward_pass():
 def test_loss_and_penalty_are_differentiated_apart():
     """The gradient of the loss alone has nothing of a penalty that was differentiated before."""
     net, X, y = make(6, 5, 2.0)
-    parameters, penalty = list(net.parameters()), RelativeFlatnessPenalty()
+    parameters, penalty = list(net.parameters()), published_penalty()
     plain = torch.autograd.grad(CE(net(X), y), parameters)
     with penalty.capture(net):
         output = net(X)
@@ -226,7 +227,7 @@ def test_few_and_many_classes_have_the_same_second_derivatives(normalize, monkey
     net, X = net.double(), X.double()
 
     def second_derivatives():
-        penalty = RelativeFlatnessPenalty(normalize=normalize)
+        penalty = published_penalty(normalize=normalize)
         with penalty.capture(net):
             output = net(X)
         parameters = list(net.parameters())
@@ -242,7 +243,7 @@ def test_few_and_many_classes_have_the_same_second_derivatives(normalize, monkey
 def test_bfloat16_weights_get_gradients_of_their_type():
     net, X, y = make(6, 5, 2.0)
     net.bfloat16()
-    penalty = RelativeFlatnessPenalty()
+    penalty = published_penalty()
     with penalty.capture(net):
         output = net(X.bfloat16())
     value = penalty(CE, output, y)

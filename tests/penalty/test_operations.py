@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._harness.networks import LeNet5, ResNet18
-from relflat_sk import RelativeFlatnessPenalty
+from tests.cases import published_penalty
 
 SIZE = 32  # of images
 # behind the layer one pass more, and two to differentiate it, next to the three of a plain step;
@@ -40,4 +40,4 @@ def count_step(network, penalty=None):
 @pytest.mark.parametrize("step", STEPS, ids=", ".join)
 def test_multiplications_of_a_step(step):
     network, layer, most = STEPS[step]
-    assert count_step(network, RelativeFlatnessPenalty(layer)) <= most * count_step(network)
+    assert count_step(network, published_penalty(layer)) <= most * count_step(network)

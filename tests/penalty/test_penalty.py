@@ -5,9 +5,14 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import FlatnessWarning, LayerNotFoundError, RelativeFlatnessPenalty
+from relflat_sk import (
+    FlatnessWarning,
+    LayerNotFoundError,
+    RelativeFlatnessPenalty,
+    RelativeFlatnessRegularizedNet,
+)
 from tests import oracles
-from tests.cases import CASES
+from tests.cases import CASES, published_penalty
 from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
@@ -32,7 +37,7 @@ def test_probabilities_under_cross_entropy_are_doubtful():
     net = nn.Sequential(nn.Linear(5, 3), nn.Softmax(dim=1))
     with pytest.warns(FlatnessWarning, match="CrossEntropyLoss takes logits, .* ends in a softmax"):
         evaluate(
-            RelativeFlatnessPenalty(), net, nn.CrossEntropyLoss(), torch.randn(4, 5),
+            published_penalty(), net, nn.CrossEntropyLoss(), torch.randn(4, 5),
             torch.arange(4) % 3,
         )  # fmt: skip
 
@@ -49,7 +54,7 @@ def expected(net, name, criterion, X, y):
 def test_last_layer_is_kappa_over_2m_of_the_full_hessian(case):
     net, criterion, X, y = make(case)
     state = torch.get_rng_state()
-    with (penalty := RelativeFlatnessPenalty()).capture(net):
+    with (penalty := published_penalty()).capture(net):
         output = net(X)
     value = penalty(criterion, output, y)
     assert value.item() == pytest.approx(expected(net, layers(net)[-1], criterion, X, y), rel=EXACT)
@@ -60,7 +65,7 @@ def test_last_layer_is_kappa_over_2m_of_the_full_hessian(case):
 def test_last_layer_without_closed_form_is_right_on_average(case):
     net, criterion, X, y = make(case)
     truth = expected(net, layers(net)[-1], criterion, X, y)
-    assert_right_on_average(RelativeFlatnessPenalty(), net, criterion, X, y, truth)
+    assert_right_on_average(published_penalty(), net, criterion, X, y, truth)
 
 
 @pytest.mark.parametrize("case", ["cross-entropy", "bce of sigmoid", "squared error", "a function"])
@@ -68,7 +73,7 @@ def test_last_layer_without_closed_form_is_right_on_average(case):
 @pytest.mark.parametrize("probes", [1, 4])
 def test_earlier_layers_are_right_on_average(case, layer, probes):
     net, criterion, X, y = make(case)
-    penalty = RelativeFlatnessPenalty(layer, probes=probes)
+    penalty = published_penalty(layer, probes=probes)
     truth = expected(net, layers(net)[layer], criterion, X, y)
     assert_right_on_average(penalty, net, criterion, X, y, truth)
 
@@ -76,7 +81,7 @@ def test_earlier_layers_are_right_on_average(case, layer, probes):
 @pytest.mark.parametrize("case", CLOSED)
 def test_the_order_in_which_layers_are_named_does_not_matter(case):
     net, criterion, X, y = make(case)
-    values = [evaluate(RelativeFlatnessPenalty(order), net, criterion, X, y)
+    values = [evaluate(published_penalty(order), net, criterion, X, y)
               for order in ([-1, 0], [0, -1])]  # fmt: skip
     assert_close(values[0], values[1], rtol=EXACT, atol=0)
 
@@ -85,11 +90,11 @@ def test_the_order_in_which_layers_are_named_does_not_matter(case):
 def test_sums_where_the_criterion_sums(case):
     net, criterion, X, y = make(case)
     mean, mean_loss = (
-        evaluate(RelativeFlatnessPenalty(), net, criterion, X, y),
+        evaluate(published_penalty(), net, criterion, X, y),
         criterion(net(X), y),
     )
     criterion.reduction = "sum"
-    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    value = evaluate(published_penalty(), net, criterion, X, y)
     assert_close(value, mean * criterion(net(X), y) / mean_loss, rtol=EXACT, atol=0)
     if case in CLOSED:
         truth = expected(net, layers(net)[-1], criterion, X, y)
@@ -101,7 +106,7 @@ def test_sums_where_the_criterion_sums(case):
 def test_layers_add(layer, case):
     net, criterion, X, y = make(case)
     truth = sum(expected(net, name, criterion, X, y) for name in layers(net))
-    assert_right_on_average(RelativeFlatnessPenalty(layer), net, criterion, X, y, truth)
+    assert_right_on_average(published_penalty(layer), net, criterion, X, y, truth)
 
 
 @pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error"])
@@ -119,7 +124,7 @@ def test_normalized_is_theorem_4(case):
     truth = oracles.normalized_relative_flatness(
         phi, layer.weight.detach(), lambda z: criterion(z + constant, y), spread
     )
-    value = evaluate(RelativeFlatnessPenalty(normalize=True), net, criterion, X, y)
+    value = evaluate(published_penalty(normalize=True), net, criterion, X, y)
     assert value.item() == pytest.approx(truth / (2 * layer.in_features), rel=EXACT)
 
 
@@ -128,7 +133,7 @@ def test_weights_are_repetitions_for_the_normalized_penalty(layer):
     net, criterion, X, y = make("cross-entropy")
     times = torch.arange(len(y)) % 3  # some samples do not count
     X[times == 0] += 5
-    penalty = RelativeFlatnessPenalty(layer, normalize=True)
+    penalty = published_penalty(layer, normalize=True)
     repeated = X.repeat_interleave(times, dim=0), y.repeat_interleave(times)
 
     def mean(X, y, **options):
@@ -147,10 +152,10 @@ def test_normalized_ignores_rounding_noise_on_a_constant_feature():
     net = nn.Sequential(nn.Identity(), nn.Linear(3, 4))
     X, y = torch.randn(8, 3), torch.arange(8) % 4
     X[:, 1] = 0.1
-    exact = evaluate(RelativeFlatnessPenalty(normalize=True), net, nn.CrossEntropyLoss(), X, y)
+    exact = evaluate(published_penalty(normalize=True), net, nn.CrossEntropyLoss(), X, y)
     X[::2, 1] *= 1 + torch.finfo(torch.float32).eps
     assert X[:, 1].var() > 0
-    noisy = evaluate(RelativeFlatnessPenalty(normalize=True), net, nn.CrossEntropyLoss(), X, y)
+    noisy = evaluate(published_penalty(normalize=True), net, nn.CrossEntropyLoss(), X, y)
     assert_close(noisy, exact)
 
 
@@ -183,21 +188,21 @@ def assert_slope_is_that_of_differences(penalty, net, criterion, X, y, step=1e-5
 @pytest.mark.parametrize("layer", [-1, 0])
 def test_slope_in_every_parameter(case, layer):
     net, criterion, X, y = make(case)
-    assert_slope_is_that_of_differences(RelativeFlatnessPenalty(layer), net, criterion, X, y)
+    assert_slope_is_that_of_differences(published_penalty(layer), net, criterion, X, y)
 
 
 @pytest.mark.parametrize("case", ["cross-entropy", "bce of sigmoid", "huber"])
 @pytest.mark.parametrize("layer", [-1, -2])
 def test_slope_of_the_normalized_penalty(case, layer):
     net, criterion, X, y = make(case)
-    penalty = RelativeFlatnessPenalty(layer, normalize=True, probes=2)
+    penalty = published_penalty(layer, normalize=True, probes=2)
     assert_slope_is_that_of_differences(penalty, net, criterion, X, y)
 
 
 def test_slope_of_several_layers_of_a_summed_loss():
     net, criterion, X, y = make("bce multi-label, pos_weight and weight")
     criterion.reduction = "sum"
-    assert_slope_is_that_of_differences(RelativeFlatnessPenalty("all"), net, criterion, X, y)
+    assert_slope_is_that_of_differences(published_penalty("all"), net, criterion, X, y)
 
 
 # -- how it is used ----------------------------------------------------------------------
@@ -212,7 +217,7 @@ def count_calls(net):
 def test_takes_one_forward_pass_and_leaves_nothing_behind():
     net, criterion, X, y = make("cross-entropy")
     calls = count_calls(net)
-    penalty = RelativeFlatnessPenalty("all")
+    penalty = published_penalty("all")
     evaluate(penalty, net, criterion, X, y).backward()
     assert len(calls) == 1
     fresh = make("cross-entropy")[0]
@@ -229,10 +234,10 @@ def test_takes_one_forward_pass_and_leaves_nothing_behind():
 
 def test_keeps_what_others_put_in_place_of_a_layers_forward():
     net, criterion, X, y = make("cross-entropy")
-    expected = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    expected = evaluate(published_penalty(), net, criterion, X, y)
     calls, usual = [], net[-1].forward
     net[-1].forward = own = lambda x: calls.append(1) or usual(x)
-    inner, outer = RelativeFlatnessPenalty(), RelativeFlatnessPenalty("all")
+    inner, outer = published_penalty(), published_penalty("all")
     for done in (1, 2):
         with outer.capture(net), inner.capture(net):
             output = net(X)
@@ -258,17 +263,17 @@ class Wrapped(nn.Module):
 )
 def test_finds_the_logits(wrap):
     net, criterion, X, y = make("cross-entropy")
-    plain = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
-    wrapped = evaluate(RelativeFlatnessPenalty(), Wrapped(net, wrap), criterion, X, y)
+    plain = evaluate(published_penalty(), net, criterion, X, y)
+    wrapped = evaluate(published_penalty(), Wrapped(net, wrap), criterion, X, y)
     assert_close(wrapped, plain, rtol=0, atol=0)
 
 
 def test_is_float32_under_autocast():
     net, criterion, X, y = make("cross-entropy")
-    exact = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y).item()
+    exact = evaluate(published_penalty(), net, criterion, X, y).item()
     net.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = evaluate(RelativeFlatnessPenalty(), net, criterion, X.float(), y)
+        value = evaluate(published_penalty(), net, criterion, X.float(), y)
     assert value.dtype == torch.float32
     assert value.item() == pytest.approx(exact, rel=0.05)  # bfloat16 has 8 bits
     value.backward()
@@ -279,7 +284,7 @@ def test_saturated_predictions_cost_nothing_and_have_no_nan_slope():
     net, criterion, X, y = make("cross-entropy")
     with torch.no_grad():
         net[-1].weight.mul_(1e6)
-    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    value = evaluate(published_penalty(), net, criterion, X, y)
     value.backward()
     assert 0 <= value.item() < 1e-6 * net[-1].weight.square().sum().item()
     assert all(p.grad.isfinite().all() for p in net.parameters())
@@ -294,7 +299,7 @@ def test_saturated_predictions_cost_nothing_and_have_no_nan_slope():
     ],
 )
 def test_refuses_weights(weight, message):
-    net, penalty = nn.Sequential(nn.Linear(2, 3)), RelativeFlatnessPenalty()
+    net, penalty = nn.Sequential(nn.Linear(2, 3)), published_penalty()
     with penalty.capture(net):
         output = net(torch.zeros(5, 2))
     with pytest.raises(ValueError, match=message):
@@ -317,10 +322,10 @@ def test_another_layer_can_be_asked_for_later(layer):
             output = net(X)
         return penalty(criterion, output, y).item()
 
-    penalty = RelativeFlatnessPenalty()
+    penalty = published_penalty()
     last = value(penalty)
     penalty.layer = layer
-    assert value(penalty) == value(RelativeFlatnessPenalty(layer=layer)) != last
+    assert value(penalty) == value(published_penalty(layer=layer)) != last
     if isinstance(layer, list):
         layer.pop(0)
         assert value(penalty) == last
@@ -331,7 +336,7 @@ def test_refuses_unknown_layers_and_those_without_weight(layer):
     net, _, X, _ = make("cross-entropy")
     with (
         pytest.raises(LayerNotFoundError, match=r"(?s)layer.*0: '0' \(Linear\)"),
-        RelativeFlatnessPenalty(layer).capture(net),
+        published_penalty(layer).capture(net),
     ):
         net(X)
 
@@ -397,7 +402,7 @@ REFUSED = {
 def test_refuses_what_has_no_penalty(case, layer):
     call, error, message = REFUSED[case]
     net, _, X, y = make("cross-entropy")
-    with (penalty := RelativeFlatnessPenalty(layer)).capture(net):
+    with (penalty := published_penalty(layer)).capture(net):
         arguments = call(net, X, y)
     with pytest.raises(error, match=message):
         penalty(*arguments)
@@ -407,7 +412,7 @@ def test_refuses_what_has_no_penalty(case, layer):
 def test_refuses_the_output_of_another_forward_pass(layer):
     net, criterion, X, y = make("squared error")
     output = net(X)
-    with (penalty := RelativeFlatnessPenalty(layer)).capture(net):
+    with (penalty := published_penalty(layer)).capture(net):
         net(X)
     with pytest.raises(ValueError, match="not the output of the captured .*once, inside"):
         penalty(criterion, output, y)
@@ -415,7 +420,7 @@ def test_refuses_the_output_of_another_forward_pass(layer):
 
 def test_refuses_to_be_called_without_a_new_forward_pass():
     net, criterion, X, y = make("cross-entropy")
-    penalty = RelativeFlatnessPenalty()
+    penalty = published_penalty()
     message = "has recorded no forward pass"
     with pytest.raises(RuntimeError, match=message):
         penalty(criterion, net(X), y)
@@ -432,25 +437,27 @@ def test_refuses_to_be_called_without_a_new_forward_pass():
 
 def test_refuses_a_layer_in_a_part_without_gradients():
     net = nn.Sequential(WithoutGradients(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3)).double()
-    penalty = RelativeFlatnessPenalty(0)
+    penalty = published_penalty(0)
     with penalty.capture(net):
         output = net(torch.ones(2, 5).double())
     with pytest.raises(ValueError, match="nothing to train up to layer '0.0'"):
         penalty(CE, output, torch.tensor([0, 1]))
 
 
-def test_repr_shows_all_parameters():
-    penalty = RelativeFlatnessPenalty(["0", -1], probes=2, clip=0.5)
-    assert repr(penalty) == (
-        "RelativeFlatnessPenalty(layer=['0', -1], normalize=False, probes=2, weight=1.0, clip=0.5)"
+def test_repr_shows_all_parameters_and_defaults_are_those_of_the_nets():
+    defaults = RelativeFlatnessRegularizedNet().get_params()
+    names = {"layer": -1, "normalize": False, "probes": 1, "weight": 0.1, "clip": 0.5}
+    assert {name: defaults[f"flatness_{name}"] for name in names} == names
+    assert repr(RelativeFlatnessPenalty(["0", -1], probes=2)) == (
+        "RelativeFlatnessPenalty(layer=['0', -1], normalize=False, probes=2, weight=0.1, clip=0.5)"
     )
 
 
 def test_a_frozen_layer_among_trained_ones_is_fine():
     net, criterion, X, y = make("cross-entropy")
-    before = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    before = evaluate(published_penalty(), net, criterion, X, y)
     net[-1].requires_grad_(False)
-    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    value = evaluate(published_penalty(), net, criterion, X, y)
     assert_close(value, before, rtol=EXACT, atol=0)
     value.backward()
     assert net[0].weight.grad.abs().max() > 0
@@ -462,8 +469,8 @@ def test_an_output_may_be_overwritten_later(inplace):
     net = nn.Sequential(nn.Linear(5, 6), inplace, nn.Linear(6, 3)).double()
     X, y = torch.randn(7, 5).double(), torch.arange(7) % 3
     criterion = nn.CrossEntropyLoss()
-    value = evaluate(RelativeFlatnessPenalty(), net, criterion, X, y)
+    value = evaluate(published_penalty(), net, criterion, X, y)
     assert value.item() == pytest.approx(expected(net, "2", criterion, X, y), rel=EXACT)
     truth = expected(net, "0", criterion, X, y)
-    assert_right_on_average(RelativeFlatnessPenalty(0), net, criterion, X, y, truth)
-    assert_slope_is_that_of_differences(RelativeFlatnessPenalty(0), net, criterion, X, y)
+    assert_right_on_average(published_penalty(0), net, criterion, X, y, truth)
+    assert_slope_is_that_of_differences(published_penalty(0), net, criterion, X, y)

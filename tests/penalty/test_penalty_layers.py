@@ -8,6 +8,7 @@ from torch import nn
 
 from relflat_sk import RelativeFlatnessPenalty, measure
 from tests import oracles
+from tests.cases import published_penalty
 from tests.hugging_face import Conv1D
 from tests.measures.nets import CE, NETS, Attends, AttendsAcross, LanguageModel
 from tests.measures.nets import make as make_kind
@@ -58,7 +59,7 @@ def truth_at(net, name, X, y, criterion=CE):
 def test_right_on_average(kind, name):
     net, X, y = make(kind)
     net.eval()
-    penalty = RelativeFlatnessPenalty(name)
+    penalty = published_penalty(name)
     assert_right_on_average(penalty, net, CE, X, y, truth_at(net, name, X, y))
 
 
@@ -67,7 +68,7 @@ def test_right_on_average(kind, name):
 def test_slope(kind, name, normalize):
     net, X, y = make(kind)
     net.eval()
-    penalty = RelativeFlatnessPenalty(name, normalize=normalize)
+    penalty = published_penalty(name, normalize=normalize)
     # steps within one piece of a piecewise linear network
     assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
 
@@ -78,7 +79,7 @@ def test_normalized_is_right_on_average(kind, name):
     net.eval()
     W = net.get_submodule(name).weight.flatten(1)
     truth = measure("normalized_relative_flatness", net, X, y, layer=name, criterion=CE)
-    penalty = RelativeFlatnessPenalty(name, normalize=True)
+    penalty = published_penalty(name, normalize=True)
     assert_right_on_average(penalty, net, CE, X, y, truth / (2 * W.shape[1]))
 
 
@@ -88,7 +89,7 @@ def test_all_layers_in_one_go(kind):
     net.eval()
     names = [name for at, name in AT if at == kind]
     truth = sum(truth_at(net, name, X, y) for name in names)
-    assert_right_on_average(RelativeFlatnessPenalty("all"), net, CE, X, y, truth)
+    assert_right_on_average(published_penalty("all"), net, CE, X, y, truth)
 
 
 @pytest.mark.parametrize("name", ["stem", "conv"])
@@ -101,10 +102,10 @@ def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name):
         fixed.bn.running_mean.copy_(z.mean((0, 2, 3)))
         fixed.bn.running_var.copy_(z.var((0, 2, 3), correction=0))
     before = int(net.bn.num_batches_tracked)
-    evaluate(RelativeFlatnessPenalty(name), net, CE, X, y)
+    evaluate(published_penalty(name), net, CE, X, y)
     assert net.bn.num_batches_tracked == before + 1
     truth = truth_at(fixed, name, X, y)
-    assert_right_on_average(RelativeFlatnessPenalty(name), net, CE, X, y, truth)
+    assert_right_on_average(published_penalty(name), net, CE, X, y, truth)
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
@@ -113,7 +114,7 @@ def test_wide_layers(activation):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(150, 6), activation(), nn.Linear(6, 3)).double()
     X, y = torch.randn(12, 150).double(), torch.arange(12) % 3
-    penalty = RelativeFlatnessPenalty(0)
+    penalty = published_penalty(0)
     assert_right_on_average(penalty, net, CE, X, y, truth_at(net, "0", X, y))
     assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
 
@@ -121,7 +122,7 @@ def test_wide_layers(activation):
 def test_slope_with_batch_norm_in_training():
     net, X, y = make("residual")
     net.train()
-    penalty = RelativeFlatnessPenalty(["stem", "conv"], probes=2)
+    penalty = published_penalty(["stem", "conv"], probes=2)
     assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
 
 
@@ -134,10 +135,10 @@ def test_a_language_model_head_is_exact(classes_second):
     def loss(out, y):
         return CE(out if classes_second else out["logits"].transpose(1, 2), y)
 
-    value = evaluate(RelativeFlatnessPenalty(), net, CE, X, y)
+    value = evaluate(published_penalty(), net, CE, X, y)
     assert value.item() == pytest.approx(truth_at(net, "head", X, y, loss), rel=EXACT)
     truth = truth_at(net, "body", X, y, loss)
-    assert_right_on_average(RelativeFlatnessPenalty("body"), net, CE, X, y, truth)
+    assert_right_on_average(published_penalty("body"), net, CE, X, y, truth)
 
 
 @pytest.mark.parametrize("layer", [-1, 0, "all"])
@@ -146,7 +147,7 @@ def test_a_weight_of_two_is_the_same_sample_twice(layer, kind):
     net, X, y = make(kind)
     weight = torch.tensor([2.0, 1, 0, 1, 3, 1, 1]).double()
     twice = weight.long()
-    penalty = RelativeFlatnessPenalty(layer)
+    penalty = published_penalty(layer)
 
     def step():
         return evaluate(penalty, net, CE, *repeated).item()
@@ -160,8 +161,8 @@ def test_a_frozen_prefix_can_still_be_penalised():
     net, X, y = make("mlp relu")
     net[0].requires_grad_(False)
     truth = truth_at(net, "0", X, y)
-    assert_right_on_average(RelativeFlatnessPenalty(0), net, CE, X, y, truth)
-    evaluate(RelativeFlatnessPenalty(0), net, CE, X, y).backward()
+    assert_right_on_average(published_penalty(0), net, CE, X, y, truth)
+    evaluate(published_penalty(0), net, CE, X, y).backward()
     assert net[0].weight.grad is None
     assert net[2].weight.grad.abs().max() > 0
 
@@ -170,7 +171,7 @@ def test_dead_features_have_no_nan_slope():
     net, X, y = make("mlp relu")
     with torch.no_grad():
         net[0].bias.fill_(-100.0)
-    value = evaluate(RelativeFlatnessPenalty("all"), net, CE, X, y)
+    value = evaluate(published_penalty("all"), net, CE, X, y)
     value.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
 
@@ -181,7 +182,7 @@ def test_refuses_shared_weights():
     net.twin.weight = net[0].weight
     with (
         pytest.raises(ValueError, match=r"weight of layer '0' is shared by .*'twin'"),
-        RelativeFlatnessPenalty(0).capture(net),
+        published_penalty(0).capture(net),
     ):
         nn.Sequential(*list(net)[:5])(X)
 
@@ -220,7 +221,7 @@ def test_slope_behind_every_normalisation(norm):
             p.add_(0.3 * torch.randn_like(p))
     X, y = torch.randn(7, *shape).double(), torch.arange(7) % 3
     expected, buffers = net(X), copy.deepcopy(dict(net.norm.named_buffers()))
-    penalty = RelativeFlatnessPenalty(0)
+    penalty = published_penalty(0)
     for _ in range(2):  # while it finds its way, and when it knows it
         net.norm.load_state_dict({**net.norm.state_dict(), **buffers})
         with penalty.capture(net):
@@ -234,7 +235,7 @@ def test_slope_behind_every_normalisation(norm):
 def test_the_loss_has_the_slope_it_had():
     net, X, y = make("residual")
     expected = torch.autograd.grad(CE(net(X), y), list(net.parameters()))
-    penalty = RelativeFlatnessPenalty("stem")
+    penalty = published_penalty("stem")
     for _ in range(2):
         with penalty.capture(net):
             output = net(X)
@@ -260,8 +261,8 @@ class Flipped(nn.LayerNorm):
 def test_refuses_normalisation_by_others_than_torchs_modules(make_net):
     net, X, y = make_net(), torch.randn(7, 5), torch.arange(7) % 3
     with pytest.raises(ValueError, match=r"LayerNormBackward.*called as a function.*nn.LayerNorm"):
-        evaluate(RelativeFlatnessPenalty(0), net, CE, X, y)
-    assert evaluate(RelativeFlatnessPenalty(), net, CE, X, y) > 0
+        evaluate(published_penalty(0), net, CE, X, y)
+    assert evaluate(published_penalty(), net, CE, X, y) > 0
 
 
 @pytest.mark.gpu
@@ -273,7 +274,7 @@ def test_on_cuda_as_on_cpu(kind, name):
     net.eval()
     truth = truth_at(net, name, X, y)
     net, X, y = net.cuda(), X.cuda(), y.cuda()
-    penalty = RelativeFlatnessPenalty(name)
+    penalty = published_penalty(name)
     assert_right_on_average(penalty, net, CE, X, y, truth)
     evaluate(penalty, net, CE, X, y).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())

@@ -24,11 +24,11 @@ from relflat_sk import (
     MLP,
     FlatnessWarning,
     LayerNotFoundError,
-    RelativeFlatnessPenalty,
     StopAtLoss,
     relative_flatness,
 )
 from relflat_sk.training._after_fit import _has_collapsed
+from tests.cases import published_penalty
 from tests.training.common import (
     INDEX,
     LABELS,
@@ -87,7 +87,7 @@ def test_one_step_is_that_of_a_plain_torch_loop(layer, normalize, limit):
     torch.manual_seed(3)
     module, criterion = MLP(4, 3, (6, 5)), nn.CrossEntropyLoss()
     torch.empty((), dtype=torch.int64).random_()  # the data loader's draw
-    penalty = RelativeFlatnessPenalty(layer, normalize, **limit)
+    penalty = published_penalty(layer, normalize, **limit)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with penalty.capture(module):
         output = module(torch.tensor(X))
