@@ -52,9 +52,15 @@ def flattest_within(
     TypeError
         If a column's name is no string.
     ValueError
-        If `tolerance` is no finite number of at least 0, or both columns are the same. The rule
-        raises it at the end of the search, if ``cv_results_`` lacks a column and it is not clear
-        which other one to use, or no candidate has both a score and a flatness.
+        If `tolerance` is no finite number of at least 0, or both columns are the same. At the end
+        of the search, if no candidate has a finite score.
+
+    Warns
+    -----
+    FlatnessWarning
+        At the end of the search, if the rule chooses by score alone: ``cv_results_`` lacks a column
+        and it is not clear which other one to use, or no good candidate has a flatness. The fits
+        are not lost: ``flattest_within(...)(search.cv_results_)`` chooses again, with other names.
 
     See Also
     --------
@@ -63,10 +69,14 @@ def flattest_within(
 
     Notes
     -----
-    A candidate without a finite score or flatness is never chosen. Among equally flat candidates
-    the first is chosen. A good candidate has no flatness if it is not at a minimum. If that is
-    so for all good candidates, the rule chooses the best score among the candidates with a
-    flatness, and warns with `FlatnessWarning`.
+    A candidate without a finite score is never chosen. Among equally flat candidates the first is
+    chosen. A good candidate has no flatness if it is not at a minimum. If that is so for all good
+    candidates, the rule chooses the best score among the candidates with a flatness; if there are
+    none, among all.
+
+    scikit-learn calls the rule when all candidates are fitted, so that names cannot be checked
+    before. If the column of the score is missing as well, the best score is that of the first
+    scorer.
 
     The halving searches of scikit-learn take one scorer only and do not ask `refit` for their
     choice, so that the rule has no effect there.
@@ -135,48 +145,68 @@ class FlattestWithin:
 
     def __call__(self, cv_results: Mapping[str, Any]) -> int:
         """Return the index of the chosen candidate in ``cv_results_``."""
-        names = self._columns(cv_results)
-        scores, flatness = (np.asarray(cv_results[name], dtype=np.float64) for name in names)
-        scored, measured = np.isfinite(scores), np.isfinite(flatness)
-        known = scored & measured
-        if not known.any():
+        score, column = self._columns(cv_results)
+        scores = np.asarray(cv_results[score], dtype=np.float64)
+        scored = np.isfinite(scores)
+        if not scored.any():
             raise ValueError(
-                f"No candidate has both a finite {names[0]!r} ({scored.sum()} of "
-                f"{len(scores)} have) and a finite {names[1]!r} ({measured.sum()} have). "
-                "A FlatnessScorer gives nan to models that are not at a minimum, or saturated: its "
-                'warnings say why. FlatnessScorer(at_minimum="warn") scores them.'
+                f"No candidate has a finite {score!r} (0 of {len(scores)} have): there is none to "
+                "choose. The search's own warnings say why."
             )
+        if column is None:
+            return _best(scores, scored)
+        flatness = np.asarray(cv_results[column], dtype=np.float64)
+        known = scored & np.isfinite(flatness)
         best = scores[scored].max()
         # in floating point, 0.98 - 0.96 is more than 0.02
         rounding = ROUNDING * (abs(best) + self.tolerance)
         good = known & (best - scores <= self.tolerance + rounding)
         if good.any():
-            return int(np.argmax(np.where(good, flatness, -np.inf)))
-        chosen = int(np.argmax(np.where(known, scores, -np.inf)))
+            return _best(flatness, good)
+        chosen = _best(scores, known if known.any() else scored)
         warn(
-            f"no candidate within {self.tolerance:g} of the best {names[0]!r}, {best:g}, has a "
-            f"finite {names[1]!r}. The best candidate that has one is chosen: candidate {chosen}, "
-            f"with {scores[chosen]:g}."
+            f"no candidate within {self.tolerance:g} of the best {score!r}, {best:g}, has a "
+            f"finite {column!r}, and {known.sum()} of all {len(scores)} have both. Candidate "
+            f"{chosen} is chosen, with {scores[chosen]:g}. A FlatnessScorer gives nan to models "
+            "that are not at a minimum: its warnings say why. "
+            'FlatnessScorer(at_minimum="warn") scores them.'
         )
         return chosen
 
-    def _columns(self, cv_results: Mapping[str, Any]) -> list[str]:
-        """Find the columns of score and flatness; refuse names that leave a doubt."""
+    def _columns(self, cv_results: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Find the columns of score and flatness; None for the latter, with a warning, in doubt.
+
+        An error would lose all fits, because scikit-learn calls the rule after them.
+        """
         given = [self.score, self.flatness]
         found = [
             next((column for column in (name, PREFIX + name) if column in cv_results), "")
             for name in given
         ]
-        columns = sorted(key for key in cv_results if key.startswith(PREFIX))
+        columns = [key for key in cv_results if key.startswith(PREFIX)]
         others = [column for column in columns if column not in found]
         for i, default in enumerate((SCORE, FLATNESS)):
             if not found[i] and found[1 - i] and given[i] == default and len(others) == 1:
                 found[i] = others[0]
-        if not all(found):
+        score, flatness = found
+        if score and flatness:
+            return score, flatness
+        if not score and not others:
             raise ValueError(
-                f"cv_results_ has no column {given[found.index('')]!r}; its columns of this kind "
-                f'are {columns}. With scoring={{"accuracy": "accuracy", "flatness": '
-                'FlatnessScorer()}, for example, their names are "mean_test_accuracy" and '
-                '"mean_test_flatness". Pass the names as score and flatness.'
+                f"cv_results_ has no column {self.score!r}, and no other one of a score: its "
+                f"columns of this kind are {columns}."
             )
-        return found
+        score = score or others[0]
+        warn(
+            f"cv_results_ has no column {given[found.index('')]!r}; its columns of this kind are "
+            f"{columns}. The candidate with the best {score!r} is chosen, without its flatness. "
+            "Pass the names of both scorers as score and flatness: "
+            "flattest_within(..., score=..., flatness=...)(search.cv_results_) chooses again from "
+            "the same fits."
+        )
+        return score, None
+
+
+def _best(values: np.ndarray, among: np.ndarray) -> int:
+    """Return the index of the first of the largest values among some candidates."""
+    return int(np.argmax(np.where(among, values, -np.inf)))

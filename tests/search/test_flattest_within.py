@@ -63,7 +63,7 @@ def test_chooses(scores, flatness, tolerance, chosen):
 
 def test_falls_back_to_the_best_score_that_has_a_flatness():
     table = results([0.9, 0.5, 0.6], [nan, -1.0, -2.0])
-    with pytest.warns(FlatnessWarning, match=r"within 0.05 of the best .*0.9, .*candidate 2"):
+    with pytest.warns(FlatnessWarning, match=r"within 0.05 of the best .*0.9, .*Candidate 2"):
         assert flattest_within(0.05)(table) == 2
 
 
@@ -106,20 +106,37 @@ def test_is_cloned_copied_and_pickled():
 
 
 @pytest.mark.parametrize(
-    ("columns", "names", "missing"),
+    ("columns", "names", "missing", "chosen"),
     [
-        (("accuracy", "kappa"), {}, "mean_test_score"),
-        (("accuracy", "kappa"), {"score": "f1"}, "f1"),
-        (("accuracy", "kappa"), {"score": "accuracy", "flatness": "flat"}, "flat"),
-        (("accuracy", "f1", "flatness"), {}, r"mean_test_score'.*\['mean_test_accuracy', .*_f1"),
+        (("accuracy", "kappa"), {}, "mean_test_score", 0),
+        (("accuracy", "kappa"), {"score": "f1"}, "f1", 0),
+        (("accuracy", "kappa"), {"score": "accuracy", "flatness": "flat"}, "flat", 0),
+        (("kappa", "accuracy"), {"score": "accuracy", "flatness": "flat"}, "flat", 1),
+        (("accuracy", "f1", "flatness"), {}, r"mean_test_score'.*\['mean_test_accuracy', .*_f1", 0),
     ],
 )
-def test_other_columns_are_not_guessed(columns, names, missing):
-    table = {f"mean_test_{name}": [0.9] for name in columns}
-    with pytest.raises(ValueError, match=f"no column '{missing}"):
-        flattest_within(0.1, **names)(table)
+def test_other_columns_are_not_guessed_and_the_fits_not_lost(columns, names, missing, chosen):
+    values = ([0.9, 0.8], [0.7, 0.8], [-2.0, -1.0])
+    table = {f"mean_test_{name}": v for name, v in zip(columns, values, strict=False)}
+    with pytest.warns(FlatnessWarning, match=f"no column '{missing}.* best 'mean_test_accuracy'"):
+        assert flattest_within(0.5, **names)(table) == chosen
 
 
-def test_refuses_to_choose_where_nothing_is_known():
-    with pytest.raises(ValueError, match=r"\(1 of 2 have\).*\(1 have\)"):
-        flattest_within(0.1)(results([0.9, nan], [nan, -1.0]))
+def test_a_search_with_another_scorer_stays_usable():
+    scoring = {"f1": "f1_macro", "accuracy": "accuracy", "flatness": FlatnessScorer()}
+    grid, rule = {"C": [0.001, 0.1, 10.0]}, flattest_within(0.05)
+    search = GridSearchCV(LogisticRegression(max_iter=5000), grid, scoring=scoring, refit=rule)
+    with pytest.warns(FlatnessWarning, match="no column 'mean_test_score'"):
+        search.fit(X, Y)
+    assert search.best_index_ == np.argmax(search.cv_results_["mean_test_f1"])
+    table = search.cv_results_
+    expected = by_definition(table["mean_test_accuracy"], table["mean_test_flatness"], 0.05)
+    assert flattest_within(0.05, "accuracy")(table) == expected != search.best_index_
+
+
+def test_without_any_flatness_the_score_decides_and_without_any_score_nothing():
+    with pytest.warns(FlatnessWarning, match="and 0 of all 3 have both. Candidate 1"):
+        assert flattest_within(0.1)(results([0.8, 0.9, nan], [nan, nan, -1.0])) == 1
+    for table in (results([nan, nan], [-1.0, -2.0]), {"mean_test_flatness": [-1.0]}):
+        with pytest.raises(ValueError, match=r"finite 'mean_test_score' \(0 of 2|no other one"):
+            flattest_within(0.1)(table)
