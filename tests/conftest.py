@@ -11,8 +11,11 @@ from threadpoolctl import threadpool_limits
 
 from relflat_sk.fleet._fleet import ChainNets
 from tests.engine import compare
+from tests.processes import fork_workers_of_joblib
 
 mpl.use("Agg")
+if os.name == "posix":
+    fork_workers_of_joblib()
 # several test processes share few cores: threads of small kernels only wait for each other, and
 # those of BLAS and OpenMP spin while they wait
 os.environ["OMP_NUM_THREADS"] = "1"  # of libraries loaded later, and of processes that tests start

@@ -13,6 +13,8 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from joblib.externals.loky.backend.context import set_start_method
+
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "pytest",
@@ -33,6 +35,12 @@ def forkserver():
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def fork_workers_of_joblib():
+    """Let the server fork joblib's workers, too; those of a script remain fresh interpreters."""
+    forkserver()
+    set_start_method("forkserver", force=True)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Tests of failures that come from the call: found early, and not recorded as results."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +20,16 @@ NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 
 class FullStore(FileSystemArtifactStore):
-    """A folder on a disk that is full after one file."""
+    """A folder on a disk that is full after one file, whose candidate is recorded first."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, stored=None):
         super().__init__(folder)
-        self.folder = folder
+        self.folder, self.stored = folder, stored
 
     def write(self, artifact_id, content):
         if list(self.folder.iterdir()):
+            while self.stored and "COMPLETE" not in states(self.stored):
+                time.sleep(0.02)  # another process is about to record it
             raise OSError(28, "No space left on device")
         super().write(artifact_id, content)
 
@@ -58,7 +61,7 @@ def test_a_file_is_a_storage(storage, tmp_path, monkeypatch):
 def test_weights_that_cannot_be_saved_end_the_search(stored, tmp_path, n_jobs):
     folder = tmp_path / "minima"
     folder.mkdir()
-    search = logistic(SPACE, artifact_store=FullStore(folder), n_jobs=n_jobs, **stored)
+    search = logistic(SPACE, artifact_store=FullStore(folder, stored), n_jobs=n_jobs, **stored)
     with pytest.raises(CallError, match=r"the weights of trial \d cannot be saved in .*Free space"):
         search.fit(X, Y)
     assert states(stored).count("COMPLETE") == 1
