@@ -96,8 +96,7 @@ def search_long(file: Path, kind: str, n_minima: int, every: int) -> None:
         storage=file,
         study_name=STUDY,
         random_state=0,
-        callbacks=[note],
-    ).fit(X, y)
+    ).fit(X, y, callbacks=[note])
 
 
 def read_until_done(file: Path, process: "subprocess.Popen[str]") -> tuple[int, int]:

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from relflat_sk import rank_models
+from relflat_sk import FlatnessScorer, rank_models
 
 torch.manual_seed(0)
 criterion = nn.CrossEntropyLoss()
@@ -80,6 +80,7 @@ for epoch in train(adapted, X, y, epochs=40, lr=5e-3):
 # their losses are 30% of a constant prediction's; one that cannot reach this loss has no value.
 
 value = "base_model.model.bert.encoder.layer.0.attention.self.value"
+params = {"at_loss": 0.3, "rtol": 0.1, "n_probes": 20}
 tables = {
     where: rank_models(
         folder.name,
@@ -87,13 +88,9 @@ tables = {
         y,
         module=adapted,
         criterion=criterion,
-        layer=layer,
-        measure="comparable_flatness",
+        measure=FlatnessScorer("comparable_flatness", layer=layer, measure_params=params),
         X_test=X_test,
         y_test=y_test,
-        at_loss=0.3,
-        rtol=0.1,
-        n_probes=20,
         random_state=0,
     )
     for where, layer in {

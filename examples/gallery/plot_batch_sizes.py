@@ -27,8 +27,7 @@ net = RelativeFlatnessRegularizedClassifier(
 )
 search = FlatMinimaSearch(
     net,
-    {"batch_size": [8, 32, 128], "random_state": [0, 1, 2, 3]},
-    lr_scaling="linear",
+    {"batch_size": [8, 32, 128], "lr_scaling": ["linear"], "random_state": [0, 1, 2, 3]},
     fleet=12,
 ).fit(X, y, X_test=X_test, y_test=y_test)
 

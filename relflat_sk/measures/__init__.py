@@ -8,11 +8,11 @@ from relflat_sk.measures._layer_measures import (
 from relflat_sk.measures._layer_measures import measure_flatness as measure_flatness
 from relflat_sk.measures._layer_measures import measure_layers as measure_layers
 from relflat_sk.measures._measure_network import check_arguments as check_arguments
+from relflat_sk.measures._measure_network import check_at_loss as check_at_loss
 from relflat_sk.measures._measure_network import check_layers as check_layers
 from relflat_sk.measures._measure_network import (
     criterion_has_curvature as criterion_has_curvature,
 )
-from relflat_sk.measures._measure_network import known_arguments as known_arguments
 from relflat_sk.measures._measure_network import measure_network as measure_network
 from relflat_sk.measures._minimum import ConstantComparison as ConstantComparison
 from relflat_sk.measures._minimum import compare_with_constant as compare_with_constant
@@ -31,7 +31,9 @@ from relflat_sk.measures._results import Flatness
 from relflat_sk.measures._scan import find_measured_layer as find_measured_layer
 from relflat_sk.measures._score import count_errors as count_errors
 from relflat_sk.measures._scorer import FlatnessScorer
+from relflat_sk.measures._scorer import MeasureSpec as MeasureSpec
 from relflat_sk.measures._scorer import flatness_columns as flatness_columns
+from relflat_sk.measures._scorer import read_measure as read_measure
 from relflat_sk.measures._sensitivity import layer_sensitivity
 from relflat_sk.measures._sharpness import sharpness_curve as sharpness_curve
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from sklearn import get_config
 from sklearn.base import BaseEstimator
@@ -169,7 +169,7 @@ class FlatnessScorer(BaseEstimator):
 
     def __call__(self, estimator: Any, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Score a fitted model. Shapes: `sample_weight` (n,)."""
-        self._check_parameters()
+        self.check_parameters()
         measured, comparison = None, None
         if self.data == "train":
             flatness, comparison = self._read_recorded(estimator, X)
@@ -217,7 +217,7 @@ class FlatnessScorer(BaseEstimator):
             )
         return True
 
-    def _check_parameters(self) -> None:
+    def check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
         if isinstance(self.measure, list | tuple | set | dict):
             raise ValueError(
@@ -314,6 +314,27 @@ class FlatnessScorer(BaseEstimator):
     def _accept_sample_weight(self) -> bool:
         # scikit-learn asks scorers in a dict, where metadata routing is off
         return True
+
+
+class MeasureSpec(NamedTuple):
+    """What is measured of each model of a table, and the arguments of the measure."""
+
+    measure: Any
+    layer: Any = -1
+    params: Mapping[str, Any] = {}
+
+
+def read_measure(measure: Any) -> MeasureSpec:
+    """Read a measure of a table of minima: a name, a function, or a scorer that holds arguments."""
+    if not isinstance(measure, FlatnessScorer):
+        return MeasureSpec(measure)
+    measure.check_parameters()
+    if (measure.data, measure.at_minimum) != ("given", "reject"):
+        raise ValueError(
+            f"{measure!r} cannot be the measure of a table of minima, which has its own rule for "
+            "what is a minimum, and measures on the training data. Leave data and at_minimum out."
+        )
+    return MeasureSpec(measure.measure, measure.layer, dict(measure.measure_params or {}))
 
 
 def _are_same_layer(estimator: Any, X: Any, *layers: Any) -> bool:

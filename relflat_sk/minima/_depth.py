@@ -65,6 +65,20 @@ def _find_band(
     return high / band, high
 
 
+_OUTSIDE = "its depth of "  # how the reason of a minimum outside of the band begins
+
+
+def forget_depth_band(minima: pd.DataFrame) -> pd.DataFrame:
+    """Leave out which minima are compared, if their depths can tell it again."""
+    if "comparable" not in minima.columns or "depth" not in minima.columns:
+        return minima
+    minima = minima.drop(columns="comparable")
+    if "reason" in minima.columns:
+        outside = minima["reason"].astype(str).str.startswith(_OUTSIDE)
+        minima.loc[outside, "reason"] = ""
+    return minima
+
+
 def mark_depth_band(minima: pd.DataFrame, band: float | None) -> pd.DataFrame:
     """Mark the minima that are compared, and say of the others why they are not."""
     if "comparable" in minima.columns or "depth" not in minima.columns:
@@ -79,7 +93,7 @@ def mark_depth_band(minima: pd.DataFrame, band: float | None) -> pd.DataFrame:
     if found is not None and "reason" in marked.columns:
         low, high = found
         marked.loc[good & ~inside, "reason"] = [
-            f"its depth of {depth:.3g} cannot be compared: most minima have {low:.3g} to {high:.3g}"
+            f"{_OUTSIDE}{depth:.3g} cannot be compared: most minima have {low:.3g} to {high:.3g}"
             for depth in depths[good & ~inside]
         ]
     return marked

@@ -19,6 +19,7 @@ from relflat_sk.minima._depth import (
     AUTO,
     check_depth_band,
     find_depth_band,
+    forget_depth_band,
     mark_depth_band,
 )
 from relflat_sk.minima._trials import minima_table
@@ -53,8 +54,9 @@ def rank_minima(
         The largest depth over the smallest of the minima that are compared. The depth is the
         loss of the best constant prediction over the training loss. Of all such bands, the
         ranking takes the one with the most minima that reached their goal (if none did, with
-        the most minima), and of several the deepest. "auto" is 3, or None for
-        "comparable_flatness", which is at equal loss. None compares all minima. Without a column
+        the most minima), and of several the deepest. None compares all minima. "auto" leaves
+        the minima as they are marked, those of a search for example; unmarked ones have a band
+        of 3, or None for "comparable_flatness", which is at equal loss. Without a column
         ``depth`` all minima are compared, and a column ``comparable`` stays as it is.
 
     Returns
@@ -96,7 +98,10 @@ def rank_minima(
     """
     check_depth_band(depth_band)
     by = column_of(by)
-    table = mark_depth_band(minima_table(minima), find_depth_band(depth_band, by))
+    table = minima_table(minima)
+    if depth_band != AUTO:
+        table = forget_depth_band(table)
+    table = mark_depth_band(table, find_depth_band(depth_band, by))
     if isinstance(minima, optuna.Study):
         _check_trained(table)
     values = numeric_column(table, by, argument="by")

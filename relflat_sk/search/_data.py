@@ -39,6 +39,7 @@ from relflat_sk._network import as_row_source, check_weights, is_on_disk
 from relflat_sk._random import as_random_state
 
 PREFIX = "data__"
+LR_SCALING = "lr_scaling"  # the rule by which learning rates follow batch sizes
 DATA_NAMES = tuple(
     PREFIX + name for name in ("train_size", "random_labels", "confusion_size", "random_state")
 )
@@ -71,9 +72,9 @@ def is_data_name(name: str) -> bool:
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate parameters of the estimator from parameters of the data."""
+    """Separate parameters of the estimator from parameters of the data, without other names."""
     of_data = {name: value for name, value in params.items() if is_data_name(name)}
-    own = {name: value for name, value in params.items() if name not in of_data}
+    own = {n: value for n, value in params.items() if n not in of_data and n != LR_SCALING}
     return own, {name.removeprefix(PREFIX): value for name, value in of_data.items()}
 
 

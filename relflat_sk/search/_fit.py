@@ -32,23 +32,18 @@ from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.fleet import seconds_used
 from relflat_sk.measures import flatness_columns
 from relflat_sk.minima import CURVES
-from relflat_sk.search._data import TrainingData
+from relflat_sk.search._data import LR_SCALING, TrainingData
 from relflat_sk.search._failures import KEPT, CallError, blame_storage
 from relflat_sk.search._goal import add_goal, callbacks_of
 from relflat_sk.search._weights import last_step
 
 
-def prepare(
-    estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any, device: Any = None
-) -> Any:
+def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any) -> Any:
     """Clone an estimator and set it up for one candidate."""
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
     drop_default_splits(_nets(estimator))
     check_early_stopping(estimator.get_params().items())
-    if device is not None and not any(name.split("__")[-1] == "device" for name in params):
-        for net in _nets(estimator):
-            net.set_params(device=str(device))
     add_goal(estimator, goal)
     if seed is not None:
         unset = [
@@ -65,7 +60,7 @@ def fit(
     data: TrainingData,
     seed: int | None,
     record: dict[str, Any],
-    layer: Any = -1,
+    layers: Sequence[Any] = (),
     trial: Any = None,
 ) -> Any:
     """Fit an estimator and record how long it took."""
@@ -74,7 +69,7 @@ def fit(
         with (
             _interruptible(),
             seeded(seed),
-            watched(_nets(estimator), estimator, layer, trial),
+            watched(_nets(estimator), estimator, layers, trial),
             split_recorded(estimator, data.X_fit),
         ):
             estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
@@ -176,13 +171,13 @@ LAST = -1  # the position of the last layer, which each network has that can be 
 
 
 class _Watcher(Callback):
-    """Refuse a net without the layer to measure, and report to the study's pruner.
+    """Refuse a net without the layers to measure, and report to the study's pruner.
 
     It stays itself in copies of its net: a copy of a trial would report to a copy of the study.
     """
 
-    def __init__(self, layer: Any, trial: optuna.Trial | None) -> None:
-        self.layer = layer
+    def __init__(self, layers: Sequence[Any], trial: optuna.Trial | None) -> None:
+        self.layers = layers
         self.trial = trial
 
     def __deepcopy__(self, memo: Any) -> "_Watcher":
@@ -192,14 +187,15 @@ class _Watcher(Callback):
         return self
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
-        """Look for the layer, which is there as soon as the net is initialised."""
+        """Look for the layers, which are there as soon as the net is initialised."""
         module = getattr(net.module_, "_orig_mod", net.module_)
-        if self.layer == LAST or any(map(is_lazy, module.parameters())):
+        if any(map(is_lazy, module.parameters())):
             return  # the layers of a lazy module get their types from the first batch
-        try:
-            find_layer(module, self.layer)
-        except (LayerNotFoundError, TypeError) as error:
-            raise missing_layer(self.layer, error) from error
+        for layer in self.layers:
+            try:
+                find_layer(module, layer)
+            except (LayerNotFoundError, TypeError) as error:
+                raise missing_layer(layer, error) from error
 
     def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
         """Report the training loss of the epoch."""
@@ -220,11 +216,13 @@ def missing_layer(layer: Any, error: Exception) -> CallError:
 
 
 @contextmanager
-def watched(nets: Sequence[NeuralNet], estimator: Any, layer: Any, trial: Any) -> Iterator[None]:
+def watched(
+    nets: Sequence[NeuralNet], estimator: Any, layers: Sequence[Any], trial: Any
+) -> Iterator[None]:
     """Let nets be checked before their first epoch, and let the study's pruner stop them."""
-    watcher = _Watcher(layer, trial if _has_pruner(trial) else None)
+    watcher = _Watcher(layers, trial if _has_pruner(trial) else None)
     nets = [net for net in nets if net.callbacks != "disable"]
-    if layer == LAST and watcher.trial is None:
+    if not layers and watcher.trial is None:
         nets = []
     for net in nets:
         net.set_params(callbacks=[*(net.callbacks or []), watcher])
@@ -348,16 +346,13 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
 
 
-def check_lr_scaling(lr_scaling: Any) -> None:
-    """Refuse a rule of scaling that there is not."""
-    if lr_scaling is not None and lr_scaling not in RULES:
-        raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
-
-
-def scale_lr(estimator: Any, params: Mapping[str, Any], lr_scaling: str | None) -> dict[str, float]:
+def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
     """Scale learning rates with the batch size, relative to the estimator's own batch size."""
+    lr_scaling = params.get(LR_SCALING)
     if lr_scaling is None:
         return {}
+    if lr_scaling not in RULES:
+        raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
     own = estimator.get_params()
     found = {}
     for name, size in params.items():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -14,96 +15,162 @@ from relflat_sk._network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures import (
     Flatness,
+    MeasureSpec,
     check_arguments,
+    check_at_loss,
     check_layers,
     find_measures,
-    known_arguments,
     measure_network,
+    read_measure,
 )
-from relflat_sk.minima import DETAILS
+from relflat_sk.minima import AUTO, DETAILS, find_depth_band
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer
 
-# arguments of measures that a search passes itself
-_OWN = ("layer", "device", "random_state", "sample_weight")
+# arguments that a scorer may hold, and a table of minima passes itself, and where users give them
+_OWN = {
+    "criterion": "models know theirs, and rank_models takes criterion=...",
+    "random_state": "give it to the search or to rank_models: random_state=...",
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a measure is taken: at a layer, in batches on a device, with further arguments."""
+
+    layer: Any
+    batch_size: int
+    device: Any
+    params: dict[str, Any]
+
+    @property
+    def reading(self) -> tuple[int, str]:
+        """How the data are read, which some ways share."""
+        return self.batch_size, str(self.device)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that change the values."""
+        return ({} if self.layer == LAST else {"layer": self.layer}) | self.params
+
+
+def _find_way(name: str, spec: MeasureSpec) -> Way:
+    """Check the arguments of a measure."""
+    layer, params = spec.layer, dict(spec.params)
+    if not isinstance(layer, str) and not is_integer(layer):
+        raise TypeError(
+            "layer must be the position of a layer or its dotted name, because every "
+            f"candidate has a network of its own, got {layer!r}."
+        )
+    check_layers([name], layer)
+    for key in _OWN.keys() & params.keys():
+        raise ValueError(f"the scorer of {name} holds {key!r} in measure_params: {_OWN[key]}.")
+    batch_size = params.pop("batch_size", DataOptions.batch_size)
+    check_integer("batch_size", batch_size, minimum=1)
+    device = params.pop("device", None)
+    check_device(device)
+    own = {key: value for key, value in params.items() if key not in {"at_loss", "weight_decay"}}
+    check_arguments([name], own)
+    check_at_loss([name], params.get("at_loss"))
+    return Way(layer, batch_size, device, params)
 
 
 class Measuring:
     """Measures all candidates of a search in the same way."""
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        layer: Any = -1,
-        params: Mapping[str, Any] | None = None,
-        device: Any = None,
-    ) -> None:
-        if not isinstance(layer, str) and not is_integer(layer):
-            raise TypeError(
-                "layer must be the position of a layer or its dotted name, because every "
-                f"candidate has a network of its own, got {layer!r}."
-            )
-        if params is not None and not isinstance(params, Mapping):
-            raise TypeError(f"measure_params must be a dict or None, got {params!r}.")
-        check_layers(names, layer)
-        check_device(device)
-        self.layer = layer
-        self.params = dict(params or {})
-        self.device = device
-        for name in self.params:
-            if name in _OWN:
-                place = f"fit(..., {name}=...)" if name == "sample_weight" else f"{name}=..."
-                raise ValueError(f"measure_params holds {name!r}; give it as {place} instead.")
-        self.batch_size = self.params.pop("batch_size", DataOptions.batch_size)
-        check_integer("batch_size", self.batch_size, minimum=1)
-        weight_decay = {"weight_decay"} & self.params.keys()
-        check_arguments(names, {key: self.params[key] for key in self.params.keys() - weight_decay})
+    def __init__(self, measures: Sequence[Any], criterion: Any = None) -> None:
+        specs = [read_measure(one) for one in measures]
+        self.names = find_measures([one.measure for one in specs])
+        self.criterion = criterion
+        self.ways: dict[str, Way] = {}
+        for name, spec in zip(self.names, specs, strict=True):
+            way = _find_way(name, spec)
+            if self.ways.setdefault(name, way) != way:
+                raise ValueError(
+                    f"{name} is to be measured with the arguments {self.ways[name].arguments()} "
+                    f"and {way.arguments()}, but it has one column. Give one of the two a name of "
+                    "its own: register_measure(name, function), with a function of model, X and y."
+                )
 
-    def network(self, estimator: Any, data: TrainingData) -> Network:
-        """Turn a trained candidate into a network with its training data."""
-        options = DataOptions(
-            batch_size=self.batch_size, device=self.device, sample_weight=data.sample_weight
-        )
-        return to_network_with_source(estimator, data.X, data.y, options)
+    def depth_band(self, by: str) -> float | None:
+        """Choose the band of the depths that are compared by a measure."""
+        return find_depth_band(AUTO, by, self.ways[by].params.get("at_loss"))
+
+    @property
+    def layers(self) -> list[Any]:
+        """The layers that each candidate must have, but for the last."""
+        return list(dict.fromkeys(one.layer for one in self.ways.values() if one.layer != LAST))
+
+    def networks(self, estimator: Any, data: TrainingData) -> dict[tuple[int, str], Network]:
+        """Turn a trained candidate into networks with its training data, as they are read."""
+        return {
+            way.reading: to_network_with_source(
+                estimator,
+                data.X,
+                data.y,
+                DataOptions(self.criterion, way.batch_size, way.device, data.sample_weight),
+            )
+            for way in {one.reading: one for one in self.ways.values()}.values()
+        }
 
     def __call__(
-        self, network: Network, names: Sequence[str], seed: int | None
+        self, networks: Mapping[Any, Network], names: Sequence[str], seed: int | None
     ) -> dict[str, Flatness]:
-        """Measure a network, all measures together; one of the whole network that fails is nan."""
-        known = known_arguments(names)  # others are arguments of other measures of the search
-        params = {key: value for key, value in self.params.items() if key in known}
-        found = measure_network(
-            network,
-            list(dict.fromkeys(names)),
-            [self.layer],
-            random_state=seed,
-            tolerated=(Exception,),
-            **params,
-        )
-        by_name = {name: result for (_, name), result in found.items()}
-        return {str(name): by_name[name] for name in names}
+        """Measure a network; one of the measures of the whole network that fails is nan.
+
+        Measures that are taken in the same way share their passes over the data.
+        """
+        found: dict[str, Flatness] = {}
+        left = list(dict.fromkeys(names))
+        while left:
+            way = self.ways[left[0]]
+            alike = [name for name in left if self.ways[name] == way]
+            left = [name for name in left if name not in alike]
+            try:
+                measured = measure_network(
+                    networks[way.reading],
+                    alike,
+                    [way.layer],
+                    random_state=seed,
+                    tolerated=(Exception,),
+                    **way.params,
+                )
+            except LayerNotFoundError as error:
+                if way.layer == LAST:
+                    raise
+                raise missing_layer(way.layer, error) from error
+            found |= {name: result for (_, name), result in measured.items()}
+        return {str(name): found[name] for name in names}
 
 
 TRAIN_LOSS = "train_loss"
 
 
-def check_names(given: Sequence[Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Check the measures of a search, and separate them from other objectives."""
-    if isinstance(given, str) or callable(given) or not given:
-        raise ValueError(f"measures must be a sequence of names, got {given!r}.")
-    others = [one for one in given if one != TRAIN_LOSS]
+def is_train_loss(measure: Any) -> bool:
+    """Return whether an objective of a search is the training loss, which is no measure."""
+    return isinstance(measure, str) and measure == TRAIN_LOSS
+
+
+def check_listed(measures: Any) -> None:
+    """Refuse a single measure in place of several."""
+    if isinstance(measures, str) or callable(measures) or not measures:
+        raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
+
+
+def find_objectives(given: Sequence[Any]) -> tuple[tuple[str, ...], Measuring]:
+    """Check the objectives of a search, and separate the measures from the training loss."""
+    check_listed(given)
+    others = [one for one in given if not is_train_loss(one)]
     if not others:
         raise ValueError(f"measures must name a measure beside {TRAIN_LOSS!r}.")
-    measures = iter(find_measures(others))
-    names = tuple(one if one == TRAIN_LOSS else next(measures) for one in given)
-    return names, tuple(name for name in names if name != TRAIN_LOSS)
+    measuring = Measuring(others)
+    measures = iter(measuring.names)
+    return tuple(one if is_train_loss(one) else next(measures) for one in given), measuring
 
 
 def record_measures(
     record: dict[str, Any],
-    network: Network,
-    names: Sequence[str],
+    networks: Mapping[Any, Network],
     seed: int | None,
     measuring: Measuring,
     ranking: Sequence[str],
@@ -116,20 +183,18 @@ def record_measures(
     found: dict[str, Flatness] = {}
     error, train_loss = None, np.nan
     try:
-        found = measuring(network, names, seed)
-        train_loss = found[names[0]].risk
+        found = measuring(networks, measuring.names, seed)
+        train_loss = next(iter(found.values())).risk
         error = next((found[name].error for name in ranking if name in found), None)
     except Exception as caught:
         error = caught
     if not np.isfinite(train_loss):
-        train_loss = mean_loss(network)
+        train_loss = mean_loss(next(iter(networks.values())))
     record["train_loss"] = train_loss
     record["converged"] = False
     if not np.isfinite(train_loss):
         record["reason"] = "the training loss is not finite"
         return {}
-    if isinstance(error, LayerNotFoundError) and measuring.layer != LAST:
-        raise missing_layer(measuring.layer, error) from error
     if error is not None:
         raise error
     for name, measured in found.items():

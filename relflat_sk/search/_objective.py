@@ -29,7 +29,6 @@ from relflat_sk.search._data import (
 from relflat_sk.search._failures import failure_record
 from relflat_sk.search._fit import (
     check_early_stopping,
-    check_lr_scaling,
     fit,
     in_fleet,
     in_isolation,
@@ -40,8 +39,9 @@ from relflat_sk.search._fit import (
 )
 from relflat_sk.search._goal import AUTO, check_goal, record_verdict
 from relflat_sk.search._measure import (
+    TRAIN_LOSS,
     Measuring,
-    check_names,
+    find_objectives,
     measure_held_out,
     record_measures,
     write_record,
@@ -107,10 +107,12 @@ class MinimaObjective:
         ``data__train_size`` (number of samples, or their share), ``data__random_labels`` (share
         of the labels that are shuffled), ``data__confusion_size`` (number of further samples,
         with shuffled labels, that are trained on but not measured on) and
-        ``data__random_state``.
-    measures : sequence of str or callable, default=("relative_flatness",)
-        Names of measures, see `get_measure_names`, or functions of model, X and y, see
-        `register_measure`. Each is an objective of the study; ``"train_loss"`` can be another.
+        ``data__random_state``. ``"lr_scaling": ["linear"]`` scales learning rates in proportion to
+        the batch size, ``"sqrt"`` to its square root, relative to the estimator's own batch size;
+        the scaled rates are recorded as ``param_scaled_...``.
+    measures : sequence of str, callable or FlatnessScorer, default=("relative_flatness",)
+        Names of measures, functions or scorers, as in `FlatMinimaSearch`. Each is an objective of
+        the study; ``"train_loss"`` can be another.
     direction : {"minimize", "maximize"}, default="minimize"
         The direction of the study. With "maximize" the objective is minus the measure.
     X_test : array-like of shape (n_test, n_features), optional
@@ -121,9 +123,6 @@ class MinimaObjective:
         Where the weights of every minimum are saved; a path is a folder. Each file is a
         `state_dict` that ``torch.load(..., weights_only=True)`` reads. The user attribute
         `artifact_id` of a trial identifies its file.
-    lr_scaling : {"linear", "sqrt"}, optional
-        Scales learning rates in proportion to the batch size or to its square root, relative to
-        the estimator's own batch size. The scaled rates are recorded as ``param_scaled_...``.
     goal : "auto", float or None, default="auto"
         What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own, see
         `FlatMinimaSearch`.
@@ -133,12 +132,6 @@ class MinimaObjective:
         trial has a seed of its own from torch's random state. Trials record these seeds.
     n_threads : int or None, default=1
         CPU threads that train and measure a candidate; None for torch's own number.
-    layer : int or str, default=-1
-        Where measures of layers are taken: position or dotted name.
-    measure_params : dict, optional
-        Arguments of the measures, such as ``{"n_probes": 100}``.
-    device : str or torch.device, optional
-        Where nets are trained, and all is measured; if None, on the nets' own device.
     fit_params : dict, optional
         Arguments of the estimator's `fit`, such as ``{"sample_weight": weights}``. Measures use
         the weights, too.
@@ -198,20 +191,15 @@ class MinimaObjective:
         X_test: Any = None,
         y_test: Any = None,
         artifact_store: Any = None,
-        lr_scaling: str | None = None,
         goal: Any = AUTO,
         random_state: Any = None,
         n_threads: int | None = 1,
-        layer: int | str = -1,
-        measure_params: Mapping[str, Any] | None = None,
-        device: Any = None,
         fit_params: Mapping[str, Any] | None = None,
     ) -> None:
         check_integer("n_threads", n_threads, minimum=1, optional=True)
         if direction not in SIGNS:
             raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
         check_goal(goal, estimator)
-        check_lr_scaling(lr_scaling)
         self.estimator = estimator
         self.X, self.y, self.X_test, self.y_test = X, y, X_test, y_test
         self.space = Space(space)
@@ -219,14 +207,12 @@ class MinimaObjective:
         check_kind(estimator, self.space.entries)
         check_early_stopping(self.space.possible(estimator))
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
-        self.names, self.measures = check_names(measures)
-        self.measuring = Measuring(self.measures, layer, measure_params, device)
+        self.names, self.measuring = find_objectives(measures)
         self.per_sample = check_fit_params(
             X, y, fit_params, last_prefix(estimator), classifier=is_classifier(estimator)
         )
         self.direction = direction
         self.artifact_store = as_store(artifact_store)
-        self.lr_scaling = lr_scaling
         self.goal = goal
         # without a random_state, other searches have other networks
         self.seed = None if random_state is None else draw_seed(random_state)
@@ -251,13 +237,26 @@ class MinimaObjective:
             self.checked.add(study.study_name)
         return self._run(trial)[0]
 
+    @property
+    def depth_band(self) -> float | None:
+        """The band of the depths that are compared; None if the objectives weigh flatness and loss.
+
+        None as well if the first measure is at equal loss.
+        """
+        return self.measuring.depth_band(self.names[0]) if TRAIN_LOSS not in self.names else None
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of the measures, without the training loss."""
+        return tuple(self.measuring.names)
+
     @in_isolation
     def _run(self, trial: optuna.Trial) -> tuple[float | tuple[float, ...], Any]:
         """Train and measure one candidate, and return the trained estimator as well."""
         record: dict[str, Any] = {}  # written at the end, as each write waits for a disk
         try:
             params = self.space.suggest(trial)
-            for name, lr in scale_lr(self.estimator, params, self.lr_scaling).items():
+            for name, lr in scale_lr(self.estimator, params).items():
                 record[f"param_scaled_{name}"] = lr
             seed = self._seed_of(trial)
             record |= {SEED: str(seed), IN_FLEET: in_fleet()}
@@ -293,13 +292,14 @@ class MinimaObjective:
         data = data.only(trained_rows(estimator))
         held_out = self.X_test, self.y_test
         with seeded(seed):  # data loaders draw from torch's random state
-            network = self.measuring.network(estimator, data)
-            found = record_measures(record, network, self.measures, seed, self.measuring, ranking)
+            networks = self.measuring.networks(estimator, data)
+            found = record_measures(record, networks, seed, self.measuring, ranking)
             if not found:
                 return [np.nan] * len(ranking)
             record[MEASURES] = list(found)
             record |= measure_held_out(estimator, record["train_loss"], data, *held_out)
-        save_weights(self.artifact_store, trial, network.module, record)
+        module = next(iter(networks.values())).module
+        save_weights(self.artifact_store, trial, module, record)
         return record_verdict(record, estimator, self.goal, found, ranking)
 
     @in_isolation
@@ -312,8 +312,8 @@ class MinimaObjective:
     ) -> Any:
         """Train the estimator with one combination of parameters, on all the data."""
         record = {} if record is None else record
-        layer = self.measuring.layer
-        return fit(self._prepare(params, seed), self._data(params), seed, record, layer, trial)
+        layers = self.measuring.layers
+        return fit(self._prepare(params, seed), self._data(params), seed, record, layers, trial)
 
     @in_isolation
     def _restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
@@ -326,12 +326,17 @@ class MinimaObjective:
 
     @in_isolation
     def _measure(
-        self, names: Sequence[str], estimator: Any, data: TrainingData, trial: FrozenTrial
+        self,
+        measuring: Measuring,
+        names: Sequence[str],
+        estimator: Any,
+        data: TrainingData,
+        trial: FrozenTrial,
     ) -> dict[str, Flatness]:
         """Measure a trained candidate, all measures in as few passes over the data as possible."""
         seed, data = self._seed_of(trial), data.only(trained_rows(estimator))
         with seeded(seed):
-            return self.measuring(self.measuring.network(estimator, data), names, seed)
+            return measuring(measuring.networks(estimator, data), names, seed)
 
     def _data(self, params: Mapping[str, Any]) -> TrainingData:
         """Choose the data that a candidate is trained and measured on."""
@@ -353,6 +358,5 @@ class MinimaObjective:
         return zlib.crc32(repr(sorted(trial.params.items())).encode(), self.seed) >> 1
 
     def _prepare(self, params: Mapping[str, Any], seed: int) -> Any:
-        own = split_params(params)[0]
-        own |= scale_lr(self.estimator, own, self.lr_scaling)
-        return prepare(self.estimator, own, seed, self.goal, self.measuring.device)
+        own = split_params(params)[0] | scale_lr(self.estimator, params)
+        return prepare(self.estimator, own, seed, self.goal)

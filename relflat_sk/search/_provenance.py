@@ -12,7 +12,7 @@ part              content
 ``held-out data`` shapes and checksums of X_test and y_test; may be added later
 ``search``        measures that are objectives, seed, and all other settings of the objective
 ``choices``       values of the space that Optuna knows by a label only; may be added later
-``own measures``  the user's functions among the measures; may be added later
+``measures``      arguments of the measures, and the user's functions; may be added later
 ``units``         an empty unit of the loss for regressors, not compared
 ================  ================================================================================
 
@@ -25,7 +25,6 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -45,20 +44,18 @@ from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures import OwnMeasure
 from relflat_sk.minima import MADE_WITH, UNITS
+from relflat_sk.search._data import LR_SCALING
 
 # parameters of the objective that change its results, with the values that are left out and the
 # names that users know. The number of processes and the size of a fleet are not among them: a
 # fleet changes the order of sums, as another machine does
 _SETTINGS: dict[str, tuple[Any, str]] = {
-    "lr_scaling": (None, "lr_scaling"),
     "goal": ("auto", "goal"),
     "seed": (None, "random_state"),
-    "measuring.layer": (-1, "layer"),
-    "measuring.params": ({}, "measure_params"),
 }
-_PARTS = ("estimator", "data", "held-out data", "search", "choices", "own measures")
+_PARTS = ("estimator", "data", "held-out data", "search", "choices", "measures")
 # parts to which later sessions may add, or from which they may leave out
-_OPEN = ("held-out data", "choices", "own measures")
+_OPEN = ("held-out data", "choices", "measures")
 # parameters that change the time that training takes, or what it shows, but not its result
 _WITHOUT_EFFECT = re.compile(
     r"(^|__)(_.*|verbose|n_jobs|memory|device|num_workers|pin_memory|persistent_workers"
@@ -76,10 +73,13 @@ Record = dict[str, dict[str, str]]
 
 
 def check_made_with(
-    study: optuna.Study, objective: Any, own: int = -1, names: Sequence[str] = ()
+    study: optuna.Study, objective: Any, own: int = -1, measuring: Any = None
 ) -> None:
-    """Refuse a study whose minima were made otherwise; record in a new study how they are made."""
-    now = _record(objective, len(study.directions), names)
+    """Refuse a study whose minima were made otherwise; record in a new study how they are made.
+
+    A `measuring` that is not the objective's measures the same minima again.
+    """
+    now = _record(objective, len(study.directions), measuring)
     then: Record = study.user_attrs.get(MADE_WITH, {})
     others = [
         trial
@@ -119,29 +119,36 @@ def _differences(then: Record, now: Record) -> Iterator[str]:
                 yield f"  {part}, {name}: {before} then, {after} now"
 
 
-def _record(objective: Any, n_objectives: int, others: Sequence[str]) -> Record:
+def _record(objective: Any, n_objectives: int, measuring: Any) -> Record:
     """Describe everything that changes the results; the first measures are the objectives."""
     space = objective.space
     varied = set(space.entries)
-    if objective.lr_scaling is not None:  # the rates are those of the estimator's own batch size
+    if LR_SCALING in varied:  # the rates are those of the estimator's own batch size
         varied -= {name for name in varied if name.endswith("batch_size")}
     search = {"measure": describe([str(name) for name in objective.names[:n_objectives]])}
     for attribute, (default, name) in _SETTINGS.items():
-        value = attrgetter(attribute)(objective)
+        value = getattr(objective, attribute)
         if value != default:
             search[name] = describe(value)
     data = {"X": objective.X, "y": objective.y, **objective.per_sample["fit_params"]}
     held_out = {"X_test": objective.X_test, "y_test": objective.y_test}
-    own = [name for name in (*objective.measures, *others) if isinstance(name, OwnMeasure)]
+    ways = objective.measuring.ways | ({} if measuring is None else measuring.ways)
     return {
         "estimator": dict(_describe_estimator(objective.estimator, varied)),
         "data": _describe_data(data),
         "held-out data": _describe_data({n: x for n, x in held_out.items() if x is not None}),
         "search": search,
         "choices": space.describe_choices(),
-        "own measures": {str(name): describe(name.function) for name in own},
+        "measures": {str(name): _describe_measure(name, way) for name, way in ways.items()},
         UNITS: {"loss_unit": ""} if is_regressor(objective.estimator) else {},
     }
+
+
+def _describe_measure(name: str, way: Any) -> str:
+    """Describe the arguments of a measure, and its function if it is the user's."""
+    parts = [describe(name.function)] if isinstance(name, OwnMeasure) else []
+    parts += [f"{key}={describe(value)}" for key, value in sorted(way.arguments().items())]
+    return ", ".join(parts) or "the default"
 
 
 def _describe_data(data: Mapping[str, Any]) -> dict[str, str]:

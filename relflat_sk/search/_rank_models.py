@@ -12,15 +12,11 @@ from sklearn.base import BaseEstimator
 from skorch import NeuralNet
 from torch import nn
 
-from relflat_sk._models import DataOptions, final_estimator, to_network_with_source
+from relflat_sk._models import final_estimator
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
-from relflat_sk.measures import find_measures
 from relflat_sk.minima import (
-    AUTO,
     PARAM_PREFIX,
-    check_depth_band,
-    find_depth_band,
     parameter_columns,
     rank_minima,
     table_of_rows,
@@ -56,12 +52,8 @@ def rank_models(  # noqa: PLR0913
     criterion: Any = None,
     X_test: Any = None,
     y_test: Any = None,
-    layer: int | str = -1,
     sample_weight: Any = None,
-    depth_band: float | str | None = AUTO,
-    device: Any = None,
     random_state: Any = None,
-    **measure_params: Any,
 ) -> pd.DataFrame:
     """Rank trained models, flattest first: fitted estimators, checkpoints of a network, adapters.
 
@@ -85,26 +77,18 @@ def rank_models(  # noqa: PLR0913
         The network that weights are loaded into, which gets its own weights back. Names of the
         weights may have a prefix, as in a checkpoint of a larger module. An adapter is put on a
         copy of `module`; if that is a ``PeftModel``, the adapter's weights are loaded into it.
-    measure : str, callable or sequence of these, default="comparable_flatness"
-        The measure that ranks, and further ones, see `get_measure_names`.
+    measure : str, callable, FlatnessScorer or sequence of these, default="comparable_flatness"
+        The measure that ranks, and further ones: names, see `get_measure_names`, functions, or
+        scorers with the layer and the arguments of a measure, as in `FlatMinimaSearch`. See Notes
+        for the layers of adapters.
     criterion : torch loss, optional
         The loss; needed for bare modules only.
     X_test, y_test : as `X` and `y`, optional
         Held-out data, for the columns ``test_loss``, ``generalization_gap`` and ``test_score``.
-    layer : int or str, default=-1
-        Where to measure: position among the layers with a weight matrix, or dotted name. See
-        Notes for adapters.
     sample_weight : array of shape (n,), optional
         Weight of each training sample; one if None.
-    depth_band : float, "auto" or None, default="auto"
-        The largest ratio of the depths of models that are compared, see `rank_minima`. "auto" is
-        3, or None for a measure at equal loss, such as the default.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
     random_state : int, RandomState, Generator or None, default=None
         Seed of the probes, the same for all models.
-    **measure_params
-        Further arguments of the measures, and `batch_size`.
 
     Returns
     -------
@@ -139,7 +123,9 @@ def rank_models(  # noqa: PLR0913
     -----
     A network is a minimum if its training loss is lower than that of the best constant
     prediction. Estimators of scikit-learn and skorch nets have a record of their training, and
-    must have ended at their goal, by their solver or on a plateau, as in a search.
+    must have ended at their goal, by their solver or on a plateau, as in a search. All minima are
+    compared by a measure at equal loss, such as the default, and those of similar depth by
+    others; `rank_minima` takes the table with another `depth_band`.
 
     With low-rank adapters of PEFT, the name of the adapted layer, such as ``"...query"``, is that
     of a layer with the merged weight ``W + s B A``, whose flatness compares with that of the base
@@ -154,17 +140,18 @@ def rank_models(  # noqa: PLR0913
     >>> from sklearn.datasets import load_iris
     >>> from sklearn.linear_model import LogisticRegression
     >>> X, y = load_iris(return_X_y=True)
-    >>> models = [LogisticRegression(C=C, max_iter=500).fit(X, y) for C in (0.1, 0.5, 2.0)]
-    >>> table = rank_models(models, X, y, measure="relative_flatness", depth_band=None)
+    >>> models = [LogisticRegression(C=C, max_iter=500).fit(X, y) for C in (0.5, 1.0, 2.0)]
+    >>> table = rank_models(models, X, y, measure="relative_flatness")
     >>> table[["model", "param_C", "rank"]]
       model  param_C  rank
-    0     0      0.1     1
-    1     1      0.5     2
+    0     0      0.5     1
+    1     1      1.0     2
     2     2      2.0     3
 
     Checkpoints of a network, as a trainer or a loop has saved them:
 
     >>> import torch
+    >>> from relflat_sk import FlatnessScorer
     >>> net = torch.nn.Linear(4, 3)
     >>> _ = torch.nn.init.zeros_(net.weight)
     >>> weights = torch.tensor(models[2].coef_), torch.tensor(models[2].intercept_)
@@ -173,7 +160,8 @@ def rank_models(  # noqa: PLR0913
     ...     for i in (2, 3, 4)
     ... }
     >>> criterion = torch.nn.CrossEntropyLoss()
-    >>> table = rank_models(steps, X, y, module=net, criterion=criterion, at_loss=0.3)
+    >>> at_loss = FlatnessScorer("comparable_flatness", measure_params={"at_loss": 0.3})
+    >>> table = rank_models(steps, X, y, module=net, criterion=criterion, measure=at_loss)
     >>> sorted(table["model"])
     ['step 2', 'step 3', 'step 4']
     >>> table["comparable_flatness"].round(4).nunique()  # at equal loss, the scale does not count
@@ -181,13 +169,11 @@ def rank_models(  # noqa: PLR0913
     >>> bool(net.weight.any())
     False
     """
-    check_depth_band(depth_band)
-    names = find_measures(listed(measure))
-    measuring = Measuring(names, layer, measure_params, device)
-    options = DataOptions(criterion, measuring.batch_size, device, sample_weight)
+    measuring = Measuring(listed(measure), criterion)
     seed = seed_from(random_state)
     seed = draw_seed(None) if seed is None else seed
-    task = _Task(X, y, X_test, y_test, names, measuring, options, seed)
+    data = TrainingData(X, y, X, y, sample_weight=sample_weight)
+    task = _Task(data, X_test, y_test, measuring, seed)
     target = None if module is None else find_module(module)
     rows: list[dict[str, Any]] = []
     with nullcontext() if target is None else restored(target):
@@ -199,21 +185,17 @@ def rank_models(  # noqa: PLR0913
             del model, item  # or this model would be in memory together with the next
     if not rows:
         raise ValueError("there are no models to rank: models is empty.")
-    band = find_depth_band(depth_band, str(names[0]), measure_params.get("at_loss"))
-    return _rank(rows, str(names[0]), band, task.units)
+    return _rank(rows, measuring, task.units)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """How each of the models is measured, and on which data. Shapes: `y` (n,)."""
+    """How each of the models is measured, and on which data."""
 
-    X: Any
-    y: Any
+    data: TrainingData
     X_test: Any
     y_test: Any
-    names: list[str]
     measuring: Measuring
-    options: DataOptions
     seed: int
     units: dict[Any, str] = field(default_factory=dict)  # attributes of the table
 
@@ -221,20 +203,17 @@ class _Task:
         """Measure one model, and return its row of the table."""
         record: dict[str, Any] = {"state": "complete", "ended_by": "", "reason": ""}
         record |= _parameters(model)
-        weight, criterion = self.options.sample_weight, self.options.criterion
-        data = TrainingData(self.X, self.y, self.X, self.y, sample_weight=weight)
         try:
             with seeded(self.seed):  # data loaders draw from torch's random state
-                network = to_network_with_source(model, self.X, self.y, self.options)
+                networks = self.measuring.networks(model, self.data)
+                network = next(iter(networks.values()))
                 if network.loss.row is None or network.loss.row.task == "regression":
                     self.units["loss_unit"] = ""
-                ranking = self.names[:1]
-                found = record_measures(
-                    record, network, self.names, self.seed, self.measuring, ranking
-                )
+                ranking = self.measuring.names[:1]
+                found = record_measures(record, networks, self.seed, self.measuring, ranking)
                 if found:
-                    held_out = self.X_test, self.y_test, criterion
-                    record |= measure_held_out(model, record["train_loss"], data, *held_out)
+                    held_out = self.X_test, self.y_test, self.measuring.criterion
+                    record |= measure_held_out(model, record["train_loss"], self.data, *held_out)
                     trained = model if has_record else network.module
                     record_verdict(record, trained, None, found, ranking)
         except CallError as error:
@@ -294,9 +273,7 @@ def _parameters(model: Any) -> dict[str, Any]:
     return {f"{PARAM_PREFIX}{name}": value for name, value in plain.items()}
 
 
-def _rank(
-    rows: list[dict[str, Any]], by: str, depth_band: float | None, units: dict[Any, str]
-) -> pd.DataFrame:
+def _rank(rows: list[dict[str, Any]], measuring: Measuring, units: dict[Any, str]) -> pd.DataFrame:
     """Return the ranked table; warn of models that are no minima or have no value."""
     labels = [row.pop("model") for row in rows]
     if all(row["state"] == "failed" for row in rows):
@@ -313,4 +290,5 @@ def _rank(
             f"{len(others)} of {len(table)} models are no minima, and rank behind all others. "
             f"Reasons:\n{list_reasons(others)}"
         )
-    return rank_minima(table, by, depth_band=depth_band)
+    by, *_ = measuring.names
+    return rank_minima(table, str(by), depth_band=measuring.depth_band(by))

@@ -10,10 +10,9 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.fleet import Fleet
-from relflat_sk.measures import find_measures
 from relflat_sk.minima import attributes_of, remeasured_key
 from relflat_sk.search._fit import isolated, trained_rows
-from relflat_sk.search._measure import measure_held_out
+from relflat_sk.search._measure import Measuring, check_listed, measure_held_out
 from relflat_sk.search._objective import IN_FLEET, MinimaObjective
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._weights import ARTIFACT, DamagedWeightsError, replace_weights
@@ -60,7 +59,8 @@ def provide(
             warn(f"{error} The candidate is trained again.")
     estimator = _train_again(objective, trial)
     data, name = objective._data(params), objective.measures[0]
-    loss = objective._measure([name], estimator, data, trial)[name].risk
+    measured = objective._measure(objective.measuring, [name], estimator, data, trial)
+    loss = measured[name].risk
     before = trial.user_attrs["train_loss"]
     rounding = OF_FLEETS if attributes_of(trial).get(IN_FLEET) else ROUNDING
     if np.isclose(loss, before, rtol=rounding, atol=0):
@@ -104,19 +104,19 @@ _TEST_LOSS = "test_loss"
 
 def remeasure(
     study: optuna.Study, objective: MinimaObjective, measures: Sequence[Any], *, retrain: bool
-) -> None:
+) -> list[str]:
     """Measure the finished trials of a study again, and store the measures in the study."""
-    if isinstance(measures, str) or callable(measures) or not measures:
-        raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
-    names = find_measures(measures)
-    check_made_with(study, objective, names=names)
+    check_listed(measures)
+    measuring = Measuring(measures)
+    check_made_with(study, objective, measuring=measuring)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if not retrain and not any(has_weights(objective, trial) for trial in trials):
         raise ValueError(
             "no weights of these minima were saved, so they cannot be measured again. Give the "
             "search an artifact_store, such as a folder, before it trains, or set retrain=True."
         )
-    _complete(study, objective, names, held_out=False, retrain=retrain)
+    _complete(study, objective, measuring, held_out=False, retrain=retrain)
+    return measuring.names
 
 
 def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None:
@@ -126,7 +126,7 @@ def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None
     without saved weights get nan.
     """
     held_out = objective.X_test is not None
-    lacking = _complete(study, objective, objective.measures, held_out=held_out)
+    lacking = _complete(study, objective, objective.measuring, held_out=held_out)
     if lacking:
         columns = sorted({name for names in lacking.values() for name in names})
         warn(
@@ -139,7 +139,7 @@ def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None
 def _complete(
     study: optuna.Study,
     objective: MinimaObjective,
-    names: Sequence[str],
+    measuring: Measuring,
     *,
     held_out: bool,
     retrain: bool = False,
@@ -150,7 +150,8 @@ def _complete(
     for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         before: dict[str, Any] = attributes.get(remeasured_key(trial), {})
         found = trial.user_attrs | before
-        missing = [name for name in (*names, *[_TEST_LOSS] * held_out) if name not in found]
+        wanted = (*measuring.names, *[_TEST_LOSS] * held_out)
+        missing = [name for name in wanted if name not in found]
         if not missing:
             continue
         if not retrain and not has_weights(objective, trial):
@@ -161,8 +162,8 @@ def _complete(
             problems.append(problem)
             continue
         data = objective._data(objective.space.values(trial))
-        measures = [name for name in missing if name != _TEST_LOSS]
-        measured = objective._measure(measures, estimator, data, trial) if measures else {}
+        names = [name for name in missing if name != _TEST_LOSS]
+        measured = objective._measure(measuring, names, estimator, data, trial) if names else {}
         failed = {name: one.error for name, one in measured.items() if one.error is not None}
         problems += [f"{name} of trial {trial.number}: {why}" for name, why in failed.items()]
         values = {name: float(one.value) for name, one in measured.items() if name not in failed}

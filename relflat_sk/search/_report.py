@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from skorch import NeuralNet
 
+from relflat_sk.measures import read_measure
 from relflat_sk.minima import (
     FEWEST_MINIMA,
     column_of,
@@ -44,7 +45,7 @@ def render(search: Any) -> str:
     """Render a fitted search as an HTML page that loads nothing from elsewhere."""
     require_matplotlib()
     minima = search.minima_
-    by = column_of(listed(search.measure)[0])
+    by = _ranking_column(search)
     page = resources.files("relflat_sk.search").joinpath("report.html").read_text(encoding="utf-8")
     return Template(page).substitute(
         title=html.escape(f"Minima of {type(search.estimator).__name__}, ranked by {by}"),
@@ -61,10 +62,14 @@ def render(search: Any) -> str:
     )
 
 
+def _ranking_column(search: Any) -> str:
+    return column_of(read_measure(listed(search.measure)[0]).measure)
+
+
 def render_short(search: Any) -> str:
     """Render goal, depths and the five flattest minima, for a notebook."""
     minima = search.minima_
-    by = column_of(listed(search.measure)[0])
+    by = _ranking_column(search)
     columns = ["rank", "trial", *parameter_columns(minima), by, "train_loss", "converged"]
     shown = minima.head().reindex(columns=columns)  # the measure may be another one by now
     return _summary(search) + str(shown.to_html(index=False, notebook=True))

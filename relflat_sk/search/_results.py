@@ -23,8 +23,8 @@ def listed(measure: Any) -> list[Any]:
         return [measure]
     if not isinstance(measure, Iterable):
         raise TypeError(
-            f"measure must be a name, a function or a sequence of these, got {measure!r}. See "
-            "get_measure_names."
+            "measure must be a name, a function, a FlatnessScorer or a sequence of these, got "
+            f"{measure!r}. See get_measure_names."
         )
     return list(measure)
 
@@ -112,7 +112,7 @@ def _warn_of_missing(table: pd.DataFrame) -> None:
             f"because their training losses ({_losses(left_out)}) differ too much from those of "
             f"the others ({_losses(table[table['comparable']])}), and flatness depends on the "
             "loss. Rank at equal loss (measure='comparable_flatness'), train all to the same loss "
-            "(goal), or set depth_band=None to rank them together."
+            "(goal), or rank all together by rank_minima(search, depth_band=None)."
         )
 
 

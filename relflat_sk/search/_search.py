@@ -28,11 +28,8 @@ from relflat_sk._models import describe
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet import fleet_size
-from relflat_sk.measures import find_measures, hold_functions
+from relflat_sk.measures import hold_functions
 from relflat_sk.minima import (
-    AUTO,
-    check_depth_band,
-    find_depth_band,
     mark_depth_band,
     rank_minima,
     shorten_parameters,
@@ -78,7 +75,6 @@ from relflat_sk.search._workers import (
 def check_arguments(search: Any) -> None:
     """Refuse arguments of a search that are not valid, before anything is trained."""
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
-    check_depth_band(search.depth_band)
     fleet_size(search.fleet)
     for name, kind in (
         ("sampler", optuna.samplers.BaseSampler),
@@ -171,20 +167,19 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     space : dict of str to list, distribution of Optuna or scipy, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial; or one function of the trial that returns a dict of parameters. Names that
-        begin with ``data__`` vary the training data, see `MinimaObjective`.
-    measure : str, callable or sequence of these, default="relative_flatness"
-        The measure to rank by: one of `get_measure_names`, or a function of model, X and y, see
-        `register_measure`. Of several, the first ranks and the others are recorded. With
-        `NSGAIISampler` or `NSGAIIISampler`, each is an objective of the study, and
-        ``"train_loss"`` may be one of them; see the column `pareto` of `minima_`.
+        begin with ``data__`` vary the training data, and ``lr_scaling`` lets learning rates
+        follow the batch size, see `MinimaObjective`.
+    measure : str, callable, FlatnessScorer or sequence of these, default="relative_flatness"
+        The measure to rank by: one of `get_measure_names`, a function of model, X and y, see
+        `register_measure`, or a `FlatnessScorer` with the layer and the arguments of a measure:
+        ``FlatnessScorer("hessian_trace", layer=0, measure_params={"batch_size": 256})``. Of
+        several, the first ranks and the others are recorded; those of the same layer and
+        arguments share passes over the data. With `NSGAIISampler` or `NSGAIIISampler`, each is
+        an objective of the study, and ``"train_loss"`` may be one of them; see the column
+        `pareto` of `minima_`.
     n_trials : int, optional
         Number of candidates, those of a resumed study included. If None, all combinations of
         choices are trained, and the space must consist of choices.
-    timeout : float, optional
-        Seconds after which no candidate begins; those in training are finished.
-    callbacks : list of callable, optional
-        Functions of the study and of a finished trial, as in `optuna.Study.optimize`. They are
-        called in this process after each candidate; ``study.stop()`` ends the search.
     sampler : optuna sampler, optional
         Draws the candidates; the search uses a copy. If None, the whole grid is trained if the
         space consists of choices and `n_trials` allows it. Otherwise a `TPESampler` draws, and
@@ -211,19 +206,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         Those of other architectures, batch sizes or numbers of samples are trained beside them,
         and what cannot be stacked one by one. "auto" finds the number by itself. None trains one
         after the other. A sampler that learns from results knows fewer of them.
-    layer : int or str, default=-1
-        Where measures of layers are taken: position among the layers with a weight matrix, or
-        dotted name.
-    measure_params : dict, optional
-        Arguments of the measures, such as ``{"n_probes": 100}`` or ``{"batch_size": 256}``.
-    device : str or torch.device, optional
-        Where nets are trained, and all is measured; if None, on the nets' own device.
     artifact_store : str, path or optuna artifact store, optional
         Where the weights of every minimum are saved; a path is a folder. They allow `remeasure`
         without training, and to restore the best estimator of an earlier session.
-    lr_scaling : {"linear", "sqrt"}, optional
-        Scales learning rates in proportion to the batch size or to its square root, relative to
-        the estimator's own batch size. The columns ``param_scaled_...`` have the scaled rates.
     goal : "auto", float or None, default="auto"
         What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own: a
         training loss, or "auto", a twentieth of the loss of the best constant prediction. With
@@ -232,16 +217,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         10, differ by at most 1% of the drop from the best constant prediction's loss. Estimators
         of scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not
         change them, and with a loss they must have reached it, too.
-    depth_band : float, "auto" or None, default="auto"
-        The largest depth over the smallest of the minima that are ranked together, see
-        `rank_minima`. "auto" is 3, or None if the ranking measure is at equal loss
-        ("comparable_flatness", or ``measure_params={"at_loss": 0.05}``). None ranks all minima.
     refit : bool, default=True
         Whether to provide `best_estimator_`: the network that was measured. One of an earlier
         session is restored from saved weights, or trained again, but not after Ctrl-C.
-    retry_failed : bool, default=False
-        Whether candidates that failed in an earlier session, or were killed twice, are trained
-        again. A candidate that fails again replaces its earlier failure in the tables.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
         candidate trains. If None, each candidate has a seed from torch's random state. The study
@@ -323,8 +301,6 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         *,
         measure: Any = "relative_flatness",
         n_trials: int | None = None,
-        timeout: float | None = None,
-        callbacks: Any = None,
         sampler: Any = None,
         storage: Any = None,
         study_name: str | None = None,
@@ -332,15 +308,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         n_jobs: int | None = None,
         n_threads: int | None = 1,
         fleet: int | str | None = None,
-        layer: int | str = -1,
-        measure_params: Any = None,
-        device: Any = None,
         artifact_store: Any = None,
-        lr_scaling: str | None = None,
         goal: Any = "auto",
-        depth_band: float | str | None = AUTO,
         refit: bool = True,
-        retry_failed: bool = False,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -348,29 +318,30 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self.space = space
         self.measure = measure
         self.n_trials = n_trials
-        self.timeout = timeout
-        self.callbacks = callbacks
         self.sampler = sampler
         self.storage = storage
         self.study_name = study_name
         self.pruner = pruner
         self.n_jobs = n_jobs
         self.n_threads = n_threads
-        self.layer = layer
-        self.measure_params = measure_params
-        self.device = device
         self.fleet = fleet
         self.artifact_store = artifact_store
-        self.lr_scaling = lr_scaling
         self.goal = goal
-        self.depth_band = depth_band
         self.refit = refit
-        self.retry_failed = retry_failed
         self.random_state = random_state
         self.verbose = verbose
 
     def fit(
-        self, X: Any, y: Any = None, X_test: Any = None, y_test: Any = None, **fit_params: Any
+        self,
+        X: Any,
+        y: Any = None,
+        X_test: Any = None,
+        y_test: Any = None,
+        *,
+        timeout: float | None = None,
+        callbacks: Any = None,
+        retry_failed: bool = False,
+        **fit_params: Any,
     ) -> Any:
         """Train and rank the candidates.
 
@@ -385,6 +356,14 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             choose.
         y_test : array-like of shape (n_test,) or (n_test, n_outputs), optional
             Labels or values of the held-out data; None if y is None and `X_test` a Dataset.
+        timeout : float, optional
+            Seconds after which no candidate begins; those in training are finished.
+        callbacks : list of callable, optional
+            Functions of the study and of a finished trial, as in `optuna.Study.optimize`. They
+            are called in this process after each candidate; ``study.stop()`` ends the search.
+        retry_failed : bool, default=False
+            Whether candidates that failed in an earlier session, or were killed twice, are
+            trained again. One that fails again replaces its earlier failure in the tables.
         **fit_params
             Passed on to the estimator's `fit`, such as `sample_weight`, or routed to it by
             metadata routing. Losses, scores and measures on the training data use the weights.
@@ -415,7 +394,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         seeds = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
         objective = self._make_objective(X, y, X_test, y_test, fit_params)
         check_arguments(self)
-        deadline, callbacks = deadline_after(self.timeout), check_callbacks(self.callbacks)
+        deadline, called = deadline_after(timeout), check_callbacks(callbacks)
         plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
         quiet = self.verbose < 2
         check_store(objective.artifact_store)
@@ -441,14 +420,14 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 seeds[1], objective.space
             )
             plan = plan_candidates(self, objective.space)
-            if self.retry_failed:
+            if retry_failed:
                 plan.released = failed_trials(study.get_trials(deepcopy=False))
             sweep = Sweep(
                 SearchStudy(study, uuid.uuid4().hex), storage, objective, plan,
-                quiet=quiet, fleet=self.fleet, deadline=deadline, callbacks=callbacks,
+                quiet=quiet, fleet=self.fleet, deadline=deadline, callbacks=called,
                 file=file_of(self.storage),
             )  # fmt: skip
-            flattest = FlattestSoFar(objective.names[0], self._depth_band)
+            flattest = FlattestSoFar(objective.names[0], objective.depth_band)
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
                 guard.known[trial.number] = trial
@@ -473,7 +452,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Make the objective that trains and measures each candidate."""
         if get_config()["enable_metadata_routing"]:
             fit_params = process_routing(self, "fit", **fit_params).estimator.fit
-        same = "artifact_store", "lr_scaling", "goal", "n_threads", "measure_params", "device"
+        same = "artifact_store", "goal", "n_threads"
         return MinimaObjective(
             self.estimator,
             X,
@@ -483,7 +462,6 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             X_test=X_test,
             y_test=y_test,
             random_state=copy.deepcopy(self._random_state),
-            layer=self.layer,
             fit_params=dict(fit_params),
             **{name: getattr(self, name) for name in same},
         )
@@ -498,21 +476,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             raise ValueError("X and y are needed: a search that was pickled left its data behind.")
         return found
 
-    def _table(self, measures: Sequence[str]) -> pd.DataFrame:
+    def _table(self, objective: MinimaObjective, others: Sequence[str] = ()) -> pd.DataFrame:
         """Return the unranked table of candidates, with `comparable` and short parameter names.
 
         Measures that no candidate has are columns of nan.
         """
-        table = candidate_table(self.study_, measures)
+        table = candidate_table(self.study_, [*objective.measures, *others])
         return mark_depth_band(
-            shorten_parameters(table, last_prefix(self.estimator)), self._depth_band
+            shorten_parameters(table, last_prefix(self.estimator)), objective.depth_band
         )
-
-    @property
-    def _depth_band(self) -> float | None:
-        """The width of the band of depths; None if minima are ranked at equal loss."""
-        (by, *_) = find_measures(listed(self.measure)[:1])
-        return find_depth_band(self.depth_band, by, (self.measure_params or {}).get("at_loss"))
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.
@@ -635,9 +607,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
         Parameters
         ----------
-        measures : sequence of str or callable
-            Names of measures, see `get_measure_names`, or functions of model, X and y, see
-            `register_measure`. A minimum that has a measure already is not measured again.
+        measures : sequence of str, callable or FlatnessScorer
+            Names of measures, functions or scorers, as the search takes them. A minimum that has
+            a measure already is not measured again.
         X : array-like of shape (n, n_features), optional
             The training data that `fit` was given; needed only if the search was unpickled.
         y : array-like of shape (n,) or (n, n_outputs), optional
@@ -661,9 +633,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             name is not a measure, or estimator or data are not those of the study.
         """
         objective = self._objective_of(X, y, fit_params)
-        remeasure(self.study_, objective, measures, retrain=retrain)
-        table = self._table([*objective.measures, *find_measures(measures)])
-        self.minima_ = rank_minima(table, by=objective.names[0], depth_band=None)
+        names = remeasure(self.study_, objective, measures, retrain=retrain)
+        self.minima_ = rank_minima(self._table(objective, names), by=objective.names[0])
         return self.minima_
 
     def report(self, path: Any = None) -> Path | str:
@@ -762,11 +733,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Set the attributes that describe the candidates; refuse a table without any."""
         # read before the table, which would otherwise lack those that finish in between
         running = self.study_.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        table = self._table(objective.measures)
+        table = self._table(objective)
         stored_as = None if self.storage is None else self.study_.study_name
         check_table(table, len(running), interrupted, objective.estimator, stored_as)
         by = objective.names[0]
-        self.minima_ = rank_minima(table, by=by, depth_band=None)
+        self.minima_ = rank_minima(table, by=by)
         trials = self.study_.get_trials(deepcopy=False)
         best = int(self.minima_["trial"].iloc[0])
         self.cv_results_ = cv_results(table, self.minima_, by, objective.space, trials)

@@ -21,7 +21,7 @@ from skorch import NeuralNet
 from relflat_sk._checks import did_you_mean, is_number
 from relflat_sk._warnings import warn
 from relflat_sk.minima import PARAM_PREFIX
-from relflat_sk.search._data import DATA_NAMES, is_data_name
+from relflat_sk.search._data import DATA_NAMES, LR_SCALING, is_data_name
 from relflat_sk.search._provenance import describe
 
 PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
@@ -89,7 +89,7 @@ class Space:
                 f"{estimator!r}."
             )
         for name in self.entries:
-            if name in DATA_NAMES:
+            if name in {*DATA_NAMES, LR_SCALING}:
                 continue
             problem = _problem_with(estimator, name, self.entries)
             if is_data_name(name) and problem:

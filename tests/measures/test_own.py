@@ -347,7 +347,7 @@ def returns(value):
 
 
 def test_functions_in_a_grid_reach_workers():
-    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [1.0]}, depth_band=None)
+    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [1.0]})
     grid = GridSearchCV(search, {"measure": [size_of_weights]}, cv=2, n_jobs=2).fit(X, Y)
     assert "size_of_weights" in grid.best_estimator_.minima_
 

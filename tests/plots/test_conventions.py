@@ -48,7 +48,7 @@ DISPLAYS = {
 @pytest.fixture(scope="module")
 def search():
     net = RelativeFlatnessRegularizedRegressor(max_epochs=12, verbose=0, random_state=0)
-    search = FlatMinimaSearch(net, {"batch_size": [16, 32, 64]}, goal=10.0, depth_band=None)
+    search = FlatMinimaSearch(net, {"batch_size": [16, 32, 64]}, goal=10.0)
     return search.fit(X, Y, X, Y)
 
 

@@ -151,9 +151,9 @@ class FailsAtFirst(LogisticRegression):
 def test_failed_candidates_are_tried_again_if_asked(stored, tmp_path, n_trials):
     works = tmp_path / "works"
 
-    def fit(**parameters):
-        found = logistic(SPACE, FailsAtFirst(works), n_trials=n_trials, **stored, **parameters)
-        return found.fit(X, Y)
+    def fit(**arguments):
+        found = logistic(SPACE, FailsAtFirst(works), n_trials=n_trials, **stored)
+        return found.fit(X, Y, **arguments)
 
     assert fit().minima_["state"].tolist() == ["complete", "complete", "failed"]
     # it fails again

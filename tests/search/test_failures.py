@@ -58,7 +58,6 @@ def search_for_both(n_trials=12, sampler=None, **parameters):
         measure=["relative_flatness", "train_loss"],
         sampler=NSGAIISampler(population_size=4, seed=0) if sampler is None else sampler,
         n_trials=n_trials,
-        depth_band=None,  # flatness is traded for depth
         **parameters,
     )
 

@@ -58,7 +58,7 @@ def make_search(storage, study_name="sweep", estimator=None, choices=CHOICES, **
         {"C": choices},
         storage=storage,
         study_name=study_name,
-        **{"random_state": 0, "depth_band": None, "refit": False, **parameters},
+        **{"random_state": 0, "refit": False, **parameters},
     )
 
 

@@ -96,7 +96,7 @@ def unseeded(**parameters):
     # wide enough that any seed trains it
     wide = make_net(module__hidden_layer_sizes=(50,))
     # and no band of depths, which would leave out different minima for different seeds
-    return make_search(wide, SIZES, random_state=None, depth_band=None, **parameters)
+    return make_search(wide, SIZES, random_state=None, **parameters)
 
 
 @NO_MINIMA
@@ -215,7 +215,7 @@ def test_an_ensemble_averages_the_probabilities_of_the_flattest(labels):
 
 
 def test_an_ensemble_averages_the_predictions_of_regressors():
-    search = make_search(Ridge(), {"alpha": [1.0, 1.1, 1.2]}, depth_band=None).fit(X, TARGET)
+    search = make_search(Ridge(), {"alpha": [1.0, 1.1, 1.2]}).fit(X, TARGET)
     flattest = search.minima_["trial"].iloc[:2]
     expected = np.mean([search.get_estimator(n).predict(X) for n in flattest], axis=0)
     np.testing.assert_allclose(search.get_ensemble(2).predict(X), expected, rtol=1e-12)
@@ -229,4 +229,4 @@ def test_an_ensemble_needs_trained_minima_with_probabilities():
         search.get_ensemble(0)
     scores = SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0)
     with pytest.raises(ValueError, match=r"averages probabilities .*SGDClassifier.* has neither"):
-        make_search(scores, {"alpha": [0.1, 0.11]}, depth_band=None).fit(X, Y).get_ensemble(2)
+        make_search(scores, {"alpha": [0.1, 0.11]}).fit(X, Y).get_ensemble(2)

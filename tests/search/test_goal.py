@@ -142,7 +142,7 @@ def test_goals_beside_other_callbacks():
     scoring = ("goal", EpochScoring("accuracy", name="acc", on_train=True))
     goals = [[scoring, ("stop", StopAtLoss(0.8))], None]
     pipeline = piped(net(max_epochs=150, lr=0.02, callbacks=[scoring]))
-    search = make_search(pipeline, {"net__callbacks": goals}, depth_band=None)
+    search = make_search(pipeline, {"net__callbacks": goals})
     minima = search.fit(X, Y).minima_
     assert minima["ended_by"].tolist() == ["goal", "goal"]
     assert sorted(minima["depth"] > 20) == [False, True]

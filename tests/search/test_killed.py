@@ -25,8 +25,8 @@ N_TRIALS = 50
 EVERY = 10  # finished trials between two kills
 N_KILLS = N_TRIALS // EVERY - 2  # there is enough left to do after the last one
 SPACES = {
-    "grid": {"C": np.geomspace(0.01, 1.0, N_TRIALS).tolist()},
-    "draws": {"C": FloatDistribution(0.01, 1.0)},
+    "grid": {"C": np.geomspace(0.2, 1.0, N_TRIALS).tolist()},
+    "draws": {"C": FloatDistribution(0.2, 1.0)},
 }
 
 
@@ -45,7 +45,6 @@ def make_search(storage, space, model=LogisticRegression, n_trials=N_TRIALS):
         n_trials=n_trials,
         storage=storage,
         study_name="sweep",
-        depth_band=None,  # C determines the depth
         refit=False,
         random_state=0,
     )
@@ -143,9 +142,8 @@ def search_waiting(folder, n_jobs, context=nullcontext):
     os.environ["WAIT_FOR"] = str(folder / "go")
     search = FlatMinimaSearch(
         Waits(max_iter=1000),
-        {"C": [0.01, 0.1, 1.0, 10.0]},
+        {"C": [0.3, 0.5, 1.0, 2.0]},
         n_jobs=n_jobs,
-        depth_band=None,  # C determines the depth
         refit=False,
         storage=folder / "minima.db",
         study_name="sweep",
@@ -196,7 +194,7 @@ def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("WAIT_FOR", "")  # set by the search, and given back
     search_waiting(tmp_path, 1)
     complete = study.get_trials(states=(TrialState.COMPLETE,))
-    assert sorted(trial.params["C"] for trial in complete) == [0.01, 0.1, 1.0, 10.0]
+    assert sorted(trial.params["C"] for trial in complete) == [0.3, 0.5, 1.0, 2.0]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from skorch.callbacks import Callback
 from torch import nn
 
 from relflat_sk import (
+    FlatnessScorer,
     FlatnessWarning,
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
@@ -33,7 +34,7 @@ def net(**parameters):
 def make(estimator=None, space=None, **parameters):
     estimator = net() if estimator is None else estimator
     space = {"lr": [0.01, 0.02]} if space is None else space
-    return make_search(estimator, space, **{"goal": None, "depth_band": None, **parameters})
+    return make_search(estimator, space, **{"goal": None, **parameters})
 
 
 def flattest(search, name="relative_flatness"):
@@ -45,7 +46,7 @@ def flattest(search, name="relative_flatness"):
 
 @pytest.mark.parametrize("layer", [0, "hidden0"])
 def test_layer(layer):
-    search = make(layer=layer).fit(X, Y)
+    search = make(measure=FlatnessScorer(layer=layer)).fit(X, Y)
     found = measure("relative_flatness", search.best_estimator_, X, Y, layer=0)
     assert_allclose(flattest(search), found)
     assert found != measure("relative_flatness", search.best_estimator_, X, Y)
@@ -53,14 +54,18 @@ def test_layer(layer):
 
 def test_arguments_of_measures(tmp_path):
     params = {"batch_size": 7, "weight_decay": 0.1}
-    search = make(measure="hessian_trace", measure_params=params, artifact_store=tmp_path).fit(X, Y)
+    names = "hessian_trace", "trace_flatness"
+    scorers = [FlatnessScorer(name, measure_params=params) for name in names]
+    search = make(measure=scorers[0], artifact_store=tmp_path).fit(X, Y)
     best = search.best_estimator_
     found = measure("hessian_trace", best, X, Y, weight_decay=0.1)
     assert_allclose(flattest(search, "hessian_trace"), found, rtol=1e-5)
     assert found > measure("hessian_trace", best, X, Y)
-    again = search.remeasure(["trace_flatness"])
+    again = search.remeasure([scorers[1], "l2_norm"])
     found = measure("trace_flatness", best, X, Y, weight_decay=0.1)
     assert_allclose(again["trace_flatness"].iloc[0], found, rtol=1e-5)
+    with pytest.raises(ValueError, match="trace_flatness: weight_decay=0.1 then, the default"):
+        search.remeasure(["trace_flatness"])
 
 
 def unlucky(model, X, y):
@@ -75,9 +80,8 @@ MAGNITUDE = "pac_bayes_magnitude_flatness"
 def test_a_measure_that_fails_is_nan_and_its_candidate_ranked_by_another(tmp_path):
     """Of noise as large as this, no sigma is small enough."""
     shared = {"storage": tmp_path / "minima.db", "study_name": "sweep"}
-    search = logistic(
-        measure=["relative_flatness", MAGNITUDE, unlucky], measure_params={"eps": 50.0}, **shared
-    )
+    noisy = FlatnessScorer(MAGNITUDE, measure_params={"eps": 50.0})
+    search = logistic(measure=["relative_flatness", noisy, unlucky], **shared)
     with pytest.warns(
         FlatnessWarning, match=f"3 of 3 minima are ranked, but .*\\s+.*{MAGNITUDE} is"
     ):
@@ -86,12 +90,12 @@ def test_a_measure_that_fails_is_nan_and_its_candidate_ranked_by_another(tmp_pat
     assert table["rank"].tolist() == [1, 2, 3]
     assert_allclose(table["relative_flatness"], logistic().fit(X, Y).minima_["relative_flatness"])
     assert table[MAGNITUDE].isna().all()
-    assert_array_equal(table["unlucky"], [0.01, 0.1, np.nan])
+    assert_array_equal(table["unlucky"], [0.3, 0.5, np.nan])
     assert table["reason"].str.contains(f"^{MAGNITUDE} is nan: .*Use a smaller eps").all()
     assert table["reason"].str.contains("unlucky is nan: RuntimeError: out of luck").sum() == 1
     assert (search.cv_results_["mean_test_score"] < 0).all()
-    # a measure without arguments of others; what fails is left out, and the others are measured
-    again = logistic(measure=search.measure, measure_params={"eps": 50.0})
+    # what fails is left out, and the others are measured
+    again = logistic(measure=search.measure)
     with pytest.warns(FlatnessWarning, match="3 of 3 minima are ranked"):
         again.fit(X, Y)
     register_measure("fails for one", unlucky)
@@ -109,21 +113,11 @@ def test_the_measure_that_ranks_fails_its_candidate():
     assert table["state"].tolist() == ["complete", "complete", "failed"]
 
 
-def test_device():
-    """Every device is the same here, so only what is asked for is seen."""
-    seen = []
-
-    class Spy(RelativeFlatnessRegularizedClassifier):
-        def initialize(self):
-            seen.append(self.device)
-            return super().initialize()
-
-    spy = Spy(max_epochs=2, verbose=0, device="meta")
-    make(spy, device=torch.device("cpu")).fit(X, Y)
-    make(spy, {"device": ["cpu"], "lr": [0.01]}, device="cpu").fit(X, Y)
-    assert set(seen) == {"cpu"}
-    search = logistic({"C": [0.5]}, device="cpu").fit(X, Y)
-    assert search.minima_["relative_flatness"].notna().all()
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_device(device):
+    there = FlatnessScorer("hessian_trace", measure_params={"device": device})
+    search = logistic({"C": [0.5]}, measure=["relative_flatness", there]).fit(X, Y)
+    assert search.minima_["hessian_trace"].notna().all()
 
 
 # -- arguments of fit ------------------------------------------------------------------------
@@ -211,13 +205,14 @@ class CountsEpochs(Callback):
 @pytest.mark.parametrize("layer", [2, -3, "head", "layers.1"])
 def test_a_missing_layer_is_found_before_the_first_epoch(layer, stored):
     CountsEpochs.n_epochs = 0
-    search = make(net(callbacks=[CountsEpochs()]), layer=layer, **stored)
+    scorer = FlatnessScorer(layer=layer)
+    search = make(net(callbacks=[CountsEpochs()]), measure=scorer, **stored)
     match = rf"layer={layer!r} cannot be measured: .* a layer that each candidate has"
     with pytest.raises(RuntimeError, match=match):
         search.fit(X, Y)
     assert not CountsEpochs.n_epochs
     # nothing is recorded: the corrected call goes on
-    found = search.set_params(layer=0).fit(X, Y)
+    found = search.set_params(measure__layer=0).fit(X, Y)
     assert found.minima_["state"].eq("complete").all()
     assert CountsEpochs.n_epochs
     assert [type(one) for one in found.best_estimator_.callbacks] == [CountsEpochs]
@@ -226,8 +221,9 @@ def test_a_missing_layer_is_found_before_the_first_epoch(layer, stored):
 
 def test_a_missing_layer_of_an_estimator_of_scikit_learn_is_no_result(stored):
     with pytest.raises(RuntimeError, match="layer=1 cannot be measured: .*each candidate has"):
-        logistic(layer=1, **stored).fit(X, Y)
-    assert logistic(layer=0, **stored).fit(X, Y).minima_["state"].eq("complete").all()
+        logistic(measure=FlatnessScorer(layer=1), **stored).fit(X, Y)
+    found = logistic(measure=FlatnessScorer(layer=0), **stored).fit(X, Y)
+    assert found.minima_["state"].eq("complete").all()
 
 
 class Lazy(nn.Sequential):
@@ -237,5 +233,5 @@ class Lazy(nn.Sequential):
 
 def test_lazy_layers_have_no_type_before_the_first_batch():
     lazy = RelativeFlatnessRegularizedClassifier(Lazy, max_epochs=10, verbose=0)
-    found = make(lazy, {"lr": [0.01]}, layer="2").fit(X, Y)
+    found = make(lazy, {"lr": [0.01]}, measure=FlatnessScorer(layer="2")).fit(X, Y)
     assert found.minima_["state"].tolist() == ["complete"]

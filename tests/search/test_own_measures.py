@@ -6,6 +6,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import (
+    FlatnessScorer,
     FlatnessWarning,
     MeasurePanelsDisplay,
     MinimaObjective,
@@ -16,7 +17,7 @@ from relflat_sk.measures._names import _REGISTERED
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, make_search
 
 MODEL = LogisticRegression(max_iter=1000)
-SPACE = {"C": [0.1, 1.0, 10.0]}
+SPACE = {"C": [0.3, 1.0, 3.0]}
 
 
 def coefficients(model, X, y, *, order=2):
@@ -45,7 +46,7 @@ def test_a_search_ranks_by_a_function(tmp_path):
     search.fit(X, Y, X_TEST, Y_TEST)
     table = search.minima_
     assert list(table.columns[:4]) == ["trial", "param_C", "coefficients", "train_loss"]
-    assert table["param_C"].tolist() == [0.1, 1.0, 10.0]
+    assert table["param_C"].tolist() == [0.3, 1.0, 3.0]
     assert table["coefficients"].is_monotonic_increasing
     assert search.best_score_ == pytest.approx(-table["coefficients"].iloc[0])
     assert {"coefficients", "relative_flatness"} <= set(correlate_measures(search)["measure"])
@@ -57,7 +58,8 @@ def test_a_search_ranks_by_a_function(tmp_path):
 
 
 def test_a_single_function_with_arguments_and_an_objective():
-    search = logistic(SPACE, measure=coefficients, measure_params={"order": 1}).fit(X, Y)
+    scorer = FlatnessScorer(coefficients, measure_params={"order": 1})
+    search = logistic(SPACE, measure=scorer).fit(X, Y)
     row = search.minima_.set_index("param_C").loc[1.0]
     assert row["coefficients"] == pytest.approx(expected(1.0, order=1), rel=1e-9)
     objective = MinimaObjective(MODEL, X, Y, SPACE, measures=[largest_weight, "train_loss"])
@@ -83,7 +85,7 @@ def test_remeasuring_by_name_and_by_function(tmp_path, stored):
     # under the same name, another function would add numbers that cannot be compared
     register_measure("size", None)
     register_measure("size", largest_weight_of_another_kind)
-    message = r"own measures, size: coefficients \(code .* then, largest_weight_of_another_kind"
+    message = r"measures, size: coefficients \(code .* then, largest_weight_of_another_kind"
     with pytest.raises(ValueError, match=message):
         search.remeasure(["size"])
     with pytest.raises(ValueError, match="measures must be a sequence of names, got <function"):
@@ -93,7 +95,7 @@ def test_remeasuring_by_name_and_by_function(tmp_path, stored):
 def test_a_resumed_study_knows_the_function(tmp_path, stored):
     options = {**stored, "artifact_store": tmp_path / "weights"}
     logistic(SPACE, measure=coefficients, **options).fit(X, Y)
-    wider = {"C": [0.1, 1.0, 10.0, 100.0]}
+    wider = {"C": [0.3, 1.0, 3.0, 2.0]}
     both = [coefficients, largest_weight]  # may be added: earlier minima are measured again
     table = logistic(wider, measure=both, **options).fit(X, Y).minima_
     assert np.isfinite(table[["coefficients", "largest_weight"]].to_numpy()).all()
@@ -103,7 +105,7 @@ def test_a_resumed_study_knows_the_function(tmp_path, stored):
         return 1.0
 
     other.__name__ = "coefficients"
-    with pytest.raises(ValueError, match="own measures, coefficients"):
+    with pytest.raises(ValueError, match="measures, coefficients: coefficients .* then, coeff"):
         logistic(wider, measure=other, **options).fit(X, Y)
 
 

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # of the engines
 
 X, Y = shuffle(*load_iris(return_X_y=True), random_state=0)
 X = X.astype(np.float32)
-CHOICES = np.geomspace(0.01, 1.0, 10).tolist()
+CHOICES = np.geomspace(0.2, 1.0, 10).tolist()
 
 
 def load():
@@ -129,7 +129,7 @@ class Dies(LogisticRegression):
 
 
 def make_search(estimator=None, choices=CHOICES, **arguments):
-    given = {"n_jobs": 2, "depth_band": None, "random_state": 0} | arguments
+    given = {"n_jobs": 2, "random_state": 0} | arguments
     return FlatMinimaSearch(estimator or LogisticRegression(max_iter=1000), {"C": choices}, **given)
 
 
@@ -157,13 +157,11 @@ def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, regist
     pickled, getstate = [], Sweep.__getstate__
     monkeypatch.setattr(Sweep, "__getstate__", lambda self: pickled.append(1) or getstate(self))
     trials, fitted = [], []
-    arguments = {
-        "measure": ["relative_flatness", weight, registered],
-        "callbacks": [lambda *_: trials.append(1)],
-    }
+    arguments = {"measure": ["relative_flatness", weight, registered]}
+    count = {"callbacks": [lambda *_: trials.append(1)]}
     with parallel_config(**engine), monkeypatch.context() as patch:
         patch.setattr(LogisticRegression, "fit", lambda *_: fitted.append(1))  # in this process
-        found = make_search(**arguments).fit(X, Y)
+        found = make_search(**arguments).fit(X, Y, **count)
     assert not fitted  # the best one came back from its worker
     assert len(pickled) == 1 or engine["backend"] == "loky"
     assert len(trials) == len(CHOICES)
@@ -182,9 +180,9 @@ def test_no_minimum_is_lost_and_none_is_double_if_a_worker_is_killed(engine, tmp
             killed.append(running[-1].number)
             os.kill(running[-1].user_attrs["process"][1], signal.SIGKILL)
 
-    search = make_search(Slow(max_iter=1000), callbacks=[kill], storage=tmp_path / "minima.db")
+    search = make_search(Slow(max_iter=1000), storage=tmp_path / "minima.db")
     with parallel_config(**engine):
-        search.fit(X, Y)
+        search.fit(X, Y, callbacks=[kill])
     trials = search.study_.trials
     minima = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     assert len(killed) == 1
@@ -198,7 +196,7 @@ def test_no_minimum_is_lost_and_none_is_double_if_a_worker_is_killed(engine, tmp
 
 
 def test_of_killed_workers_only_the_culprit_is_lost(engine):
-    search = make_search(Dies(max_iter=1000), [1.0, 0.01, 0.1])
+    search = make_search(Dies(max_iter=1000), [1.0, 0.3, 0.5])
     with parallel_config(**engine), pytest.warns(FlatnessWarning, match="1 of 3 candidates are no"):
         search.fit(X, Y)
     reasons = search.minima_.set_index("param_C")["reason"]

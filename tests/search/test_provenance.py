@@ -55,20 +55,20 @@ def make_net(**parameters):
     return RelativeFlatnessRegularizedClassifier(**{**defaults, **parameters})
 
 
-def of_nets(space=None, lr_scaling=None, **parameters):
+def of_nets(space=None, **parameters):
     space = {"batch_size": [16, 32]} if space is None else space
-    return make_search(make_net(**parameters), space, refit=False, lr_scaling=lr_scaling)
+    return make_search(make_net(**parameters), space, refit=False)
 
 
 def of_pipelines(estimator=None, **parameters):
     if estimator is None:
         estimator = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
-    return logistic({"logisticregression__C": [0.1, 1.0]}, estimator.set_params(**parameters))
+    return logistic({"logisticregression__C": [0.5, 1.0]}, estimator.set_params(**parameters))
 
 
 def logistic(space=None, estimator=None, **parameters):
     estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
-    return make_search(estimator, space or {"C": [0.1, 1.0]}, depth_band=None, **parameters)
+    return make_search(estimator, space or {"C": [0.5, 1.0]}, **parameters)
 
 
 def stopping(goal):
@@ -81,6 +81,8 @@ def stopping(goal):
     return of_nets({"callbacks": [[Stop(goal)], None]}, max_epochs=20)
 
 
+# the rates follow from the estimator's own batch size
+SCALED = {"batch_size": [16, 32], "lr_scaling": ["linear"]}
 REFUSED = [
     (of_nets, {"module": Linear}, r"module: the default then, Linear \(code \w+\) now"),
     (of_nets, {"module__hidden_layer_sizes": (8,)}, r"_sizes: \[4\] then, \[8\] now"),
@@ -88,8 +90,7 @@ REFUSED = [
     (of_nets, {"optimizer": torch.optim.SGD}, "optimizer: the default then, torch.SGD now"),
     (of_nets, {"flatness_weight": 0.1}, "flatness_weight: 0 then, the default now"),
     (of_nets, {"random_state": 3}, "estimator, random_state: the default then, 3 now"),
-    (of_nets, {"lr_scaling": "linear"}, "search, lr_scaling: the default then, 'linear' now"),
-    (of_nets, {"lr_scaling": "linear", "batch_size": 64}, "batch_size: the default then, 64 now"),
+    (of_nets, {"space": SCALED, "batch_size": 64}, "batch_size: the default then, 64 now"),
     (of_pipelines, {"standardscaler__with_mean": False}, "standardscaler__with_mean: the"),
     (of_pipelines, {"logisticregression__tol": 0.1}, "estimator, logisticregression__tol: the"),
     (of_pipelines, {"standardscaler": "passthrough"}, "standardscaler: sklearn.Standard"),
@@ -151,7 +152,7 @@ def test_edits_arguments_of_fit_and_choices_of_the_same_name_are_refused(stored,
         (logistic(), logistic(verbose=1)),
         (logistic(), logistic(sampler=RandomSampler(seed=0), n_trials=4)),
         (logistic(), logistic(pruner=optuna.pruners.MedianPruner())),
-        (logistic(), logistic({"C": [1.0, 0.1]})),
+        (logistic(), logistic({"C": [1.0, 0.5]})),
         (logistic(), logistic(estimator=LogisticRegression(max_iter=1000, C=5.0))),
         (of_pipelines(), of_pipelines(logisticregression__C=7.0)),
         (of_nets(max_epochs=20),
@@ -167,7 +168,7 @@ def test_what_does_not_change_results_goes_on(stored, first, again):
 @pytest.mark.parametrize("n_trials", [False, True], ids=["grid", "draws"])
 def test_choices_can_be_added_in_a_journal(stored, n_trials):
     first = logistic(n_trials=2 if n_trials else None, **stored).fit(X, Y).study_.trials
-    wider = {"C": [5.0, 0.1, 0.01, 1.0]}
+    wider = {"C": [2.0, 0.5, 0.3, 1.0]}
     wide = logistic(wider, n_trials=4 if n_trials else None, **stored).fit(X, Y)
     assert [trial.params for trial in wide.study_.trials[:2]] == [one.params for one in first]
     alone = logistic(wider).fit(X, Y)
@@ -189,14 +190,14 @@ def test_choices_can_be_added_in_a_journal(stored, n_trials):
 def test_a_study_is_copied_to_add_choices(tmp_path, name, sampler, further):
     """Elsewhere, Optuna takes no further choices; the copy is made as docs/searching.md says."""
     parameters = {"storage": tmp_path / name, "sampler": sampler}
-    space = {"C": [0.1, 1.0], **further}
+    space = {"C": [0.5, 1.0], **further}
     old = logistic(space, n_trials=2, study_name="old", **parameters).fit(X, Y)
-    wider = {**space, "C": [5.0, 0.1, 1.0]}
+    wider = {**space, "C": [2.0, 0.5, 1.0]}
     more = logistic(wider, n_trials=3, study_name="old", **parameters)
     with pytest.raises(ValueError, match=r"fewer choices for \['C'\] than this space.*copy its"):
         more.fit(X, Y)
     (code,) = (one for one in blocks("docs/searching.md") if "add_trial(" in one)
-    wide = {"C": CategoricalDistribution([0.1, 1.0, 5.0])}
+    wide = {"C": CategoricalDistribution([0.5, 1.0, 2.0])}
     exec(code, {"old": old.study_, "wide": wide, "storage": f"sqlite:///{tmp_path / 'wide.db'}"})
     more.set_params(storage=tmp_path / "wide.db", study_name="wide").fit(X, Y)
     before, after = (search.study_.trials for search in (old, more))
@@ -225,7 +226,7 @@ def test_held_out_data_and_measures_that_come_later(stored, tmp_path):
 
 def test_without_weights_nan_is_explained(stored):
     logistic(**stored).fit(X, Y)
-    search = logistic({"C": [0.1, 1.0, 5.0]}, measure=["relative_flatness", "l2_norm"], **stored)
+    search = logistic({"C": [0.5, 1.0, 2.0]}, measure=["relative_flatness", "l2_norm"], **stored)
     with pytest.warns(FlatnessWarning, match=r"l2_norm, test_loss of trials \[0, 1\] stay nan"):
         search.fit(X, Y, X_TEST, Y_TEST)
     table = search.minima_.set_index("trial").sort_index()
@@ -247,7 +248,7 @@ def test_studies_of_other_versions_go_on(stored):
     assert again.user_attrs[MADE_WITH] == record
     later = {"compiler": {"name": "new"}}
     study.set_user_attr(MADE_WITH, record | later)
-    again = logistic({"C": [0.1, 1.0, 5.0]}, **stored).fit(X, Y).study_  # without a warning
+    again = logistic({"C": [0.5, 1.0, 2.0]}, **stored).fit(X, Y).study_  # without a warning
     assert len(again.trials) == 3
     assert again.user_attrs[MADE_WITH] == record | later
 

@@ -14,6 +14,7 @@ from sklearn.neural_network import MLPClassifier
 from torch import nn
 
 from relflat_sk import (
+    FlatnessScorer,
     FlatnessWarning,
     MinimaRankingDisplay,
     correlate_measures,
@@ -25,7 +26,7 @@ from relflat_sk import (
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, piped, plain_net
 
 CE = nn.CrossEntropyLoss()
-KAPPA = {"measure": "relative_flatness", "depth_band": None, "random_state": 0}
+KAPPA = {"measure": "relative_flatness", "random_state": 0}
 OF_MODULE = {"criterion": CE, **KAPPA}
 
 
@@ -76,7 +77,7 @@ def test_the_table_is_that_of_a_search():
     models = (search.get_estimator(number) for number in range(3))
     table = rank_models(
         models, X, Y, measure=["relative_flatness", "hessian_trace"], X_test=X_TEST,
-        y_test=Y_TEST, depth_band=None, random_state=0,
+        y_test=Y_TEST, random_state=0,
     )  # fmt: skip
     others = [name for name in table.columns if name not in {"model", "param_random_state"}]
     assert others == list(search.minima_.columns)
@@ -255,7 +256,8 @@ def test_the_module_gets_its_own_weights_back(ends, steps):
 @pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
 def test_by_default_models_of_all_depths_are_compared_at_equal_loss(steps):
     scaled = {f"x {c}": scale_head(steps["step 30"], c) for c in (0.5, 1, 30)}
-    options = {"module": build(), "criterion": CE, "at_loss": 0.3}
+    scorer = FlatnessScorer("comparable_flatness", measure_params={"at_loss": 0.3})
+    options = {"module": build(), "criterion": CE, "measure": scorer}
     table = rank_models(scaled | {"first": build().state_dict()}, X, Y, **options)
     assert table["comparable"].tolist() == [True, True, True, False]
     depths = table["depth"][:3]
@@ -290,6 +292,9 @@ def test_models_without_a_value_rank_last_with_a_reason(steps):
     assert table.loc[["dead", "nan", "none"], "depth"].isna().tolist() == [False, True, True]
 
 
+MISSPELT = FlatnessScorer(measure_params={"n_probs": 3})
+
+
 @pytest.mark.parametrize(
     ("models", "arguments", "error", "match"),
     [
@@ -301,10 +306,9 @@ def test_models_without_a_value_rank_last_with_a_reason(steps):
         ([build().state_dict()], {}, ValueError, "'0' are weights, and need the network"),
         ([build().state_dict()], {"module": MLPClassifier()}, TypeError, "must be a torch module"),
         ([build()], {"criterion": None}, ValueError, "criterion is needed for a bare module"),
-        ([build()], {"layer": "5"}, ValueError, "'0': layer='5' cannot be measured"),
+        ([build()], {"measure": FlatnessScorer(layer="5")}, ValueError, "'0': layer='5' cannot be"),
         ([build()], {"X_test": X[:, :2], "y_test": Y}, ValueError, "X_test and y_test cannot"),
-        ([build()], {"n_probs": 3}, TypeError, "'n_probs' is no argument"),
-        ([build()], {"depth_band": 0.5}, ValueError, "depth_band must be"),
+        ([build()], {"measure": MISSPELT}, TypeError, "'n_probs' is no argument"),
     ],
 )
 def test_what_cannot_be_ranked_is_refused(models, arguments, error, match):
@@ -380,7 +384,7 @@ def test_adapters_on_a_base_and_in_a_network_with_an_adapter(adapters):
         tables = []
         for module in (base, adapted):
             before = copy.deepcopy(module.state_dict())
-            options = {**OF_MODULE, "layer": layer}
+            options = {**OF_MODULE, "measure": FlatnessScorer(layer=layer)}
             tables.append(rank_models(folder, X, Y, module=module, **options))
             torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
         assert tables[0].equals(tables[1])

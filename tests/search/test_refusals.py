@@ -25,6 +25,7 @@ from skorch import NeuralNetClassifier, NeuralNetRegressor
 
 from relflat_sk import (
     MLP,
+    FlatnessScorer,
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     flattest_within,
@@ -62,6 +63,10 @@ def search(*data, estimator=None, space=None, fit=(), **parameters):
     """A call of `fit`."""
     data = data or (X, Y)
     return lambda: logistic(space, estimator, **parameters).fit(*data, **dict(fit))
+
+
+def scored(measure="relative_flatness", **arguments):
+    return search(measure=FlatnessScorer(measure, **arguments))
 
 
 def objective(estimator=None, X=X, y=Y, space=None, **parameters):
@@ -122,7 +127,7 @@ VALUES = [
     *(
         (call, "depth_band must be a number of at least 1")
         for band in (0.5, "wide", math.nan)
-        for call in (search(depth_band=band), partial(rank_minima, None, depth_band=band))
+        for call in (partial(rank_minima, None, depth_band=band),)
     ),
     # data
     (search(X, Y[:9]), "got 75 samples in X and 9 labels in y"),
@@ -173,18 +178,25 @@ VALUES = [
         r"goal=0.1, but the net has a goal of its own: \[StopAtLoss\(0.4",
     ),
     # measures
-    (search(measure_params={"layer": 0}), "give it as layer=... instead"),
-    (search(measure_params={"random_state": 0}), "give it as random_state=..."),
-    (search(measure_params={"sample_weight": 0}), r"give it as fit\(..., sample_weight=...\)"),
-    (search(measure_params={"batch_size": 0}), "batch_size must be"),
-    (search(measure=["joint_eigenvalue_flatness"], layer=0), "has no layers to ch"),
-    (search(device="tpu9"), "device"),
+    (scored(measure_params={"layer": 0}), r"give it to the scorer itself: FlatnessScorer\(layer"),
+    (scored(measure_params={"random_state": 0}), "give it to the search .*: random_state=..."),
+    (scored(measure_params={"criterion": torch.nn.MSELoss()}), "criterion.*models know theirs"),
+    (scored(measure_params={"batch_size": 0}), "batch_size must be"),
+    (scored("joint_eigenvalue_flatness", layer=0), "has no layers to ch"),
+    (scored("l2_norm", measure_params={"at_loss": 0.1}), "at_loss=0.1 has no effect on l2_norm"),
+    (scored(measure_params={"device": "tpu9"}), "device"),
+    (scored(data="train"), "measures on the training data. Leave data and at_minimum out"),
+    (scored(at_minimum="warn"), "has its own rule for what is a minimum"),
+    (
+        search(measure=["l2_norm", FlatnessScorer(layer=0), FlatnessScorer()]),
+        r"with the arguments \{'layer': 0\} and \{\}, but it has one column",
+    ),
     (objective(direction="up"), r"direction must be one of \['minimize', 'maximize'\]"),
     (objective(measures=[]), r"measures must be a sequence of names, got \[\]"),
     (objective(measures="relative_flatness"), "measures must be a sequence of names"),
     (objective(measures=["train_loss"]), "measures must name a measure beside 'train_loss'"),
     (objective(measures=["flat"]), "there is no measure 'flat'"),
-    (objective(lr_scaling="log"), r"None or one of \['linear', 'sqrt'\], got 'log'"),
+    (search(space={"lr_scaling": ["log"]}), r"None or one of \['linear', 'sqrt'\], got 'log'"),
     # stores and storages
     (search(artifact_store=FullStore("")), r"cannot be written to: OSError: .*Free space on its"),
     (search(artifact_store=__file__), r"artifact_store='.*.py' cannot be written to"),
@@ -280,10 +292,9 @@ TYPES = [
     ),
     (search(estimator=SVC()), "SVC is not a network"),
     (search(estimator=make_pipeline(SVC()), space={"svc__C": [1.0]}), "SVC is not a network"),
-    (search(layer=torch.nn.Linear(2, 2)), "layer must be the position of a layer or"),
-    (search(layer=True), "layer must be the position"),
-    (search(measure_params=["rtol"]), "measure_params must be a dict or None"),
-    (search(measure_params={"probes": 3}), "'probes' is no argument of"),
+    (scored(layer=torch.nn.Linear(2, 2)), "layer must be the position of a layer or"),
+    (scored(layer=True), "layer must be the position"),
+    (scored(measure_params={"probes": 3}), "'probes' is no argument of"),
     (objective(fit_params=WEIGHTS), "fit_params must be a dict or None"),
     (objective(X={"C": [1.0]}, y=X, space=Y), "space must be a dict .* got ndarray"),
     (lambda: optimize_study(None, lambda trial: 0.0, 1), "a MinimaObjective, got a func.*fleet_tr"),
@@ -374,10 +385,10 @@ def test_a_slip_does_not_bind_a_study(stored):
 @pytest.mark.parametrize(
     ("changed", "match"),
     [
-        ({"space": {"C": [0.1, 0.2]}}, r"another space: 'C' was drawn from Cat.*0\.01"),
+        ({"space": {"C": [0.1, 0.2]}}, r"another space: 'C' was drawn from Cat.*0\.3"),
         ({"space": {"tol": [0.1]}}, r"another space: trial . has \{'C': .*'tol': 'no value'"),
-        ({"layer": 0}, "layer"),
-        ({"measure_params": {"rtol": 1.0}}, "measure_params"),
+        ({"measure": FlatnessScorer(layer=0)}, "relative_flatness: the default then, layer=0 now"),
+        ({"measure": FlatnessScorer(measure_params={"rtol": 1.0})}, "default then, rtol=1.0 now"),
         ({"fit": {"sample_weight": WEIGHTS}}, "sample_weight"),
     ],
 )

@@ -119,7 +119,7 @@ def test_the_first_columns_are_what_matters():
 def net_search(**parameters):
     net = make_net(max_epochs=100, callbacks=None)
     space = {"net__lr": [0.02, 2e-4], "net__batch_size": [8, 16], "scale__copy": [True]}
-    return make_search(piped(net), space, lr_scaling="linear", **parameters)
+    return make_search(piped(net), {**space, "lr_scaling": ["linear"]}, **parameters)
 
 
 def test_goal_depth_and_what_was_left_out():

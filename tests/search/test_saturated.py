@@ -7,6 +7,7 @@ from sklearn.datasets import make_blobs
 from relflat_sk import (
     MLP,
     FlatMinimaSearch,
+    FlatnessScorer,
     FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
     measure,
@@ -34,10 +35,10 @@ def search(gains, **params):
     return FlatMinimaSearch(net, space, **{"goal": 0.02, "random_state": 0, **params})
 
 
-@pytest.mark.parametrize(("band", "fleet"), [(3.0, None), (None, 4)])
-def test_saturated_networks_rank_behind_all_minima(band, fleet):
+@pytest.mark.parametrize("fleet", [None, 4])
+def test_saturated_networks_rank_behind_all_minima(fleet):
     with pytest.warns(FlatnessWarning, match="2 of 4 candidates are no minima(.|\n)*saturated"):
-        found = search([1.0, SATURATES], depth_band=band, fleet=fleet).fit(X, Y)
+        found = search([1.0, SATURATES], fleet=fleet).fit(X, Y)
     table = found.minima_
     assert table["param_module__gain"].tolist() == [1.0, 1.0, SATURATES, SATURATES]
     assert table["converged"].tolist() == [True, True, False, False]
@@ -65,8 +66,8 @@ def test_only_saturated_networks():
 def test_at_equal_loss_networks_of_all_depths_are_ranked(name, params, fleet, tmp_path):
     # without a warning, and without a goal: nine epochs are too few for a plateau
     found = search(
-        [1.0, SATURATES], measure=[name, "gradient_norm"], measure_params=params, goal=None,
-        fleet=fleet, artifact_store=tmp_path,
+        [1.0, SATURATES], measure=[FlatnessScorer(name, measure_params=params), "gradient_norm"],
+        goal=None, fleet=fleet, artifact_store=tmp_path,
     ).set_params(estimator__max_epochs=9).fit(X, Y)  # fmt: skip
     table = found.minima_
     assert table["depth"].max() > 1e3 * table["depth"].min()
@@ -79,8 +80,10 @@ def test_at_equal_loss_networks_of_all_depths_are_ranked(name, params, fleet, tm
     assert table["train_loss"].min() == 0  # that of the networks, not of the temperature
     if params is None:
         assert rank_minima(found.study_, name)["comparable"].all()
-    remeasured = found.remeasure(["neuron_flatness_sum"])
+    others = [FlatnessScorer("neuron_flatness_sum", measure_params=params), "trace_flatness"]
+    remeasured = found.remeasure(others)
     assert (remeasured["neuron_flatness_sum"] > 0).all() == (params is not None)
+    assert not (remeasured["trace_flatness"] > 0).all()
 
 
 def test_a_network_that_has_not_fitted_has_no_rank_at_equal_loss():

@@ -548,7 +548,7 @@ def test_early_stopping_that_a_function_chooses_is_a_failure():
     space = {"early_stopping": lambda trial: trial.number == 0}
     net = MLPClassifier((4,), max_iter=2000, random_state=0)
     with pytest.warns(FlatnessWarning, match="1 of 2 candidates are no minima, .*\n.*holds out"):
-        search = make_search(net, space, n_trials=2, depth_band=None).fit(X, Y)
+        search = make_search(net, space, n_trials=2).fit(X, Y)
     assert search.minima_["state"].tolist() == ["complete", "failed"]
 
 

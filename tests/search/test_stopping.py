@@ -32,12 +32,12 @@ class Clock:
 
 def test_no_candidate_begins_after_the_timeout(monkeypatch):
     monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 5.0, 9.0, 11.0]))
-    assert len(make(timeout=10).fit(X, Y).minima_) == 3
+    assert len(make().fit(X, Y, timeout=10).minima_) == 3
 
 
 def test_processes_end_at_the_timeout():
     with pytest.raises(ValueError, match="no candidate was trained"):
-        make(timeout=1e-9, n_jobs=2).fit(X, Y)
+        make(n_jobs=2).fit(X, Y, timeout=1e-9)
 
 
 def test_processes_of_a_sweep_end_together():
@@ -53,14 +53,14 @@ def test_processes_of_a_sweep_end_together():
 def test_a_search_goes_on_after_a_timeout(monkeypatch, tmp_path):
     stored = {"storage": tmp_path / "minima.log", "study_name": "s"}
     monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 2.0, 11.0]))
-    assert len(make(timeout=10, **stored).fit(X, Y).minima_) == 2
+    assert len(make(**stored).fit(X, Y, timeout=10).minima_) == 2
     assert len(make(**stored).fit(X, Y).minima_) == len(C)
 
 
 def test_nothing_was_trained_before_the_timeout(monkeypatch):
     monkeypatch.setattr(stopping_module, "time", Clock([0.0, 11.0]))
     with pytest.raises(ValueError, match="no candidate was trained: the search was ended before"):
-        make(timeout=10).fit(X, Y)
+        make().fit(X, Y, timeout=10)
 
 
 @pytest.mark.parametrize("n_jobs", [1, 2])
@@ -71,7 +71,7 @@ def test_callbacks_get_study_and_trial_in_this_process(n_jobs):
         assert isinstance(study, optuna.Study)
         seen.append((trial.params["C"], trial.value, len(study.trials) > 0))
 
-    search = make(callbacks=[remember], n_jobs=n_jobs).fit(X, Y)
+    search = make(n_jobs=n_jobs).fit(X, Y, callbacks=[remember])
     assert sorted(one[0] for one in seen) == C
     table = search.minima_.set_index("param_C")["relative_flatness"]
     assert all(value == table[c] and found for c, value, found in seen)
@@ -82,7 +82,7 @@ def test_a_callback_stops_the_search():
         if trial.number == 1:
             study.stop()
 
-    search = make(callbacks=[stop]).fit(X, Y)
+    search = make().fit(X, Y, callbacks=[stop])
     assert len(search.minima_) == 2
 
 
@@ -93,7 +93,7 @@ def test_a_callback_stops_processes_and_a_later_search_goes_on(tmp_path):
         study.stop()
 
     # one candidate at a time is left to each worker when the first result arrives
-    search = make(callbacks=[stop], n_jobs=2, **stored).fit(X, Y)
+    search = make(n_jobs=2, **stored).fit(X, Y, callbacks=[stop])
     assert 1 <= len(search.minima_) <= len(C)
     assert all(trial.state.is_finished() for trial in search.study_.trials)
     assert len(make(**stored).fit(X, Y).minima_) == len(C)
@@ -104,7 +104,7 @@ def test_errors_of_callbacks_are_the_users():
         raise RuntimeError("in the callback")
 
     with pytest.raises(RuntimeError, match="in the callback"):
-        make(callbacks=[fails]).fit(X, Y)
+        make().fit(X, Y, callbacks=[fails])
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_errors_of_callbacks_are_the_users():
 )
 def test_bad_arguments(parameters, error, match):
     with pytest.raises(error, match=match):
-        make(**parameters).fit(X, Y)
+        make().fit(X, Y, **parameters)

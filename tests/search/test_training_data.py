@@ -165,12 +165,12 @@ def net(**parameters):
     ],
 )
 def test_the_learning_rate_is_in_proportion_to_the_batch(estimator, params, expected):
-    found = scale_lr(estimator, params, "linear")
+    found = scale_lr(estimator, {**params, "lr_scaling": "linear"})
     assert found.keys() == expected.keys()
     assert_allclose(list(found.values()), list(expected.values()))
-    assert scale_lr(estimator, params, None) == {}
+    assert scale_lr(estimator, params) == {}
     ratio = next((v for k, v in params.items() if k.endswith("batch_size")), None)
-    for name, rate in scale_lr(estimator, params, "sqrt").items():
+    for name, rate in scale_lr(estimator, {**params, "lr_scaling": "sqrt"}).items():
         own = estimator.get_params()
         size = own[f"{name.rpartition('__')[0]}__batch_size" if "__" in name else "batch_size"]
         given = params.get(name, own[name])
@@ -180,7 +180,7 @@ def test_the_learning_rate_is_in_proportion_to_the_batch(estimator, params, expe
 @pytest.mark.filterwarnings("ignore:no candidate converged")
 def test_scaling_in_a_search():
     space = {"batch_size": [8, 32], "module__init": ["xavier_uniform", "kaiming_normal"]}
-    search = make_search(net(), space, lr_scaling="linear").fit(X, Y)
+    search = make_search(net(), {**space, "lr_scaling": ["linear"]}).fit(X, Y)
     table = search.minima_
     assert_allclose(table["param_scaled_lr"], 0.01 / 16 * table["param_batch_size"])
     assert search.best_estimator_.lr == table["param_scaled_lr"][0]
