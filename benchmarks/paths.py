@@ -50,7 +50,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     space = {"lr": [0.003, 0.01]}
     fitted = net.fit(X, y)
     return {
-        "a score": lambda: FlatnessScorer(at_minimum="ignore")(fitted, X, y),
+        "a score": lambda: FlatnessScorer(non_minimum="accept")(fitted, X, y),
         "a fit of one step": lambda: net.fit(X, y),
         "a search of two candidates": lambda: FlatMinimaSearch(net, space, goal=None).fit(X, y),
     }

@@ -145,7 +145,7 @@ def _report(X: Any, y: Any) -> None:
 def _score(X: Any, y: Any) -> None:
     from relflat_sk import FlatnessScorer  # noqa: PLC0415
 
-    FlatnessScorer(at_minimum="warn")(_net().initialize(), X, y)
+    FlatnessScorer(non_minimum="warn")(_net().initialize(), X, y)
 
 
 def _pipeline(X: Any, y: Any) -> None:

@@ -59,7 +59,7 @@ panels = MeasurePanelsDisplay.from_minima(search, random_state=0)
 # before ``StopAtLoss``, which ends the last one.
 
 recorder = EpochScoring(
-    FlatnessScorer(at_minimum="ignore"), name="relative_flatness", on_train=True
+    FlatnessScorer(non_minimum="accept"), name="relative_flatness", on_train=True
 )
 flat = net.set_params(flatness_weight=10.0, callbacks=[recorder, StopAtLoss(0.05)], random_state=0)
 history = FlatnessHistoryDisplay.from_estimator(flat.fit(X, y))

@@ -22,7 +22,7 @@ from relflat_sk.measures._names import find_measure, hold_functions
 from relflat_sk.measures._results import Flatness
 
 DATA = ("given", "train")
-AT_MINIMUM = ("ignore", "reject", "warn")
+NON_MINIMUM = ("accept", "reject", "warn")
 
 # measures that nets record at the end of fit, with the `flatness_normalize` that each needs
 RECORDED = {"normalized_relative_flatness": True, "relative_flatness": False}
@@ -68,12 +68,12 @@ class FlatnessScorer(BaseEstimator):
         "given" measures on the data that the scorer is called with. "train" takes the value that
         a `RelativeFlatnessRegularizedNet` recorded on its training data at the end of `fit`; the
         net's `flatness_layer` and `flatness_normalize` have to match `layer` and `measure`.
-    at_minimum : {"reject", "warn", "ignore"}, default="reject"
+    non_minimum : {"reject", "warn", "accept"}, default="reject"
         What to do with a model that is not at a minimum, or has no curvature. "reject" warns, and
         returns nan, which scikit-learn's searches rank last. "warn" warns, and scores the model
-        like any other. "ignore" skips the check. The training's record decides where there is one,
-        else the data that the scorer is called with, see Notes. The warnings are of class
-        `FlatnessWarning`.
+        like any other. "accept" scores it without a check. The training's record decides where
+        there is one, else the data that the scorer is called with, see Notes. The warnings are of
+        class `FlatnessWarning`.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
@@ -147,13 +147,13 @@ class FlatnessScorer(BaseEstimator):
         *,
         layer: Layer = -1,
         data: str = "given",
-        at_minimum: str = "reject",
+        non_minimum: str = "reject",
         measure_params: Mapping[str, Any] | None = None,
     ) -> None:
         self.measure = measure
         self.layer = layer
         self.data = data
-        self.at_minimum = at_minimum
+        self.non_minimum = non_minimum
         self.measure_params = measure_params
 
     def __new__(cls, *args: Any, **parameters: Any) -> Self:
@@ -181,13 +181,13 @@ class FlatnessScorer(BaseEstimator):
                 warn(f"the {name} cannot be scored: {measured.reason}. Its score is nan.")
                 return math.nan
         score = 0.0 - flatness  # which is never -0.0
-        if self.at_minimum == "ignore":
+        if self.non_minimum == "accept":
             return score
         if comparison is None or not comparison.is_known:
             measured = measured or self._measure(estimator, X, y, sample_weight)
             comparison = compare_with_constant(measured)
-        at_minimum = self._check_minimum(final_estimator(estimator), flatness, comparison)
-        return score if at_minimum or self.at_minimum == "warn" else math.nan
+        is_good = self._check_minimum(final_estimator(estimator), flatness, comparison)
+        return score if is_good or self.non_minimum == "warn" else math.nan
 
     def __getstate__(self) -> Any:
         return {**super().__getstate__(), "measure": hold_functions(self.measure)}
@@ -207,13 +207,13 @@ class FlatnessScorer(BaseEstimator):
         measure = find_measure(self.measure)
         objection = find_objection(model, str(measure), flatness, comparison)
         if objection is not None:
-            outcome = "its score is nan" if self.at_minimum == "reject" else "it is scored anyway"
-            warn(f"the {name} {objection}. With at_minimum={self.at_minimum!r}, {outcome}.")
+            outcome = "its score is nan" if self.non_minimum == "reject" else "it is scored anyway"
+            warn(f"the {name} {objection}. With non_minimum={self.non_minimum!r}, {outcome}.")
             return False
         if not comparison.is_known:
             warn(
                 f"without y, the scorer cannot check whether the {name} is at a minimum of its "
-                'loss. Pass y, or at_minimum="ignore" if you know that it is.'
+                'loss. Pass y, or non_minimum="accept" if you know that it is.'
             )
         return True
 
@@ -226,7 +226,7 @@ class FlatnessScorer(BaseEstimator):
                 '"trace": FlatnessScorer("hessian_trace")}.'
             )
         find_measure(self.measure)
-        for name, known in {"data": DATA, "at_minimum": AT_MINIMUM}.items():
+        for name, known in {"data": DATA, "non_minimum": NON_MINIMUM}.items():
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name}={value!r}, expected one of {', '.join(known)}.")
@@ -329,10 +329,10 @@ def read_measure(measure: Any) -> MeasureSpec:
     if not isinstance(measure, FlatnessScorer):
         return MeasureSpec(measure)
     measure.check_parameters()
-    if (measure.data, measure.at_minimum) != ("given", "reject"):
+    if (measure.data, measure.non_minimum) != ("given", "reject"):
         raise ValueError(
             f"{measure!r} cannot be the measure of a table of minima, which has its own rule for "
-            "what is a minimum, and measures on the training data. Leave data and at_minimum out."
+            "what is a minimum, and measures on the training data. Leave data and non_minimum out."
         )
     return MeasureSpec(measure.measure, measure.layer, dict(measure.measure_params or {}))
 

@@ -84,7 +84,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         columns : sequence of str or None, default=None
             The columns of the history in the lower panel. None takes ``flatness_penalty`` and
             the columns of ``EpochScoring(relative_flatness, name=...)`` and
-            ``EpochScoring(FlatnessScorer(at_minimum="ignore"), name=...)`` callbacks. A
+            ``EpochScoring(FlatnessScorer(non_minimum="accept"), name=...)`` callbacks. A
             `FlatnessScorer` records minus the flatness; the display reverses the sign, so that
             small is flat.
         ax : matplotlib.axes.Axes or None, default=None
@@ -134,7 +134,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         if columns is None and not signs:
             raise ValueError(
                 "The history has no column of flatness. Train a RelativeFlatnessRegularizedNet, or "
-                "add EpochScoring(FlatnessScorer(at_minimum='ignore'), name='relative_flatness') "
+                "add EpochScoring(FlatnessScorer(non_minimum='accept'), name='relative_flatness') "
                 f"to the callbacks, or name columns of the history: there are {known}."
             )
         columns = list(signs) if columns is None else columns
@@ -224,7 +224,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
         column : str, default="train_loss"
             What is drawn: ``"train_loss"`` or ``"valid_loss"``, ``"flatness_penalty"`` of the
             nets with a penalty, or the name of a callback
-            ``EpochScoring(FlatnessScorer(at_minimum="ignore"), name=..., on_train=True)``, for the
+            ``EpochScoring(FlatnessScorer(non_minimum="accept"), name=..., on_train=True)``, for the
             flatness along training. Such a callback records minus the flatness; the display
             reverses the sign, so that small is flat.
         color_by : str or None, default="auto"
@@ -265,7 +265,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
             known = sorted({name for one in found.values() for name in one} - {"epoch"})
             raise ValueError(
                 f"column: no candidate has a curve of {column!r}; there are {known}. For flatness "
-                "along training, add EpochScoring(FlatnessScorer(at_minimum='ignore'), "
+                "along training, add EpochScoring(FlatnessScorer(non_minimum='accept'), "
                 "name='relative_flatness', on_train=True) to the callbacks of the net, before it "
                 "trains."
             )

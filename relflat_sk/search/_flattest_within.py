@@ -169,7 +169,7 @@ class FlattestWithin:
             f"finite {column!r}, and {known.sum()} of all {len(scores)} have both. Candidate "
             f"{chosen} is chosen, with {scores[chosen]:g}. A FlatnessScorer gives nan to models "
             "that are not at a minimum: its warnings say why. "
-            'FlatnessScorer(at_minimum="warn") scores them.'
+            'FlatnessScorer(non_minimum="warn") scores them.'
         )
         return chosen
 

@@ -64,7 +64,7 @@ def at_equal_loss(rows, **params):
 
 def score(labels, rows, **params):
     """Score a network that beats the best constant, or one that does not."""
-    scorer = FlatnessScorer(measure_params={"criterion": CE, **params}, at_minimum="warn")
+    scorer = FlatnessScorer(measure_params={"criterion": CE, **params}, non_minimum="warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = scorer(network("relu"), X[rows], labels[rows])

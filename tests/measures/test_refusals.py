@@ -313,7 +313,7 @@ REFUSED = [
         r"takes one measure, got measure=\['relative.* pass a dict of scorers: scoring=",
     ),
     (scores(data="test"), V, "data='test', expected one of given, train"),
-    (scores(at_minimum=False), V, "at_minimum=False, expected one of ignore, reject, warn"),
+    (scores(non_minimum=False), V, "non_minimum=False, expected one of accept, reject, warn"),
     (scores(measure_params=[1]), V, r"measure_params=\[1\], expected None or a dict"),
     (
         scores(data="train", measure_params={"batch_size": 8}),

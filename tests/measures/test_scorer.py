@@ -177,7 +177,7 @@ def test_sample_weights_weigh_samples():
 
 def test_a_flatness_of_zero_gives_a_score_without_a_sign():
     zeros = Ridge().fit(X, np.zeros(len(X)))
-    score = FlatnessScorer(at_minimum="ignore")(zeros, X, np.zeros(len(X)))
+    score = FlatnessScorer(non_minimum="accept")(zeros, X, np.zeros(len(X)))
     assert str(score) == "0.0"
 
 
@@ -250,7 +250,7 @@ def test_grid_searches_rank_by_the_score(refit):
 @pytest.mark.parametrize("sample_weight", [None, np.ones(len(Y))], ids=["", "weighted"])
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
 def test_permutation_importance(several, sample_weight):
-    scorer = Checked(at_minimum="ignore")
+    scorer = Checked(non_minimum="accept")
     model = net().fit(X, Y)
     result = permutation_importance(
         model,
@@ -298,7 +298,7 @@ SET = FlatnessScorer(
     "normalized_relative_flatness",
     layer=0,
     data="train",
-    at_minimum="warn",
+    non_minimum="warn",
     measure_params={"batch_size": 8},
 )
 
@@ -470,9 +470,9 @@ def test_models_that_are_not_at_a_minimum_are_scored_on_demand(name):
     model = bad_net(name)
     flatness = -relative_flatness(model, X, Y)
     with pytest.warns(FlatnessWarning, match=BAD[name][1] + ".* it is scored anyway"):
-        score = FlatnessScorer(at_minimum="warn")(model, X, Y)
+        score = FlatnessScorer(non_minimum="warn")(model, X, Y)
     assert_array_equal(score, flatness)
-    assert_array_equal(FlatnessScorer(at_minimum="ignore")(model, X, Y), flatness)
+    assert_array_equal(FlatnessScorer(non_minimum="accept")(model, X, Y), flatness)
 
 
 def search_among(scorer):
@@ -503,7 +503,7 @@ def test_dead_diverged_and_untrained_networks_do_not_win_a_search():
 
 @pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
 def test_bad_networks_would_win_without_the_check():
-    best, scores, search = search_among(FlatnessScorer(at_minimum="ignore"))
+    best, scores, search = search_among(FlatnessScorer(non_minimum="accept"))
     assert best == "dead"
     assert scores["dead"] == 0
     assert search.best_estimator_.score(X, Y) < 0.4
@@ -775,15 +775,15 @@ def test_an_infinite_loss_is_reported():
         assert math.isnan(SCORER(ridge, X, np.full(len(X), 1e200)))
 
 
-@pytest.mark.parametrize("at_minimum", ["reject", "warn"])
-def test_without_labels_the_check_is_left_out_with_a_warning(at_minimum):
+@pytest.mark.parametrize("non_minimum", ["reject", "warn"])
+def test_without_labels_the_check_is_left_out_with_a_warning(non_minimum):
     model = net().fit(X, Y)
     with pytest.warns(
         FlatnessWarning, match="without y, the scorer cannot check whether the Neural"
     ):
-        score = FlatnessScorer(at_minimum=at_minimum)(model, X)
+        score = FlatnessScorer(non_minimum=non_minimum)(model, X)
     assert score == -relative_flatness(model, X)
-    assert FlatnessScorer(at_minimum="ignore")(model, X) == score
+    assert FlatnessScorer(non_minimum="accept")(model, X) == score
 
 
 # -- the value recorded in training ---------------------------------------------------------
@@ -798,10 +798,10 @@ def test_without_labels_the_check_is_left_out_with_a_warning(at_minimum):
     ],
     ids=["default", "first layer", "normalized"],
 )
-@pytest.mark.parametrize("at_minimum", ["reject", "warn", "ignore"])
-def test_recorded_value_is_that_of_the_training_data(measure_, parameters, at_minimum):
+@pytest.mark.parametrize("non_minimum", ["reject", "warn", "accept"])
+def test_recorded_value_is_that_of_the_training_data(measure_, parameters, non_minimum):
     layer = parameters.get("flatness_layer", -1)
-    scorer = FlatnessScorer(measure_, layer=layer, data="train", at_minimum=at_minimum)
+    scorer = FlatnessScorer(measure_, layer=layer, data="train", non_minimum=non_minimum)
     results = cross_validate(
         make_pipeline(StandardScaler(), flat_net(**parameters)),
         X,

@@ -12,7 +12,7 @@ callback = pytest.importorskip("sklearn.callback", reason="scikit-learn has call
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_monitor_records_the_flatness_of_each_iteration():
     X, y = load_iris(return_X_y=True)
-    monitor = callback.ScoringMonitor(scoring={"flatness": FlatnessScorer(at_minimum="ignore")})
+    monitor = callback.ScoringMonitor(scoring={"flatness": FlatnessScorer(non_minimum="accept")})
     LogisticRegression(max_iter=6).set_callbacks(monitor).fit(X, y)
     rows = [row for row in monitor.get_logs().data if row["task_name"] == "lbfgs-iter"]
     assert len(rows) == 6

@@ -60,7 +60,7 @@ def test_saturated_networks_have_no_score(factor, data):
     with pytest.warns(FlatnessWarning, match=VANISHED):
         assert math.isnan(FlatnessScorer(data=data)(net, X, Y))
     with pytest.warns(FlatnessWarning, match="no curvature left .*it is scored anyway"):
-        assert FlatnessScorer(data=data, at_minimum="warn")(net, X, Y) == -net.relative_flatness_
+        assert FlatnessScorer(data=data, non_minimum="warn")(net, X, Y) == -net.relative_flatness_
 
 
 @pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")

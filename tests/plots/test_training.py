@@ -30,7 +30,7 @@ from tests.plots.drawings import legend, lines
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 X, y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
-SCORER = FlatnessScorer(at_minimum="ignore")
+SCORER = FlatnessScorer(non_minimum="accept")
 ON_TRAIN = {"on_train": True, "use_caching": False}
 
 

@@ -261,7 +261,7 @@ def test_a_search_in_threads_finds_what_one_in_processes_finds():
 
 def test_grid_search_with_the_scorer(cluster):
     net = make_net(max_epochs=20, lr=0.05, random_state=0)
-    scorer = FlatnessScorer(at_minimum="warn", data="train")
+    scorer = FlatnessScorer(non_minimum="warn", data="train")
     search = GridSearchCV(net, {"batch_size": [16, 75]}, scoring=scorer, cv=2, refit=False)
     scores = clone(search).fit(X, Y).cv_results_["mean_test_score"]
     with parallel_config(**cluster):

@@ -185,8 +185,8 @@ VALUES = [
     (scored("joint_eigenvalue_flatness", layer=0), "has no layers to ch"),
     (scored("l2_norm", measure_params={"at_loss": 0.1}), "at_loss=0.1 has no effect on l2_norm"),
     (scored(measure_params={"device": "tpu9"}), "device"),
-    (scored(data="train"), "measures on the training data. Leave data and at_minimum out"),
-    (scored(at_minimum="warn"), "has its own rule for what is a minimum"),
+    (scored(data="train"), "measures on the training data. Leave data and non_minimum out"),
+    (scored(non_minimum="warn"), "has its own rule for what is a minimum"),
     (
         search(measure=["l2_norm", FlatnessScorer(layer=0), FlatnessScorer()]),
         r"with the arguments \{'layer': 0\} and \{\}, but it has one column",

@@ -394,7 +394,7 @@ def test_only_a_batch_is_made_dense(kind, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")  # no minimum
 def test_cross_validation_and_searches_on_sparse_data():
-    scoring = FlatnessScorer(at_minimum="ignore")
+    scoring = FlatnessScorer(non_minimum="accept")
     space = {"lr": [0.01]}
     scores, searches = zip(
         *(

@@ -328,7 +328,7 @@ def test_batch_norm_counts_each_step_once(layer):
 @pytest.mark.parametrize("split", [None, ValidSplit(3)], ids=["all", "split"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_flatness_scorer_as_epoch_scoring(split, caching):
-    scorer = FlatnessScorer(at_minimum="ignore")
+    scorer = FlatnessScorer(non_minimum="accept")
     flatness = EpochScoring(
         scorer, name="flatness", on_train=split is None, lower_is_better=False, use_caching=caching
     )

@@ -254,7 +254,7 @@ def test_what_was_measured_belongs_to_the_weights(change, tmp_path):
     net.set_params(flatness_layer=0, criterion__weight=torch.tensor([1.0, 5.0, 1.0]))
     assert net.relative_flatness_ == before  # parameters of the measure change nothing
     net.set_params(flatness_layer=-1, criterion__weight=None)
-    scorer = FlatnessScorer(data="train", at_minimum="ignore")
+    scorer = FlatnessScorer(data="train", non_minimum="accept")
     assert scorer(net, X, INDEX) == -before
     CHANGES[change](net, tmp_path / "weights.pt")
     for name in ("relative_flatness_", "constant_comparison_"):
