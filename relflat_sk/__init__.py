@@ -8,3 +8,4 @@ import lazy_loader
 __version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+del lazy_loader

@@ -17,7 +17,7 @@ from relflat_sk._random import fork_rng
 from relflat_sk.fleet._stack import Stack, key_of
 from relflat_sk.fleet._turns import Routine, current
 from relflat_sk.fleet._vmapped import VmappedNets
-from relflat_sk.training import read_member
+from relflat_sk.training._batches import read_member
 
 _LOG = logging.getLogger("relflat_sk")
 _AT_MOST = 32

@@ -26,7 +26,7 @@ from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasu
 from relflat_sk.measures._rivals import RIVALS
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
-from relflat_sk.minima import AT_EQUAL_LOSS
+from relflat_sk.minima._depth import AT_EQUAL_LOSS
 
 # -- whether a criterion has any curvature at the outputs of a network --------------------------
 

@@ -6,8 +6,6 @@ returns the display. The attributes ``ax_`` and ``figure_`` give access to the d
 is imported when something is drawn; ``pip install "relflat_sk[plot]"`` installs it.
 """
 
-# for the packages above, not public
-from relflat_sk.plots._axes import require_matplotlib as require_matplotlib
 from relflat_sk.plots._label_noise import LabelNoiseDisplay
 from relflat_sk.plots._minima import (
     FlatnessGapDisplay,
@@ -20,7 +18,6 @@ from relflat_sk.plots._models import (
     LayerSensitivityDisplay,
     SharpnessKLDisplay,
 )
-from relflat_sk.plots._points import color_column as color_column
 from relflat_sk.plots._training import FlatnessHistoryDisplay, TrainingCurvesDisplay
 
 __all__ = [

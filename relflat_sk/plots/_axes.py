@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relflat_sk.minima import plain_name
+from relflat_sk.minima._columns import plain_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

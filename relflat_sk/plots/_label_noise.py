@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk.minima import (
-    FEWEST_MINIMA,
-    column_of,
-    correlate_measures,
-    find_axis,
-    minima_table,
-    numeric_column,
-    select_minima,
-)
+from relflat_sk.minima import correlate_measures
+from relflat_sk.minima._columns import column_of, find_axis, numeric_column
+from relflat_sk.minima._resampling import FEWEST_MINIMA, select_minima
+from relflat_sk.minima._trials import minima_table
 from relflat_sk.plots._axes import (
     curve_style,
     draw_grid,

@@ -8,15 +8,15 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk.minima import (
+from relflat_sk.minima import rank_minima
+from relflat_sk.minima._columns import (
     column_of,
     find_axes,
     find_axis,
     measure_columns,
-    minima_table,
     numeric_column,
-    rank_minima,
 )
+from relflat_sk.minima._trials import minima_table
 from relflat_sk.plots._axes import (
     Floats,
     choose_scale,

@@ -10,12 +10,9 @@ import pandas as pd
 
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Layer
-from relflat_sk.measures import (
-    find_measures,
-    flatness_report,
-    layer_sensitivity,
-    sharpness_curve,
-)
+from relflat_sk.measures import flatness_report, layer_sensitivity
+from relflat_sk.measures._names import find_measures
+from relflat_sk.measures._sharpness import sharpness_curve
 from relflat_sk.plots._axes import (
     choose_scale,
     curve_style,

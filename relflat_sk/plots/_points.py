@@ -7,10 +7,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from relflat_sk.minima import (
-    FEWEST_MINIMA,
+from relflat_sk.minima import correlate_measures
+from relflat_sk.minima._columns import (
     column_of,
-    correlate_measures,
     find_axis,
     is_complete,
     is_converged,
@@ -18,6 +17,7 @@ from relflat_sk.minima import (
     numeric_column,
     parameter_columns,
 )
+from relflat_sk.minima._resampling import FEWEST_MINIMA
 from relflat_sk.plots._axes import Floats, draw_grid, label_of, needs_log_scale, shorten
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from sklearn.exceptions import NotFittedError
 from skorch import NeuralNet
 
 from relflat_sk._models import final_estimator
-from relflat_sk.measures import flatness_columns
-from relflat_sk.minima import curves_of, is_converged, minima_table
+from relflat_sk.measures._scorer import flatness_columns
+from relflat_sk.minima._columns import is_converged
+from relflat_sk.minima._trials import curves_of, minima_table
 from relflat_sk.plots._axes import (
     Floats,
     choose_scale,

@@ -22,10 +22,12 @@ from torch import nn
 
 from relflat_sk._checks import is_number
 from relflat_sk._models import final_estimator
-from relflat_sk.measures import ConstantComparison, Flatness, has_vanished
-from relflat_sk.minima import depth_of
+from relflat_sk.measures import Flatness
+from relflat_sk.measures._minimum import ConstantComparison, has_vanished
+from relflat_sk.minima._depth import depth_of
 from relflat_sk.search._weights import last_step
-from relflat_sk.training import StopAtDepth, StopAtGradientNorm, StopAtLoss
+from relflat_sk.training import StopAtGradientNorm, StopAtLoss
+from relflat_sk.training._convergence import StopAtDepth
 
 AUTO = "auto"
 FEWEST_EPOCHS = 10

@@ -13,17 +13,17 @@ from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models import DataOptions, to_network, to_network_with_source
 from relflat_sk._network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures import (
-    Flatness,
-    MeasureSpec,
+from relflat_sk.measures import Flatness
+from relflat_sk.measures._measure_network import (
     check_arguments,
     check_at_loss,
     check_layers,
-    find_measures,
     measure_network,
-    read_measure,
 )
-from relflat_sk.minima import AUTO, DETAILS, find_depth_band
+from relflat_sk.measures._names import find_measures
+from relflat_sk.measures._scorer import MeasureSpec, read_measure
+from relflat_sk.minima._depth import AUTO, find_depth_band
+from relflat_sk.minima._trials import DETAILS
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer

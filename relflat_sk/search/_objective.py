@@ -18,7 +18,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures import Flatness
-from relflat_sk.minima import MEASURES, NO_REASON, attributes_of
+from relflat_sk.minima._trials import MEASURES, NO_REASON, attributes_of
 from relflat_sk.search._data import (
     TrainingData,
     check_data,
@@ -56,7 +56,8 @@ from relflat_sk.search._weights import (
     restore,
     save_weights,
 )
-from relflat_sk.training import check_parameters, measured_later
+from relflat_sk.training._after_fit import measured_later
+from relflat_sk.training._skorch_net import check_parameters
 
 SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
 # user attributes of a trial

@@ -9,14 +9,14 @@ from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
-from relflat_sk.fleet import Fleet
-from relflat_sk.minima import attributes_of, remeasured_key
+from relflat_sk.fleet._fleet import Fleet
+from relflat_sk.minima._trials import attributes_of, remeasured_key
 from relflat_sk.search._fit import isolated, trained_rows
 from relflat_sk.search._measure import Measuring, check_listed, measure_held_out
 from relflat_sk.search._objective import IN_FLEET, MinimaObjective
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._weights import ARTIFACT, DamagedWeightsError, replace_weights
-from relflat_sk.training import measured_later
+from relflat_sk.training._after_fit import measured_later
 
 ROUNDING = 1e-5  # of the training loss, on another machine
 OF_FLEETS = 1e-4  # of nets that were trained in a fleet of another size

@@ -15,23 +15,19 @@ import numpy as np
 import pandas as pd
 from skorch import NeuralNet
 
-from relflat_sk.measures import read_measure
-from relflat_sk.minima import (
-    FEWEST_MINIMA,
-    column_of,
-    correlate_measures,
-    curves_of,
-    parameter_columns,
-    plain_name,
-)
+from relflat_sk.measures._scorer import read_measure
+from relflat_sk.minima import correlate_measures
+from relflat_sk.minima._columns import column_of, parameter_columns, plain_name
+from relflat_sk.minima._resampling import FEWEST_MINIMA
+from relflat_sk.minima._trials import curves_of
 from relflat_sk.plots import (
     FlatnessGapDisplay,
     HyperparameterDisplay,
     MinimaRankingDisplay,
     TrainingCurvesDisplay,
-    color_column,
-    require_matplotlib,
 )
+from relflat_sk.plots._axes import require_matplotlib
+from relflat_sk.plots._points import color_column
 from relflat_sk.search._goal import own_goals
 from relflat_sk.search._results import listed
 from relflat_sk.search._space import plain_repr

@@ -10,7 +10,9 @@ from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import rankdata
 
 from relflat_sk._warnings import warn
-from relflat_sk.minima import STATES, attributes_of, is_complete, rank_minima, table_of_trials
+from relflat_sk.minima import rank_minima
+from relflat_sk.minima._columns import is_complete
+from relflat_sk.minima._trials import STATES, attributes_of, table_of_trials
 from relflat_sk.search._claims import is_cut_short, is_superseded
 from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space

@@ -27,13 +27,11 @@ from relflat_sk._checks import check_integer
 from relflat_sk._models import describe
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
-from relflat_sk.fleet import fleet_size
-from relflat_sk.measures import hold_functions
-from relflat_sk.minima import (
-    mark_depth_band,
-    rank_minima,
-    shorten_parameters,
-)
+from relflat_sk.fleet._fleet import fleet_size
+from relflat_sk.measures._names import hold_functions
+from relflat_sk.minima import rank_minima
+from relflat_sk.minima._columns import shorten_parameters
+from relflat_sk.minima._depth import mark_depth_band
 from relflat_sk.search._claims import CandidateSampler, Plan, failed_trials
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._provenance import check_made_with

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
-from relflat_sk.minima import attributes_of
+from relflat_sk.minima._trials import attributes_of
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, explain
 from relflat_sk.search._provenance import digest
-from relflat_sk.training import measured_later
+from relflat_sk.training._after_fit import measured_later
 
 ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
 CHECKSUM = "weights_hash"  # and the one with the checksum of the weights

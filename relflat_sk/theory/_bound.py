@@ -28,7 +28,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import Layer, mean_loss
 from relflat_sk._random import RandomState, as_random_state
-from relflat_sk.measures import measure_feature_curvature, measure_flatness
+from relflat_sk.measures._layer_measures import measure_feature_curvature, measure_flatness
 from relflat_sk.theory._moves import KERNELS, find_site
 from relflat_sk.theory._smoothing import (
     Smoothing,

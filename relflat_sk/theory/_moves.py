@@ -49,7 +49,7 @@ from relflat_sk._network import (
     weight_layers,
 )
 from relflat_sk._warnings import warn
-from relflat_sk.measures import find_measured_layer
+from relflat_sk.measures._scan import find_measured_layer
 
 # from arrays of moved features, (n, m), and of labels before to labels after the move, as the
 # criterion takes them

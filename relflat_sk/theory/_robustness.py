@@ -18,7 +18,7 @@ from relflat_sk._models import DataOptions, name_layers, to_network
 from relflat_sk._network import Layer, borrowed, find_non_finite, layer_names
 from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk._warnings import warn
-from relflat_sk.measures import measure_layers
+from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.theory._moves import (
     Site,
     check_delta,

@@ -5,15 +5,10 @@ The callbacks for other libraries' trainers need extras and are imported on dema
 ``TransformersFlatnessCallback`` (``pip install "relflat_sk[transformers]"``).
 """
 
-from importlib import import_module
-from typing import Any
+from importlib import import_module as _import_module
+from typing import Any as _Any
 
 from relflat_sk._penalty import RelativeFlatnessPenalty
-from relflat_sk.training._after_fit import measured_later as measured_later
-
-# for the packages above, not public
-from relflat_sk.training._batches import read_member as read_member
-from relflat_sk.training._convergence import StopAtDepth as StopAtDepth
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (
@@ -23,8 +18,6 @@ from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.training._sam import SharpnessAwareMixin
-from relflat_sk.training._skorch_net import check_parameters as check_parameters
-from relflat_sk.training._skorch_net import knows_its_batch as knows_its_batch
 
 __all__ = [
     "MLP",
@@ -45,7 +38,7 @@ _OF_EXTRAS = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name in _OF_EXTRAS:
-        return getattr(import_module(f"{__name__}.{_OF_EXTRAS[name]}"), name)
+        return getattr(_import_module(f"{__name__}.{_OF_EXTRAS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

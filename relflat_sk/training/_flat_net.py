@@ -42,7 +42,7 @@ from relflat_sk._network import (
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
 from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
-from relflat_sk.measures import ConstantComparison
+from relflat_sk.measures._minimum import ConstantComparison
 from relflat_sk.training._after_fit import Record, checksum, record_outcome
 from relflat_sk.training._batches import plain_batch, split_target, with_weights
 from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes

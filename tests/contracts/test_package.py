@@ -1,6 +1,7 @@
 """Contracts of the package as a whole: public names, documentation, imports."""
 
 import importlib
+import json
 import pkgutil
 import re
 import shutil
@@ -68,6 +69,18 @@ def test_doors_lead_to_every_public_name():
             assert getattr(relflat_sk, name, getattr(module, name)) is getattr(module, name)
         behind |= set(module.__all__)
     assert set(relflat_sk.__all__) <= behind | {"exceptions", *DOORS}
+
+
+def test_doors_hold_public_names_only():
+    code = "import importlib, json\n"
+    code += "import relflat_sk\n"
+    code += f"doors = ['', *('.' + one for one in {DOORS} + ('exceptions',))]\n"
+    code += "modules = [importlib.import_module('relflat_sk' + one) for one in doors]\n"
+    code += "print(json.dumps([[sorted(vars(m)), dir(m), m.__all__] for m in modules]))\n"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    for held, shown, public in json.loads(run.stdout):
+        assert {name for name in held if not name.startswith("_")} <= set(public)
+        assert {name for name in shown if not name.startswith("_")} == set(public)
 
 
 def test_only_doors_and_exceptions_have_public_paths():

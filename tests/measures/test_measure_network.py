@@ -7,9 +7,8 @@ from torch import nn
 from relflat_sk import get_measure_names
 from relflat_sk._losses import Loss
 from relflat_sk._network import Network, make_batches
-from relflat_sk.measures import measure_network
 from relflat_sk.measures._layer_measures import TRACE_LIKE
-from relflat_sk.measures._measure_network import NETWORK_WIDE
+from relflat_sk.measures._measure_network import NETWORK_WIDE, measure_network
 from tests.measures.nets import CE, make
 
 # networks with random weights are at no minimum

@@ -20,7 +20,7 @@ from relflat_sk import (
     layer_sensitivity,
 )
 from relflat_sk._models import DataOptions, to_network
-from relflat_sk.measures import sharpness_curve
+from relflat_sk.measures._sharpness import sharpness_curve
 from tests.plots.drawings import legend, ticks
 
 X, y = load_iris(return_X_y=True)

@@ -24,7 +24,7 @@ from relflat_sk import MLP, FlatnessWarning, StopAtGradientNorm, StopAtLoss, ran
 from relflat_sk.minima._depth import depth_of
 from relflat_sk.search._goal import _is_at_plateau
 from relflat_sk.search._results import FlattestSoFar
-from relflat_sk.training import StopAtDepth
+from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import (
     TARGET,
     X,

@@ -36,7 +36,7 @@ from relflat_sk.search._data import vary_data
 from relflat_sk.search._fit import scale_lr
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import open_storage
-from relflat_sk.training import StopAtDepth
+from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import (
     LABELS,
     WEIGHTS,

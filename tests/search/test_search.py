@@ -41,7 +41,8 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.minima import attributes_of, measure_columns
+from relflat_sk.minima._columns import measure_columns
+from relflat_sk.minima._trials import attributes_of
 from relflat_sk.search._study import log_level
 from tests.processes import run_script
 from tests.search.examples import (

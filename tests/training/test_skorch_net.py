@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from relflat_sk import FlatnessScorer, SharpnessAwareMixin, measure
-from relflat_sk.training import measured_later
+from relflat_sk.training._after_fit import measured_later
 from tests.training.common import (
     INDEX,
     Binary,
