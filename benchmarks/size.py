@@ -1,6 +1,7 @@
-"""Print how large the library and its tests are, package by package.
+"""Print how large the library and its tests are, package by package, and how large its surface.
 
-Code is what remains of the lines without docstrings, comments and blank lines.
+Code is what remains of the lines without docstrings, comments and blank lines. The surface is the
+names that can be imported from `relflat_sk`, with the parameters of functions and constructors.
 
 Usage::
 
@@ -8,9 +9,12 @@ Usage::
 """
 
 import ast
+import inspect
 from pathlib import Path
 
 import pandas as pd
+
+import relflat_sk
 
 ROOT = Path(__file__).parents[1]
 TARGETS = {
@@ -58,6 +62,19 @@ def sizes(folder: str) -> pd.DataFrame:
     return table
 
 
+def count_parameters() -> "pd.Series[int]":
+    """Count the parameters of each public function and class, the most first."""
+    found = {name: getattr(relflat_sk, name) for name in relflat_sk.__all__}
+    own = {n: one for n, one in found.items() if callable(one) and not is_exception(one)}
+    counts = {name: len(inspect.signature(one).parameters) for name, one in own.items()}
+    return pd.Series(counts).sort_values(ascending=False, kind="stable")
+
+
+def is_exception(value: object) -> bool:
+    """Return whether a value is a class of exceptions or warnings."""
+    return isinstance(value, type) and issubclass(value, Exception)
+
+
 def main() -> None:
     for folder, targets in TARGETS.items():
         table = sizes(folder)
@@ -66,6 +83,9 @@ def main() -> None:
             found = int(table.loc["all", what])
             print(f"{what}: {found:,}, at most {most:,}: {'ok' if found <= most else 'OVER'}")
         print()
+    counts = count_parameters()
+    print(f"{len(relflat_sk.__all__)} public names, {counts.sum()} parameters; the most have")
+    print(counts.head(8).to_string())
 
 
 if __name__ == "__main__":

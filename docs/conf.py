@@ -29,11 +29,12 @@ LEFT_OUT = [
     # skorch calls these methods of nets
     *("evaluation_step", "fit_loop", "forward_iter", "get_iterator", "get_params_for_optimizer"),
     *("get_split_datasets", "initialize_callbacks", "initialize_criterion", "initialize_module"),
-    *("initialize_optimizer", "notify", "run_single_epoch", "train_step"),
+    *("infer", "initialize_optimizer", "notify", "run_single_epoch", "torch_compile", "train_step"),
     *("train_step_single", "validation_step"),
     # trainers call these methods of callbacks
     *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_exception", "on_log"),
-    *("on_step_end", "on_train_begin", "on_train_end", "on_train_epoch_end", "on_train_start"),
+    *("on_step_begin", "on_step_end", "on_substep_end", "on_train_begin", "on_train_end"),
+    *("on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
     *("capture_compiled", "measure", "of_batch", "plan", "run"),
     *("share_left", "train", "without_value"),

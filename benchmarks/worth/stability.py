@@ -31,7 +31,7 @@ from skorch.callbacks import Callback
 from benchmarks._harness.problems import Arrays, Problem, add_problem_arguments, load_problem
 from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier, flatness_report
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9},

@@ -1,15 +1,14 @@
 """Measures of flatness, by name and as a scikit-learn scorer."""
 
-from relflat_sk.measures._api import evaluate, flatness_report, measure, relative_flatness
+from relflat_sk.measures._api import flatness_report, measure, relative_flatness
+from relflat_sk.measures._minimum import ConstantComparison
 from relflat_sk.measures._names import get_measure_names, register_measure
-from relflat_sk.measures._results import Flatness
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._sensitivity import layer_sensitivity
 
 __all__ = [
-    "Flatness",
+    "ConstantComparison",
     "FlatnessScorer",
-    "evaluate",
     "flatness_report",
     "get_measure_names",
     "layer_sensitivity",

@@ -27,7 +27,7 @@ from relflat_sk.measures._names import (
     describe_invariance,
     find_measure,
     find_measures,
-    get_measure_names,
+    number_names,
 )
 from relflat_sk.measures._results import Flatness, Found, NotApplicableError
 
@@ -47,56 +47,9 @@ def evaluate(  # noqa: PLR0913
     process_group: Any = None,
     **params: Any,
 ) -> Flatness:
-    """Measure a model, and return the value with the mean loss from the same pass over the data.
+    """Measure a model as `measure` does; return the value, its error and the loss of the same pass.
 
-    Parameters
-    ----------
-    name : str or callable
-        One of `get_measure_names`, or a function of model, X and y; see `register_measure`.
-    model : nn.Module or fitted estimator
-        The trained model; see `relative_flatness`.
-    X : array, data frame, tensor, dict or Dataset of n samples
-        The inputs, as the model takes them.
-    y : array of shape (n, ...), optional
-        Labels, as in training; may be left out where they do not matter.
-    layer : int, str or nn.Module, default=-1
-        Position among the layers with a weight matrix, in forward order, dotted name, or the
-        module itself.
-    criterion : torch loss, optional
-        The loss; needed for a bare module only.
-    batch_size : int, default=1024
-        Samples in one forward pass.
-    device : str or torch.device, optional
-        Where to compute; where the model is if None.
-    sample_weight : array of shape (n,), optional
-        Weight of each sample in the mean loss; one if None.
-    per_sample : bool, default=False
-        Whether to return the samples' terms, too, see `relative_flatness`.
-    process_group : torch.distributed.ProcessGroup or "world", optional
-        The processes that hold the data, see `relative_flatness`.
-    **params : dict
-        Further arguments of the measure, such as `method` or `n_probes`.
-
-    Returns
-    -------
-    Flatness
-        With attributes `value`, `stderr`, `risk` (the mean loss), `n_samples` and `method`, and
-        the method `constant_risk`; with `per_sample` also `terms` and `term_stderrs`.
-
-    Raises
-    ------
-    TypeError
-        If there are several layers.
-    ValueError
-        If there is no measure of that name, or one of the whole network is to have a `layer`.
-
-    Examples
-    --------
-    >>> from sklearn.linear_model import LinearRegression
-    >>> X, y = [[0.0], [1.0], [2.0]], [0.0, 1.0, 3.0]
-    >>> found = evaluate("relative_flatness", LinearRegression().fit(X, y), X, y)
-    >>> round(found.risk, 4), round(found.constant_risk(), 4)
-    (0.0556, 1.5556)
+    With `per_sample`, the result has `terms` and `term_stderrs` as well, of shape (n,).
     """
     found = evaluate_or_explain(
         name,
@@ -162,7 +115,7 @@ def flatness_report(  # noqa: PLR0913
     y : array of shape (n, ...)
         Labels, as in training; None where they do not matter.
     measures : str, callable or sequence of these, optional
-        One or some of `get_measure_names`, all of them if None, or functions of model, X and y;
+        One or some of `get_measure_names`, all numbers if None, or functions of model, X and y;
         see `register_measure`. A measure that does not apply to the network is nan, with a
         warning that says why. "neuron_flatness", which must be named, has one row for
         each neuron that feeds a layer, and its number in the column `neuron`.
@@ -219,7 +172,7 @@ def flatness_report(  # noqa: PLR0913
     >>> report[["measure", "value"]].values.tolist()
     [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
     """
-    names = find_measures(get_measure_names() if measures is None else measures, neurons=True)
+    names = find_measures(number_names() if measures is None else measures, neurons=True)
     if "layer" in params:
         raise TypeError(
             f"flatness_report has no argument layer={params['layer']!r}: pass "
@@ -343,6 +296,12 @@ def measure(
         or if a measure of the whole network is to be taken over layers.
     TypeError
         If the model comes before the name.
+
+    Notes
+    -----
+    The name comes first, and not the model as in all other functions, so that
+    ``functools.partial(measure, "hessian_trace")`` is a function of model, X and y, which
+    skorch's `EpochScoring`, `register_measure` and scikit-learn's ``scoring`` call.
 
     Examples
     --------

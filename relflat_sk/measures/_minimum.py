@@ -47,7 +47,17 @@ _OF_ANY_SIZE = {
 
 @dataclass(frozen=True)
 class ConstantComparison:
-    """A model's loss and score on some data, beside those of the best constant prediction."""
+    """A model's loss and score on some data, beside those of the best constant prediction.
+
+    Parameters
+    ----------
+    loss : float
+        Mean loss.
+    constant_loss : float
+        Mean loss of the best constant prediction; nan where there is none.
+    score : Score or None
+        Accuracy, area under the ROC curve or R2, if the loss is no better than the constant's.
+    """
 
     loss: float
     constant_loss: float

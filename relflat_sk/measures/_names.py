@@ -132,18 +132,24 @@ def _same_place(before: OwnMeasure, function: Any) -> bool:
 
 
 def get_measure_names() -> list[str]:
-    """List the names that `measure` and `FlatnessScorer` take.
+    """List the names that `measure` and `flatness_report` take.
 
     Returns
     -------
     list of str
-        The names in alphabetical order, those of `register_measure` included.
+        The names in alphabetical order, those of `register_measure` included. Each is that of a
+        number, which scorers and searches take as well, but for "neuron_flatness", an array.
 
     Examples
     --------
     >>> "relative_flatness" in get_measure_names()
     True
     """
+    return sorted([*number_names(), NEURONS])
+
+
+def number_names() -> list[str]:
+    """List the names of the measures that are numbers."""
     return sorted([*SAME, *map(str, _REGISTERED)])
 
 
@@ -160,7 +166,7 @@ def find_measure(measure: Any) -> str:
             "neuron_flatness_max or neuron_flatness_sum."
         )
     if not callable(measure):
-        names = get_measure_names()
+        names = number_names()
         question = did_you_mean(measure, names) if isinstance(measure, str) else ""
         raise ValueError(
             f"there is no measure {measure!r}.{question} Choose from {names}, or pass a "

@@ -139,7 +139,7 @@ class Flatness:
     Examples
     --------
     >>> from sklearn.linear_model import LinearRegression
-    >>> from relflat_sk.measures import evaluate
+    >>> from relflat_sk.measures._api import evaluate
     >>> X, y = [[1.0], [2.0]], [2.0, 5.0]
     >>> model = LinearRegression(fit_intercept=False).fit(X, y)
     >>> found = evaluate("relative_flatness", model, X, y)

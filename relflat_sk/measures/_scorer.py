@@ -169,7 +169,7 @@ class FlatnessScorer(BaseEstimator):
 
     def __call__(self, estimator: Any, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Score a fitted model. Shapes: `sample_weight` (n,)."""
-        self.check_parameters()
+        self._check_parameters()
         measured, comparison = None, None
         if self.data == "train":
             flatness, comparison = self._read_recorded(estimator, X)
@@ -217,7 +217,7 @@ class FlatnessScorer(BaseEstimator):
             )
         return True
 
-    def check_parameters(self) -> None:
+    def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
         if isinstance(self.measure, list | tuple | set | dict):
             raise ValueError(
@@ -328,7 +328,7 @@ def read_measure(measure: Any) -> MeasureSpec:
     """Read a measure of a table of minima: a name, a function, or a scorer that holds arguments."""
     if not isinstance(measure, FlatnessScorer):
         return MeasureSpec(measure)
-    measure.check_parameters()
+    measure._check_parameters()
     if (measure.data, measure.non_minimum) != ("given", "reject"):
         raise ValueError(
             f"{measure!r} cannot be the measure of a table of minima, which has its own rule for "

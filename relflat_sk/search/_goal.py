@@ -22,8 +22,8 @@ from torch import nn
 
 from relflat_sk._checks import is_number
 from relflat_sk._models import final_estimator
-from relflat_sk.measures import Flatness
 from relflat_sk.measures._minimum import ConstantComparison, has_vanished
+from relflat_sk.measures._results import Flatness
 from relflat_sk.minima._depth import depth_of
 from relflat_sk.search._weights import last_step
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss

@@ -13,7 +13,6 @@ from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models import DataOptions, to_network, to_network_with_source
 from relflat_sk._network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures import Flatness
 from relflat_sk.measures._measure_network import (
     check_arguments,
     check_at_loss,
@@ -21,6 +20,7 @@ from relflat_sk.measures._measure_network import (
     measure_network,
 )
 from relflat_sk.measures._names import find_measures
+from relflat_sk.measures._results import Flatness
 from relflat_sk.measures._scorer import MeasureSpec, read_measure
 from relflat_sk.minima._depth import AUTO, find_depth_band
 from relflat_sk.minima._trials import DETAILS

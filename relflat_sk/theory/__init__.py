@@ -1,10 +1,15 @@
 """The generalisation bound by relative flatness, its parts, and the conditions they rest on."""
 
 from relflat_sk._rescaling import reparameterize
-from relflat_sk.theory._bound import generalization_bound, representativeness
+from relflat_sk.theory._bound import (
+    GeneralizationBound,
+    generalization_bound,
+    representativeness,
+)
 from relflat_sk.theory._label_constancy import label_constancy
 from relflat_sk.theory._pac_bayes_bound import PacBayesBound, pac_bayes_bound
 from relflat_sk.theory._robustness import (
+    WorstRobustness,
     feature_robustness,
     neuron_robustness,
     worst_feature_robustness,
@@ -13,9 +18,11 @@ from relflat_sk.theory._sharpness import SharpnessBound, sharpness_bound, sharpn
 from relflat_sk.theory._smoothing import Smoothing
 
 __all__ = [
+    "GeneralizationBound",
     "PacBayesBound",
     "SharpnessBound",
     "Smoothing",
+    "WorstRobustness",
     "feature_robustness",
     "generalization_bound",
     "label_constancy",

@@ -18,10 +18,10 @@ from relflat_sk._losses import name_criterion
 from relflat_sk._models import describe
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
-from relflat_sk.measures import Flatness
 from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.measures._measure_network import criterion_has_curvature
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant
+from relflat_sk.measures._results import Flatness
 from relflat_sk.training._batches import training_network
 from relflat_sk.training._convergence import missed_goal
 

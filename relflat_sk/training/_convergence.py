@@ -42,7 +42,7 @@ class _StopWhenReached(Callback):
         goal: float = getattr(self, self._parameter)
         return goal
 
-    def describe(self) -> str:
+    def _describe(self) -> str:
         """Describe the goal."""
         return f"{self._quantity} of {self._goal:g}"
 
@@ -81,7 +81,7 @@ class _StopWhenReached(Callback):
         if found <= self._goal:
             net.converged_ = True
             if net.verbose:
-                print(f"Stopping: {self.describe()} reached after {len(net.history)} epochs.")
+                print(f"Stopping: {self._describe()} reached after {len(net.history)} epochs.")
             raise KeyboardInterrupt
 
     def _measure(self, net: NeuralNet, dataset: Any) -> float:
@@ -93,7 +93,7 @@ def missed_goal(net: NeuralNet, n_epochs: int) -> str:
     if getattr(net, "converged_", True) or not 0 < net.max_epochs <= n_epochs:
         return ""
     callbacks = [one for _, one in net.callbacks_ if isinstance(one, _StopWhenReached)]
-    return " or ".join(one.describe() for one in callbacks if one._is_required)
+    return " or ".join(one._describe() for one in callbacks if one._is_required)
 
 
 def _refuse_used_up(callback: Callback, net: NeuralNet, dataset: Any) -> None:

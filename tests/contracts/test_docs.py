@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import relflat_sk
-from relflat_sk import get_measure_names
 from relflat_sk.measures._names import SAME
 from relflat_sk.measures._results import EVERY_CHANGE
 
@@ -21,7 +20,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize("name", get_measure_names())
+@pytest.mark.parametrize("name", sorted(SAME))
 def test_every_measure_is_defined_with_its_invariances(name):
     row = next(line for line in DEFINITIONS.splitlines() if re.match(rf"\| `.*{name}`", line))
     verdicts = ["same" if change in SAME[name] else "different" for change in EVERY_CHANGE]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import relflat_sk
+from benchmarks.size import count_parameters
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(relflat_sk.__file__).parent
@@ -81,6 +82,12 @@ def test_doors_hold_public_names_only():
     for held, shown, public in json.loads(run.stdout):
         assert {name for name in held if not name.startswith("_")} <= set(public)
         assert {name for name in shown if not name.startswith("_")} == set(public)
+
+
+def test_no_constructor_or_function_has_many_parameters():
+    """16, but for the function that holds all arguments of a measure."""
+    most = {name: n for name, n in count_parameters().items() if n > 16}
+    assert most.keys() <= {"relative_flatness"}
 
 
 def test_only_doors_and_exceptions_have_public_paths():

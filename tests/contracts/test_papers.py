@@ -15,7 +15,7 @@ PAGE = (DOCS / "papers.md").read_text(encoding="utf-8")
 DEFINITIONS = PAGE.split("## Figures")[0]
 ROWS = [line.strip("|").split(" | ") for line in DEFINITIONS.splitlines() if line.startswith("| ")]
 ROWS = [row for row in ROWS if row[0].strip() != "item"]
-MEASURES = {*get_measure_names(), "neuron_flatness"}
+MEASURES = {*get_measure_names()}
 PUBLIC = {name: getattr(relflat_sk, name) for name in relflat_sk.__all__}
 PUBLIC |= vars(relflat_sk.theory)
 

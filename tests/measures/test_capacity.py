@@ -9,7 +9,7 @@ from torch import nn
 
 from relflat_sk import FlatnessWarning, flatness_report, measure
 from relflat_sk._network import find_faster_step
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from tests.measures.test_norms import value
 
 CE = nn.CrossEntropyLoss()

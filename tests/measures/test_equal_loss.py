@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from tests import oracles
 
 RNG = torch.Generator().manual_seed(0)

@@ -14,13 +14,13 @@ from torch.utils.data import TensorDataset
 from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     flatness_report,
-    get_measure_names,
     measure,
     relative_flatness,
 )
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
+from relflat_sk.measures._names import number_names
 from tests.cases import CASES as CRITERIA
 from tests.measures.nets import CE, reached
 from tests.network.test_network import prepared, same, state_of
@@ -28,7 +28,7 @@ from tests.network.test_network import prepared, same, state_of
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
 # a power law needs a layer of at least ten inputs and outputs
-NAMES = sorted(set(get_measure_names()) - {"spectral_exponent"})
+NAMES = sorted(set(number_names()) - {"spectral_exponent"})
 QUICK = {"random_state": 0, "n_draws": 2, "n_steps": 2, "n_restarts": 1, "target": 0.01}
 CHAINS = {"l1_path_norm", "l2_path_norm", "log_robustness"}  # need one
 MARGINS = {"inverse_margin", "log_robustness"}  # a percentile has no weights

@@ -14,7 +14,8 @@ from relflat_sk import measure
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
-from relflat_sk.measures import _quantities, evaluate
+from relflat_sk.measures import _quantities
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from tests import oracles
 from tests.hugging_face import LoraLayer, conv1d

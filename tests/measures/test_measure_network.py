@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk import get_measure_names
 from relflat_sk._losses import Loss
 from relflat_sk._network import Network, make_batches
 from relflat_sk.measures._layer_measures import TRACE_LIKE
 from relflat_sk.measures._measure_network import NETWORK_WIDE, measure_network
+from relflat_sk.measures._names import number_names
 from tests.measures.nets import CE, make
 
 # networks with random weights are at no minimum
@@ -99,7 +99,7 @@ def test_a_network_may_change_from_batch_to_batch():
 def test_every_measure_is_found_by_name():
     network = counted("mlp relu", n=30)
     network.module.net[4].weight.data *= 3
-    names = [name for name in get_measure_names() if name not in NETWORK_WIDE]
+    names = [name for name in number_names() if name not in NETWORK_WIDE]
     names.append("network_flatness")
     found = measure_network(network, names, [0, -1], random_state=0)
     layers = ["net.0", "net.4"]

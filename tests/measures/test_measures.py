@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 import relflat_sk
 from relflat_sk import relative_flatness
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._quantities import LayerPass
 from tests import oracles
 from tests.cases import CASES

@@ -17,11 +17,11 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     feature_robustness,
     flatness_report,
-    get_measure_names,
     measure,
     relative_flatness,
     reparameterize,
 )
+from relflat_sk.measures._names import number_names
 
 CE = nn.CrossEntropyLoss()
 X, y = torch.randn(20, 4), torch.arange(20) % 3
@@ -66,11 +66,11 @@ def test_relative_flatness_warns():
 def test_reports_warn_once(value):
     with pytest.warns(
         FlatnessWarning,
-        match=rf"and {len(get_measure_names()) - 1} more is nan or inf.*'hidden0.weight'",
+        match=rf"and {len(number_names()) - 1} more is nan or inf.*'hidden0.weight'",
     ) as found:
         report = flatness_report(make(value), X, y, criterion=CE)
     assert len(found) == 1
-    assert set(report["measure"]) == set(get_measure_names())
+    assert set(report["measure"]) == set(number_names())
     assert not np.isfinite(report["value"]).any()
 
 

@@ -38,7 +38,7 @@ from relflat_sk import (
     register_measure,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._names import _REGISTERED, find_measure, hold_functions
 from relflat_sk.measures._own import TAKEN, OwnMeasure

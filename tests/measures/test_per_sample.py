@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from relflat_sk import MLP, FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE
 from tests.measures.nets import CE, NETS, dense, make, reached
 

@@ -20,7 +20,7 @@ from relflat_sk import (
     register_measure,
     relative_flatness,
 )
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._names import _REGISTERED, find_measure
 from tests.measures.nets import CE, make
 

@@ -17,10 +17,10 @@ from relflat_sk import (
     get_measure_names,
     measure,
 )
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
-from relflat_sk.measures._names import REPARAMETERIZATIONS, SAME
+from relflat_sk.measures._names import REPARAMETERIZATIONS, SAME, number_names
 from tests import oracles
 from tests.measures.nets import CE, dense, make, reached
 
@@ -60,7 +60,7 @@ def test_report_has_every_layer_and_measure(kind):
     ]  # fmt: skip
     layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
     whole = set(NETWORK_WIDE)
-    per_layer = [name for name in get_measure_names() if name not in whole]
+    per_layer = [name for name in number_names() if name not in whole]
     assert len(report) == len(layers) * len(per_layer) + len(whole)
     assert set(report.loc[report["layer"] == "", "measure"]) == whole
     assert (report["n_samples"] == 7).all()
@@ -139,7 +139,8 @@ def test_a_saddle_warns():
 
 
 def test_the_table_covers_every_measure():
-    assert sorted(SAME) == get_measure_names()
+    assert sorted(SAME) == number_names()
+    assert get_measure_names() == sorted([*SAME, "neuron_flatness"])
     assert all(set(same) <= set(REPARAMETERIZATIONS) for same in SAME.values())
 
 

@@ -52,7 +52,7 @@ from relflat_sk import (
     measure,
     relative_flatness,
 )
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._minimum import ConstantComparison, made_progress
 from relflat_sk.measures._scorer import FlatnessScorer
 

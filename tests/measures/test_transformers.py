@@ -21,7 +21,7 @@ from relflat_sk import (
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._network import MathAttention, weight_layers
 from relflat_sk._network.borrowing import explicit_attention
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles
 from tests.cases import published_penalty

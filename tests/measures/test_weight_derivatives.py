@@ -14,7 +14,7 @@ from relflat_sk import flatness_report, measure
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles

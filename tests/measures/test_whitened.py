@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from relflat_sk import measure
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 from tests import oracles
 from tests.measures.nets import CE, LAYERS, NETS, dense, make
 

@@ -28,7 +28,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk._models import DataOptions, describe, final_estimator, name_layer, to_network
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 
 CE = nn.CrossEntropyLoss()
 X, Y = make_classification(60, 4, n_informative=4, n_redundant=0, n_classes=3,

@@ -24,7 +24,7 @@ from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.network import Network, mean_loss, primary_output
 from relflat_sk._network.recording import Recorder, record_order, record_tail
-from relflat_sk.measures import evaluate
+from relflat_sk.measures._api import evaluate
 
 CE = nn.CrossEntropyLoss()
 LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]

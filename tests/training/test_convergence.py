@@ -92,7 +92,7 @@ def test_trains_on_the_training_part_only():
 @pytest.mark.parametrize("callback", [StopAtLoss(1e-6), StopAtGradientNorm(1e-9)], ids=type)
 def test_says_that_it_did_not_converge(callback):
     net = make(callback, max_epochs=2)
-    goal = callback.describe()
+    goal = callback._describe()
     with pytest.warns(ConvergenceWarning, match=f"has not reached {goal} with max_epochs=2"):
         net.fit(X, NAMES)
     assert net.converged_ is False
