@@ -346,13 +346,19 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
 
 
+def check_lr_scaling(rules: Iterable[Any]) -> None:
+    """Refuse rules of scaling that there are not."""
+    for rule in rules:
+        if rule is not None and rule not in RULES:
+            raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {rule!r}.")
+
+
 def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
     """Scale learning rates with the batch size, relative to the estimator's own batch size."""
     lr_scaling = params.get(LR_SCALING)
+    check_lr_scaling([lr_scaling])
     if lr_scaling is None:
         return {}
-    if lr_scaling not in RULES:
-        raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
     own = estimator.get_params()
     found = {}
     for name, size in params.items():

@@ -20,6 +20,7 @@ from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures._results import Flatness
 from relflat_sk.minima._trials import MEASURES, NO_REASON, attributes_of
 from relflat_sk.search._data import (
+    LR_SCALING,
     TrainingData,
     check_data,
     check_fit_params,
@@ -29,6 +30,7 @@ from relflat_sk.search._data import (
 from relflat_sk.search._failures import failure_record
 from relflat_sk.search._fit import (
     check_early_stopping,
+    check_lr_scaling,
     fit,
     in_fleet,
     in_isolation,
@@ -207,6 +209,7 @@ class MinimaObjective:
         self.space.check(estimator)
         check_kind(estimator, self.space.entries)
         check_early_stopping(self.space.possible(estimator))
+        check_lr_scaling(self.space.choices.get(LR_SCALING, {}).values())
         check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
         self.names, self.measuring = find_objectives(measures)
         self.per_sample = check_fit_params(

@@ -81,8 +81,11 @@ def stopping(goal):
     return of_nets({"callbacks": [[Stop(goal)], None]}, max_epochs=20)
 
 
-# the rates follow from the estimator's own batch size
-SCALED = {"batch_size": [16, 32], "lr_scaling": ["linear"]}
+def of_scaled_nets(**parameters):
+    """The rates follow from the estimator's own batch size."""
+    return of_nets({"batch_size": [16, 32], "lr_scaling": ["linear"]}, **parameters)
+
+
 REFUSED = [
     (of_nets, {"module": Linear}, r"module: the default then, Linear \(code \w+\) now"),
     (of_nets, {"module__hidden_layer_sizes": (8,)}, r"_sizes: \[4\] then, \[8\] now"),
@@ -90,7 +93,7 @@ REFUSED = [
     (of_nets, {"optimizer": torch.optim.SGD}, "optimizer: the default then, torch.SGD now"),
     (of_nets, {"flatness_weight": 0.1}, "flatness_weight: 0 then, the default now"),
     (of_nets, {"random_state": 3}, "estimator, random_state: the default then, 3 now"),
-    (of_nets, {"space": SCALED, "batch_size": 64}, "batch_size: the default then, 64 now"),
+    (of_scaled_nets, {"batch_size": 64}, "batch_size: the default then, 64 now"),
     (of_pipelines, {"standardscaler__with_mean": False}, "standardscaler__with_mean: the"),
     (of_pipelines, {"logisticregression__tol": 0.1}, "estimator, logisticregression__tol: the"),
     (of_pipelines, {"standardscaler": "passthrough"}, "standardscaler: sklearn.Standard"),

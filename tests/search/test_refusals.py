@@ -111,6 +111,7 @@ class FarAway:
         return io.BytesIO()
 
 
+SQRT = {"lr_scaling": "sqrt"}
 VALUES = [
     # the search
     (search(n_trials=0), "n_trials must be a positive integer or None, got 0"),
@@ -196,7 +197,10 @@ VALUES = [
     (objective(measures="relative_flatness"), "measures must be a sequence of names"),
     (objective(measures=["train_loss"]), "measures must name a measure beside 'train_loss'"),
     (objective(measures=["flat"]), "there is no measure 'flat'"),
-    (search(space={"lr_scaling": ["log"]}), r"None or one of \['linear', 'sqrt'\], got 'log'"),
+    (
+        objective(space={"lr_scaling": ["linear", "log"]}),
+        r"None or one of \['linear', 'sqrt'\], got 'log'",
+    ),
     # stores and storages
     (search(artifact_store=FullStore("")), r"cannot be written to: OSError: .*Free space on its"),
     (search(artifact_store=__file__), r"artifact_store='.*.py' cannot be written to"),
@@ -259,7 +263,7 @@ VALUES = [
     (lambda: vary_data(ROWS, None, train_size=3), "begin with data__ need X and y as arrays"),
     (lambda: vary_data(iter(ROWS), ROWS, train_size=3), "begin with data__ need X and y as arrays"),
     *(
-        (partial(scale_lr, estimator, {"batch_size": size}, "sqrt"), "'sqrt' needs numbers for 'ba")
+        (partial(scale_lr, estimator, {"batch_size": size, **SQRT}), "'sqrt' needs numbers for 'ba")
         for estimator, size in (
             (MLPClassifier(), 32),
             (make_net(), "all"),
@@ -280,7 +284,7 @@ VALUES = [
 
 TYPES = [
     (search(sampler="tpe"), "sampler must be an optuna sampler or None, got 'tpe'"),
-    (search(measure=None), "measure must be a name, a function or a sequence of these, got None"),
+    (search(measure=None), "measure must be a name, a function, a FlatnessScorer .*, got None"),
     (search(n_jobs="a"), "n_jobs must be an integer or None, got 'a'"),
     (search(pruner="median"), "pruner must be an optuna pruner or None"),
     (search(storage=3), "storage must be the URL of a database, .*, got 3"),

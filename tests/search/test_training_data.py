@@ -112,6 +112,7 @@ def test_parts_of_dicts_and_tuples_are_chosen_alike():
 # -- in a search -------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:1 of . minima are left out of the ranking")
 def test_random_labels_in_a_search():
     space = {"data__random_labels": [0.0, 0.5, 1.0], "C": [1.0]}
     search = logistic(space).fit(X, Y, X, Y)
@@ -127,6 +128,7 @@ def test_random_labels_in_a_search():
     assert "random_labels" not in search.best_estimator_.get_params()
 
 
+@pytest.mark.filterwarnings("ignore:1 of . minima are left out of the ranking")
 def test_a_confusion_set_is_trained_on_but_not_measured():
     space = {"data__train_size": [40], "data__confusion_size": [0, 30]}
     table = logistic(space).fit(X, Y).minima_.set_index("param_data__confusion_size")
