@@ -269,6 +269,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     minimum, the search warns, and predicts with the deepest network. With `n_jobs`, a candidate
     whose process is killed is tried once more, while nothing else trains.
 
+    Minima rank together if their depths differ by at most a factor of 3, and all of them if the
+    ranking measure is at equal loss or ``"train_loss"`` is another objective. Others rank behind;
+    ``rank_minima(search, depth_band=None)`` ranks all together.
+
     Ctrl-C ends the search with the candidates that are finished. Searches with the same
     `storage` and `study_name` share the work and train no candidate twice. If a process is killed,
     another one trains its candidate again. Only a heartbeat tells that a process on another

@@ -248,6 +248,8 @@ def test_minima_of_other_depths_rank_behind():
     assert every["comparable"].tolist() == [True] * 5 + [False]
     assert every["relative_flatness"][:5].is_monotonic_increasing
     assert rank_minima(table, depth_band=100)["comparable"].sum() == 4
+    # a band that is asked for counts more than the marks of an earlier ranking
+    pd.testing.assert_frame_equal(rank_minima(ranked, depth_band=None), every, check_like=True)
 
 
 def test_the_search_warns_of_other_depths_and_leaves_them_out():
