@@ -300,8 +300,8 @@ def measure(
     Notes
     -----
     The name comes first, and not the model as in all other functions, so that
-    ``functools.partial(measure, "hessian_trace")`` is a function of model, X and y, which
-    skorch's `EpochScoring`, `register_measure` and scikit-learn's ``scoring`` call.
+    ``functools.partial(measure, "hessian_trace")`` is a function of model, X and y, as
+    `register_measure` and skorch's `EpochScoring` take it.
 
     Examples
     --------
