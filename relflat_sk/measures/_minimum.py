@@ -78,7 +78,18 @@ class ConstantComparison:
         return self.score is not None and self.score.beats_constant
 
     def is_lower_by(self, share: float) -> bool:
-        """Return whether the loss is below the constant's by more than a share of it."""
+        """Return whether the loss is below the constant's by more than a share of it.
+
+        Parameters
+        ----------
+        share : float
+            Share of the best constant prediction's loss.
+
+        Returns
+        -------
+        bool
+            False where there is no constant prediction.
+        """
         return self.loss < self.constant_loss - share * abs(self.constant_loss)
 
 
