@@ -138,6 +138,7 @@ def test_solvers_tell_whether_they_ended():
     assert (attrs["ended_by"], attrs["reason"]) == ("", reason)
 
 
+@pytest.mark.filterwarnings("ignore:1 of 2 minima are left out of the ranking")
 def test_goals_beside_other_callbacks():
     scoring = ("goal", EpochScoring("accuracy", name="acc", on_train=True))
     goals = [[scoring, ("stop", StopAtLoss(0.8))], None]
