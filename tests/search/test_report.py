@@ -143,8 +143,8 @@ def test_goal_depth_and_what_was_left_out():
     assert settings["module__hidden_layer_sizes"] == "(6,)"
     assert settings["criterion"] == "torch.nn.modules.loss.CrossEntropyLoss"
     # names of parameters lose the prefix of the pipeline
-    params = sorted(name for name in minima if name.startswith("param_"))
-    assert params == ["param_batch_size", "param_lr", "param_scale__copy", "param_scaled_lr"]
+    params = {name.removeprefix("param_") for name in minima if name.startswith("param_")}
+    assert params == {"batch_size", "lr", "lr_scaling", "scale__copy", "scaled_lr"}
     assert find_axis(minima, "net__lr", argument="axes") == "param_lr"
     assert "param_net__lr" in search.cv_results_
     assert "param_lr" in page.tables[0][0]
