@@ -28,7 +28,7 @@ class ByHand:
         self.head = nn.Linear(100, 10)
         self.parameters = [*self.body.parameters(), *self.head.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=0.003, fused=True)
-        self.steps, self.n, self.typical, self.ratio = 0, 0, 0.0, torch.tensor(0.0)
+        self.steps, self.n, self.typical, self.squares, self.n_squares = 0, 0, 0.0, 0.0, 0.0
 
     def norm(self, value: Tensor) -> Tensor:
         """Compute the norm of a gradient."""
@@ -46,11 +46,13 @@ class ByHand:
         with torch.no_grad():
             gain = nn.functional.cross_entropy(z.mean(0).expand_as(z), y) - loss
         if self.steps < 8 or self.steps % 8 == 0:
-            of_loss, self.ratio = self.norm(loss), self.norm(penalty) / penalty.detach()
+            of_loss, ratio = self.norm(loss), self.norm(penalty) / penalty.detach()
+            self.squares, self.n_squares = 0.9 * self.squares + ratio**2, 0.9 * self.n_squares + 1
             self.n += 1
             self.typical = self.typical + (of_loss - self.typical) * 0.001 / (1 - 0.999**self.n)
         self.steps += 1
-        largest = torch.minimum(CLIP / 2 * gain, 2 * CLIP * self.typical / self.ratio)
+        ratio = (self.squares / self.n_squares) ** 0.5
+        largest = torch.minimum(CLIP / 2 * gain, 2 * CLIP * self.typical / ratio)
         share = (largest / penalty.detach()).clamp(0, 1)
         self.optimizer.zero_grad()
         (loss + share * penalty).backward()

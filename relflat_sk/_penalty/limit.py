@@ -5,7 +5,7 @@ it as an attractor: with a large weight, training ends there. With the weighted 
 limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the differentiation,
 
 .. math:: s = \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{|P|},\;
-    \frac{3 c}{2} \frac{G}{\|\nabla P\|}\Bigr) .
+    2 c \frac{G}{\|\nabla P\|}\Bigr) .
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
@@ -17,10 +17,11 @@ average over steps. So no step is larger than those that training has shown to b
 loss's gradient of the same step would vanish at a minimum, which is where flatness is decided.
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
-first 8 steps and in every 8th step. :math:`\|\nabla P\|` stands for :math:`|P|` times the largest
-ratio of both that was measured, a tenth of which is forgotten at each measurement. Where it was
-the last ratio, steps between measurements could be 20 times as long as allowed, which ended
-networks at a high learning rate.
+first 8 steps and in every 8th step. :math:`\|\nabla P\|` stands for :math:`|P|` times the root mean
+square of the ratios of both that were measured, each of which counts for 0.9 times as much as the
+next one. Where it was the last ratio, steps between measurements could be 20 times as long as
+allowed, which ended networks at a high learning rate. Where it was the largest ratio, the penalty
+at a first layer hardly made it flatter.
 
 There is one formula for one net or several, over arrays of NumPy or torch.
 """
@@ -39,10 +40,10 @@ __all__ = ["PenaltyLimit", "constant_loss"]
 # number of steps from one measurement of the norms to the next, and of first steps with one each
 _EVERY = 8
 _DECAY = 0.999
-# how slowly the largest ratio of the norms to the penalties is forgotten, at each measurement
+# how slowly the ratios of the norms to the penalties are forgotten, at each measurement
 _MEMORY = 0.9
 # what a limit knows of past steps
-_COUNTED, _MEASURED = ("steps", "_n_norms"), ("_typical", "_ratio", "_most")
+_COUNTED, _MEASURED = ("steps", "_n_norms"), ("_typical", "_squares", "_n_squares", "_most")
 
 
 class PenaltyLimit:
@@ -56,8 +57,10 @@ class PenaltyLimit:
         self.steps: Any = 0  # an integer, or a NumPy array of them
         self._n_norms: Any = 0
         self._typical: Any = 0.0  # the norm of the loss's gradient
-        # the norm of the penalty's gradient over the penalty; at first, there is no limit by it
-        self._ratio: Any = np.finfo(np.float64).tiny
+        # the norms of the penalty's gradients over the penalties, squared: their sum and number, in
+        # which old ones count for less; at first, there is no limit by it
+        self._squares: Any = 0.0
+        self._n_squares: Any = 1e-30
         self._most: Any = 0.0  # the largest penalty over half of `clip`, by the gradients
 
     @classmethod
@@ -115,10 +118,12 @@ class PenaltyLimit:
             # a debiased moving average
             rate = (1 - _DECAY) / (1 - _DECAY**self._n_norms)
             typical = self._typical + (of_loss - self._typical) * _as_kind(rate, penalty)
-            self._typical = _where(due, typical, self._typical)
-            ratio = (of_penalty / size).clip(min=_MEMORY * self._ratio)
-            self._ratio = _where(due, ratio, self._ratio)
-            self._most = 3 * self._typical / self._ratio
+            self._typical = xp.where(_usable(due, typical), typical, self._typical)
+            squares = _MEMORY * self._squares + (of_penalty / size) ** 2
+            usable = _usable(due, squares)
+            self._squares = xp.where(usable, squares, self._squares)
+            self._n_squares = xp.where(usable, _MEMORY * self._n_squares + 1, self._n_squares)
+            self._most = 4 * self._typical * (self._n_squares / self._squares) ** 0.5
         self.steps = self.steps + 1
         largest = gain.clip(max=self._most) * (0.5 * self.clip)
         # divided by zero: where there is no penalty, there is nothing to limit
@@ -134,13 +139,11 @@ def _as_kind(values: Any, like: Any) -> Any:
     return np.asarray(values, dtype=like.dtype)
 
 
-def _where(due: Any, new: Any, old: Any) -> Any:
-    """Return the new numbers of nets that are due, if they are finite, and the old ones else."""
-    xp: Any = torch if isinstance(new, Tensor) else np
-    usable = xp.isfinite(new)
-    if not np.all(due):
-        usable = usable & (torch.as_tensor(due).to(new.device) if xp is torch else due)
-    return xp.where(usable, new, old)
+def _usable(due: Any, measured: Any) -> Any:
+    """Return which nets are due and have a finite number."""
+    if not isinstance(measured, Tensor):
+        return np.isfinite(measured) & due
+    return measured.isfinite() & torch.as_tensor(due).to(measured.device)
 
 
 def constant_loss(

@@ -140,15 +140,15 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     multiplied by
 
     .. math:: \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{|P|},\;
-        \frac{3 c}{2} \frac{G}{\|\nabla P\|}\Bigr) ,
+        2 c \frac{G}{\|\nabla P\|}\Bigr) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
     batch, and :math:`G` a moving average of :math:`\|\nabla L\|` over the steps. A network that
     has learned nothing gets no penalty, and no step is larger than training has shown to be
     stable. The limit does not vanish at a minimum, where flatness is decided. The norms are those
     over all parameters. They take two backward passes, in the first 8 steps and in every 8th step.
-    For :math:`\|\nabla P\|`, a step takes :math:`|P|` times the largest ratio of both that was
-    measured, a tenth of which is forgotten at each measurement. The criterion is called once more
+    For :math:`\|\nabla P\|`, a step takes :math:`|P|` times the root mean square of the ratios of
+    both that were measured, of which the last ten or so count. The criterion is called once more
     in each step, for the mean output.
 
     References

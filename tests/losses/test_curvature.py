@@ -60,6 +60,12 @@ def test_traces_of_predictions_that_round_to_one_hot():
     assert_close(softmax_curvature(z).trace(Factor(F)), expected, rtol=1e-12, atol=0.0)
 
 
+def test_the_root_between_two_classes_has_one_column():
+    # products with signs have no variance then, so that one draw is enough
+    root = softmax_curvature(Z[:, :2]).root()
+    assert ((root != 0).any(dim=1).sum(dim=1) == 1).all()
+
+
 def test_roots_have_a_finite_slope_where_the_curvature_is_zero():
     z = torch.tensor([[0.0, -2000.0, 3.0]], dtype=torch.float64, requires_grad=True)
     for curvature in (softmax_curvature(z), diagonal_curvature(z.relu().square())):

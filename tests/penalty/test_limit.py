@@ -47,7 +47,7 @@ class PlainLimit:
     """The formula, number by number, with all norms that were taken in a list."""
 
     def __init__(self, clip):
-        self.clip, self.steps, self.norms, self.ratio = clip, 0, [], 0.0
+        self.clip, self.steps, self.norms, self.ratios = clip, 0, [], []
 
     def __call__(self, gain, penalty, norms):
         """The share; `norms` are those of the gradients of loss and penalty."""
@@ -55,14 +55,18 @@ class PlainLimit:
             of_loss, of_penalty = norms
             self.norms.append(of_loss)
             if penalty:
-                self.ratio = max(of_penalty / abs(penalty), 0.9 * self.ratio)
+                self.ratios.append(of_penalty / abs(penalty))
         self.steps += 1
         if penalty == 0:
             return 1.0
         ages = range(len(self.norms))[::-1]
         typical = np.average(self.norms, weights=[0.999**age for age in ages])
+        by_gradient = np.inf
+        if self.ratios:
+            weights = [0.9**age for age in range(len(self.ratios))[::-1]]
+            ratio = np.average(np.square(self.ratios), weights=weights) ** 0.5
+            by_gradient = 2 * self.clip * typical / (ratio * abs(penalty))
         by_value = self.clip / 2 * gain / abs(penalty)
-        by_gradient = 1.5 * self.clip * typical / (self.ratio * abs(penalty))
         return min(1.0, max(0.0, min(by_value, by_gradient)))
 
 
@@ -298,12 +302,13 @@ def test_a_negative_weight_makes_a_network_sharper_and_is_limited_alike(layer):
     assert max(nets[0].history[:, "flatness_penalty"]) < 0
 
 
-def test_a_step_between_two_measurements_is_limited_by_the_largest_recent_ratio():
+def test_a_step_between_two_measurements_is_limited_by_recent_ratios():
     limit = PenaltyLimit(0.5)
     one, penalty = np.float64(1.0), np.float64(100.0)
     for step in range(9):
         ratio = 10 if step == 3 else 1
         limit.share(1e9 * one, penalty, (one, ratio * penalty) if limit.needs_norms else None)
-    # were the ratio still 10, this step would be 1.5 * clip long if nothing were forgotten
-    length = limit.share(1e9 * one, penalty) * penalty * 10
-    assert length == pytest.approx(1.5 * 0.5 / 0.9**5)
+    length = limit.share(1e9 * one, penalty) * penalty
+    weights = 0.9 ** np.arange(9)
+    mean = (weights.sum() + 99 * weights[5]) / weights.sum()
+    assert length == pytest.approx(2 * 0.5 / mean**0.5)
