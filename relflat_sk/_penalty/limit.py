@@ -101,7 +101,8 @@ class PenaltyLimit:
     @property
     def needs_norms(self) -> bool:
         """Whether the next step is one in which a net's norms are measured."""
-        return bool(np.any(self._due))
+        due = self._due
+        return due if isinstance(due, bool) else bool(due.any())
 
     def share(self, gain: Any, penalty: Any, norms: tuple[Any, Any] | None = None) -> Any:
         """Make a step: return the share of each weighted penalty that the limit leaves.
@@ -122,7 +123,8 @@ class PenaltyLimit:
             squares = _MEMORY * self._squares + (of_penalty / size) ** 2
             usable = _usable(due, squares)
             self._squares = xp.where(usable, squares, self._squares)
-            self._n_squares = xp.where(usable, _MEMORY * self._n_squares + 1, self._n_squares)
+            number = _MEMORY * self._n_squares + xp.ones_like(size)
+            self._n_squares = xp.where(usable, number, self._n_squares)
             self._most = 4 * self._typical * (self._n_squares / self._squares) ** 0.5
         self.steps = self.steps + 1
         largest = gain.clip(max=self._most) * (0.5 * self.clip)
