@@ -128,8 +128,8 @@ class PenaltyLimit:
             self._most = 4 * self._typical * (self._n_squares / self._squares) ** 0.5
         self.steps = self.steps + 1
         largest = gain.clip(max=self._most) * (0.5 * self.clip)
-        # divided by zero: where there is no penalty, there is nothing to limit
-        return xp.nan_to_num(largest / size, nan=1.0, neginf=1.0).clip(0, 1)
+        # where there is no penalty, there is nothing to limit
+        return xp.where(size > 0, largest / size, 1.0).clip(0, 1)
 
 
 def _as_kind(values: Any, like: Any) -> Any:
