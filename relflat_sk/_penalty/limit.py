@@ -143,9 +143,11 @@ def _as_kind(values: Any, like: Any) -> Any:
 
 def _usable(due: Any, measured: Any) -> Any:
     """Return which nets are due and have a finite number."""
-    if not isinstance(measured, Tensor):
-        return np.isfinite(measured) & due
-    return measured.isfinite() & torch.as_tensor(due).to(measured.device)
+    xp: Any = torch if isinstance(measured, Tensor) else np
+    finite = xp.isfinite(measured)
+    if np.all(due):
+        return finite
+    return finite & (torch.as_tensor(due).to(finite.device) if xp is torch else due)
 
 
 def constant_loss(
