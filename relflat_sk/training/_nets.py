@@ -42,7 +42,9 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         The loss. `NLLLoss` takes probabilities from the module, as in skorch's classifiers.
     flatness_weight : float, default=0.1
         Weight of the penalty. With 0, training is that of a plain skorch net. A negative weight
-        makes the network sharper, for studies; `flatness_clip` limits it alike.
+        makes the network sharper, for studies; `flatness_clip` limits it alike. At an earlier
+        layer, take a limit of 0.25 or less then: the network gets so sharp with the default that
+        its loss may stay high.
     flatness_layer : int, str, sequence of these, or "all", default=-1
         The penalised layer: its position among the layers with a weight matrix, in the order
         of the forward pass, or its dotted name in the module. The penalties of several layers

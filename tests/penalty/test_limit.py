@@ -289,11 +289,12 @@ def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer):
     assert limited[1] < (0.8 if layer == -1 else 1.1) * limited[0]
 
 
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_a_negative_weight_makes_a_network_sharper_and_is_limited_alike(layer):
+@pytest.mark.parametrize(("layer", "clip"), [(-1, 0.5), (0, 0.25)])
+def test_a_negative_weight_makes_a_network_sharper_and_is_limited_alike(layer, clip):
     X, y = digits(600)
+    options = {"flatness_clip": clip, "lr": 0.003, "max_epochs": 40}
     nets = [
-        make(layer, weight, lr=0.003, max_epochs=40, callbacks=[StopAtLoss(0.02)]).fit(X, y)
+        make(layer, weight, callbacks=[StopAtLoss(0.02)], **options).fit(X, y)
         for weight in (-0.3, 0)
     ]
     sharp, plain = (relative_flatness(net, X, y, layer=layer) for net in nets)
