@@ -7,6 +7,8 @@ shows it, and the documentation prints it.
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from sklearn.base import BaseEstimator
+
 from relflat_sk._checks import did_you_mean
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
@@ -101,6 +103,7 @@ def register_measure(
         return
     if not callable(function):
         raise TypeError(f"function must be a function of model, X and y, got {function!r}.")
+    _refuse_scorer(function)
     if not isinstance(name, str) or not name:
         raise ValueError(f"name must be a text, got {name!r}.")
     _check_free(name)
@@ -173,9 +176,19 @@ def find_measure(measure: Any) -> str:
             "function of model, X and y. Only the process that called register_measure knows the "
             "name: where workers take it from a grid of parameters, put the function there."
         )
+    _refuse_scorer(measure)
     name = getattr(measure, "__name__", type(measure).__name__)
     _check_free(name)
     return OwnMeasure(name, measure)
+
+
+def _refuse_scorer(function: Any) -> None:
+    """Refuse a scorer as a measure: its values have the other sign."""
+    if isinstance(function, BaseEstimator):
+        raise TypeError(
+            f"{function!r} is greater for flatter models, and a measure is smaller. Pass the name "
+            "of its measure; only searches and rank_models take scorers, for their arguments."
+        )
 
 
 def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:

@@ -295,6 +295,8 @@ REFUSED = [
         for name in ("l2_norm", "rank", "param_lr", "artifact_id", "seed", "in_fleet")
     ],
     (register("three", 3), T, "function must be a function of model, X and y, got 3"),
+    (register("a scorer", FlatnessScorer()), T, "greater for flatter models, and a measure is"),
+    (on_iris(FlatnessScorer()), T, r"FlatnessScorer\(\) is greater .*only searches and rank_m"),
     (register(3, size_of_weights), V, "name must be a text, got 3"),
     (
         register("mine", size_of_weights, invariance="all"),
