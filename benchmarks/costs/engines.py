@@ -31,7 +31,7 @@ from sklearn.datasets import load_digits
 from benchmarks._harness.timing import Budget, environment, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 
 N_WORKERS = 2
 STUDY = "engines"

@@ -29,7 +29,7 @@ from sklearn.preprocessing import scale
 
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 
 LIMIT = 0.05 * 10  # seconds: 5% of a trial that takes 10 s
 

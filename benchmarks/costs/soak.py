@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._study import open_storage
 
 FILES = {"SQLite": "minima.db", "journal": "minima.log"}

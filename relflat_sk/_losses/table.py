@@ -25,6 +25,7 @@ from relflat_sk._numerics import read_numbers
 Task = Literal["classification", "binary", "regression"]
 BestConstant = Callable[[Any, Tensor, Tensor, torch.Size], Tensor]
 CurvatureOf = Callable[[Any, Tensor, Tensor | None], ClosedForm]
+CheckTarget = Callable[[Any, Tensor, Tensor], Tensor]
 
 # functions by which a network may turn the layer's output into the criterion's input
 LINKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -274,28 +275,24 @@ def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     return target.reshape(output.shape).to(output.dtype)
 
 
-def _check_shares(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
-    """Return the target if it has numbers from 0 to 1."""
-    target = _check_numbers(criterion, output, target)
-    _judge_range(
-        target,
-        (0, 1),
-        f"{type(criterion).__name__} needs targets from 0 to 1, got values from {{low:g}} to "
-        "{high:g}. Encode the two classes as 0 and 1.",
-    )
-    return target
+def _check_within(allowed: tuple[float, float], needs: str) -> CheckTarget:
+    """Return a check of the target like `_check_numbers`, which numbers in a range pass only."""
+
+    def check(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
+        target = _check_numbers(criterion, output, target)
+        _judge_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
+        return target
+
+    return check
 
 
-def _check_counts(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
-    """Return the target if it has no negative numbers."""
-    target = _check_numbers(criterion, output, target)
-    _judge_range(
-        target,
-        (0, math.inf),
-        f"{type(criterion).__name__} needs counts, which are not negative, as targets, got "
-        "{low:g}.",
-    )
-    return target
+_check_shares = _check_within(
+    (0, 1),
+    "targets from 0 to 1, got values from {low:g} to {high:g}. Encode the two classes as 0 and 1.",
+)
+_check_counts = _check_within(
+    (0, math.inf), "counts, which are not negative, as targets, got {low:g}."
+)
 
 
 def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
@@ -370,7 +367,7 @@ def _median(y: Tensor, weight: Tensor) -> Tensor:
 
 def _output_row(
     task: Task,
-    check: Callable[[Any, Tensor, Tensor], Tensor],
+    check: CheckTarget,
     best_constant: BestConstant | None,
     links: Mapping[str, CurvatureOf],
     needs_target: Callable[[Any], bool] = never,

@@ -21,15 +21,16 @@ from relflat_sk._network.batches import (
     mapped_file,
 )
 from relflat_sk._network.borrowing import (
+    ExplicitLayers,
     MathAttention,
     ReplacedForwards,
     autocast_off,
     borrowed,
     explicit_attention,
+    find_fused,
     has_own_forward,
     one_thread,
 )
-from relflat_sk._network.explicit_layers import ExplicitLayers, find_fused
 from relflat_sk._network.layer_checks import (
     WeightWatch,
     check_linear,
@@ -92,6 +93,5 @@ from relflat_sk._network.tail import (
     find_faster_step,
     find_link,
     find_multiplier,
-    has_fused_attention,
     is_piecewise_linear,
 )

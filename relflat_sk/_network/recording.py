@@ -225,10 +225,10 @@ def record_order(module: nn.Module) -> Recorder:
     return Recorder(weight_layers(module), None)
 
 
-def record_tail(module: nn.Module, *names: str, twice: bool = False) -> Recorder:
+def record_tail(module: nn.Module, *names: str) -> Recorder:
     """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`."""
     layers = {name: module.get_submodule(name) for name in names}
-    return Recorder(layers, start_graph, names if twice else ())
+    return Recorder(layers, start_graph, names)
 
 
 # -- networks that torch.compile has compiled ----------------------------------------------

@@ -115,7 +115,7 @@ _LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm
 def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
     """Return whether a value is a piecewise linear function of the layers' outputs.
 
-    Batch norm that `relflat_sk._network.explicit_layers` takes apart counts as linear, with the
+    Batch norm that `relflat_sk._network.borrowing` takes apart counts as linear, with the
     statistics that it divides by as constants.
     """
     for step, reached in steps_behind(base, *nodes):
@@ -129,11 +129,6 @@ def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
         ):
             return False
     return True
-
-
-def has_fused_attention(base: Tensor, *nodes: Any) -> bool:
-    """Return whether attention behind some layers ran in a kernel without a second derivative."""
-    return any(step.name().startswith("ScaledDotProduct") for step, _ in steps_behind(base, *nodes))
 
 
 # torch's second derivatives of these take statistics of the input for constants

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from relflat_sk._network import has_own_forward, layer_map
-from relflat_sk._rescaling.tracing import BATCH_NORMS, describe_step, is_plain, is_plain_layer
+from relflat_sk._rescaling.layers import BATCH_NORMS, describe_step, is_plain, is_plain_layer
 
 Floats = NDArray[np.float64]
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import torch
@@ -36,8 +37,6 @@ from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, summarize
 
 # numbers of features and logits that are stored, to spare passes
 _MOST_STORED = 2**27
-# numbers of logits of the part of the data with which the search begins
-_FEW = 2**21
 # numbers of logits that are computed with at a time
 _TOGETHER = 2**20
 # a share of the target loss, and of beta, that is rounding, and the precision on part of the data
@@ -236,25 +235,12 @@ class _Recording:
                 )
             return mean / target
         beta = first = 1e-6 / max(1e-30, *self.network.processes.gather(self.largest))
-        *parts, every = self._parts()
-        for part in parts:  # near the root, few steps are enough with all data
-            with suppress(_NotReachedError):
-                found = _Newton(part, self.network.processes, first, target, constant)
-                beta = found.solve(beta, rounding=_ROUGHLY)
-        found = _Newton(every, self.network.processes, first, target, constant)
-        return 1 / found.solve(float(beta))
-
-    def _parts(self) -> list[Callable[[], Iterable[_Rows]]]:
-        """List growing parts of the data, the last of which are all data."""
-        sizes = np.cumsum([rows.logits.numel() for rows in self.rows])
-        few = self.rows[: int((sizes <= _FEW).sum())]
-        n_few, n_rows = (sum(self.network.processes.gather(len(rows))) for rows in (few, self.rows))
-        parts: list[Callable[[], Iterable[_Rows]]] = []
-        if 0 < n_few < n_rows:
-            parts.append(lambda: few)
-        if n_rows:
-            parts.append(lambda: self.rows)
-        return parts if self.has_all("rows") else [*parts, self._run]
+        newton = partial(_Newton, self.network.processes, first, target, constant)
+        fits = self.has_all("rows")
+        if not fits and any(self.network.processes.gather(bool(self.rows))):
+            with suppress(_NotReachedError):  # near the root, few passes are enough
+                beta = newton(lambda: self.rows).solve(beta, rounding=_ROUGHLY)
+        return 1 / newton((lambda: self.rows) if fits else self._run).solve(beta)
 
     def _run(self) -> Iterator[_Rows]:
         """Run the network again, where its logits do not fit."""
@@ -269,11 +255,11 @@ class _Recording:
 class _Newton:
     """Newton's iteration for the smallest beta with a given mean loss, see the module."""
 
-    rows: Callable[[], Iterable[_Rows]]
     processes: Processes
     first: float
     target: float
     constant: float
+    rows: Callable[[], Iterable[_Rows]]
 
     def solve(self, beta: float, rounding: float = _ROUNDING) -> float:
         """Find the smallest beta; nan if a loss is not finite."""

@@ -137,7 +137,9 @@ TRACE_LIKE: dict[str, TraceLike] = {
     "neuron_flatness_max": TraceLike(lambda layer, spread: Neurons(is_sum=False), same=RESCALINGS),
     "comparable_flatness": TraceLike(_comparable, same=("layer", "own neurons"), normalized=True),
 }
-# of the measures that `theory` needs, beside those with a public name
+# The measures of layers, and one that `theory` needs, the mean trace of the Hessian of the loss in
+# the features of each sample, ``mean_i Tr(W^T B_i W)``: relative flatness without the factors
+# ``|phi_i|^2``. Noise of deviation h in each feature raises the loss by ``h^2 / 2`` times that.
 _QUANTITIES = TRACE_LIKE | {
     "feature_curvature": TraceLike(lambda layer, spread: FeatureTrace(layer.feature_factor()))
 }
@@ -618,23 +620,3 @@ def measure_layers(
         for group in groups:
             found |= group.finish(summary, weight_decay)
     return {(layer, name): found[layer, name] for layer in summary.layer_weights for name in names}
-
-
-def measure_flatness(
-    network: Network, layer: Layer = -1, *, normalize: bool = False, **params: Any
-) -> Flatness:
-    """Measure the relative flatness of one layer."""
-    name = "normalized_relative_flatness" if normalize else "relative_flatness"
-    return next(iter(measure_layers(network, [name], [layer], **params).values()))
-
-
-def measure_feature_curvature(
-    network: Network, layer: Layer, *, random_state: RandomState = None
-) -> Flatness:
-    r"""Compute the mean trace of the Hessian of the loss in the features of each sample.
-
-    It is ``mean_i Tr(W^T B_i W)``: relative flatness without the factors ``|phi_i|^2``. Noise of
-    deviation h in each feature raises the loss by ``h^2 / 2`` times that, to second order.
-    """
-    found = measure_layers(network, ["feature_curvature"], [layer], random_state=random_state)
-    return next(iter(found.values()))

@@ -22,11 +22,12 @@ from relflat_sk.measures._layer_measures import (
 )
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
+from relflat_sk.measures._predictions import PREDICTION_MEASURES
 from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
-from relflat_sk.measures._rivals import RIVALS
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
-from relflat_sk.minima._depth import AT_EQUAL_LOSS
+from relflat_sk.measures._takeuchi import TAKEUCHI
+from relflat_sk.minima._ranking import AT_EQUAL_LOSS
 
 # -- whether a criterion has any curvature at the outputs of a network --------------------------
 
@@ -104,7 +105,8 @@ def _network_flatness(
 NETWORK_WIDE: dict[str, NetworkMeasure] = {
     "network_flatness": NetworkMeasure(_network_flatness, ("layer",)),
     **NORM_MEASURES,
-    **RIVALS,
+    **PREDICTION_MEASURES,
+    **TAKEUCHI,
     **SHARPNESS_MEASURES,
 }
 # arguments of the measures of layers, which measures of the whole network accept without effect

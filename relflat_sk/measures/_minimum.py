@@ -13,8 +13,8 @@ from skorch import NeuralNet
 
 from relflat_sk._warnings import warn
 from relflat_sk.measures._measure_network import CURVATURES, criterion_has_curvature
+from relflat_sk.measures._predictions import Score, auc_of, score_of
 from relflat_sk.measures._results import Flatness, Found
-from relflat_sk.measures._score import Score, auc_of, score_of
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
 # than float32 rounding, because a constant network that knows the class frequencies has the same
@@ -233,20 +233,19 @@ def _has_learned(model: Any, comparison: ConstantComparison) -> bool | None:
 def made_progress(model: Any) -> bool | None:
     """Return whether a training has lowered its loss, to its end; None without a record."""
     if isinstance(model, NeuralNet):
-        return _history_shows_progress(model) and not _ended_worse(model)
+        recorded = [epoch["train_loss"] for epoch in model.history if "train_loss" in epoch]
+        ended_worse = len(recorded) > 1 and not min(recorded[-3:]) <= recorded[0]
+        return _history_shows_progress(model) and not ended_worse
     curve = getattr(model, "loss_curve_", None)
     return None if curve is None else _some_is_lower(curve, _PROGRESS)
 
 
-def _ended_worse(net: NeuralNet) -> bool:
-    """Return whether the last epochs have a larger loss than the first."""
-    epochs = [epoch["train_loss"] for epoch in net.history if "train_loss" in epoch]
-    return len(epochs) > 1 and not min(epochs[-3:]) <= epochs[0]
-
-
 def _history_shows_progress(net: NeuralNet) -> bool:
     """Compare the losses of epochs and batches at the beginning and the end of the training."""
-    batches = [_batch_losses(epoch) for epoch in net.history]
+    batches = [
+        [batch["train_loss"] for batch in epoch.get("batches", ()) if "train_loss" in batch]
+        for epoch in net.history
+    ]
     epochs = [
         epoch["train_loss"] if "train_loss" in epoch else float(np.mean(losses))
         for epoch, losses in zip(net.history, batches, strict=True)
@@ -255,7 +254,8 @@ def _history_shows_progress(net: NeuralNet) -> bool:
     batches = [losses for losses in batches if losses]
     if _some_is_lower(epochs, _LARGE_PROGRESS if batches else _PROGRESS):
         return True
-    if _mixes_samples(net) or max(map(len, batches), default=0) == 1:
+    shuffled = net.get_params_for("iterator_train").get("shuffle", False)
+    if shuffled or max(map(len, batches), default=0) == 1:  # batches can be compared
         losses = [loss for epoch in batches for loss in epoch]
         quarter = len(losses) // 4
         return _is_surely_lower(losses[:quarter], losses[len(losses) - quarter :], paired=False)
@@ -263,16 +263,6 @@ def _history_shows_progress(net: NeuralNet) -> bool:
     if len(batches) < 2 or len(batches[0]) != len(batches[-1]):
         return False
     return _is_surely_lower(batches[0], batches[-1], paired=True)
-
-
-def _batch_losses(epoch: Any) -> list[float]:
-    """Return the training losses of an epoch's batches, as far as they are recorded."""
-    return [batch["train_loss"] for batch in epoch.get("batches", ()) if "train_loss" in batch]
-
-
-def _mixes_samples(net: NeuralNet) -> bool:
-    """Return whether the training data are shuffled, so that batches can be compared."""
-    return bool(net.get_params_for("iterator_train").get("shuffle", False))
 
 
 def _some_is_lower(epochs: Sequence[float], share: float) -> bool:

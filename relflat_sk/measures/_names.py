@@ -14,7 +14,7 @@ from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._results import REPARAMETERIZATIONS
-from relflat_sk.minima._columns import column_of, is_reserved
+from relflat_sk.minima._table import column_of, is_reserved
 
 SAME: dict[str, tuple[str, ...]] = {
     **LAYER_MEASURES,

@@ -1,7 +1,7 @@
 """Norms of a network's weights, divided by its margin or not: measures without any curvature.
 
 With weights ``W_l`` of layers l = 1 .. L, batch norm folded into the layer before it, and the
-margin ``gamma`` of `relflat_sk.measures._margin` [1]_:
+margin ``gamma`` of `relflat_sk.measures._predictions` [1]_:
 
 ======================  ===================================================================
 parameter_count         number of parameters, times the depth L or not (Section 2.1)
@@ -52,6 +52,7 @@ References
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -62,12 +63,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from relflat_sk._checks import is_number
+from relflat_sk._checks import check_number, is_number
 from relflat_sk._network import Network, borrowed, find_faster_step, layer_map, layer_names
 from relflat_sk._rescaling import AffineLayer, fold_layers
+from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
-from relflat_sk.measures._margin import PERCENTILE, estimate_from_log, log, positive_margin
 from relflat_sk.measures._path_norms import sum_over_paths
+from relflat_sk.measures._predictions import sample_margins
 from relflat_sk.measures._results import (
     EVERY_CHANGE,
     RESCALINGS,
@@ -149,6 +151,41 @@ def only_layers(measure: str, network: Network) -> list[AffineLayer]:
 
 # -- logarithms of norms, each with its relative tolerance ---------------------------------------
 
+PERCENTILE = 5.0
+_LARGEST = math.log(sys.float_info.max)
+
+
+def _log(value: float) -> float:
+    """Return the natural logarithm of a number that is not negative; minus infinity for 0."""
+    return math.log(value) if value > 0 else -math.inf
+
+
+def _positive_margin(network: Network, percentile: float) -> float:
+    """Return the margin of a classifier; nan, with a warning, if it is not positive."""
+    check_number("percentile", percentile, positive=False)
+    if percentile > 100:
+        raise ValueError(f"percentile must be between 0 and 100, got {percentile!r}.")
+    gamma = float(np.percentile(sample_margins(network), percentile))
+    if gamma > 0:
+        return gamma
+    warn(
+        f"the margin is {gamma:.3g}, not positive: it is the {percentile:g}th percentile of the "
+        "samples' margins, and a negative margin is that of a sample that is classified wrongly. "
+        "What is divided by the margin means nothing and is given as nan. Train until the network "
+        "fits the training data, and measure on those, or pass a larger percentile."
+    )
+    return math.nan
+
+
+def _estimate_from_log(log_norm: float, tolerance: float = 0.0) -> Estimate:
+    """Return a norm from its logarithm, with the relative tolerance of an iteration."""
+    if log_norm > _LARGEST:
+        warn(f"the norm is exp({log_norm:.6g}), too large for a float: it is given as infinite.")
+        return Estimate(math.inf)
+    norm = math.exp(log_norm)
+    return Estimate(norm, tolerance * norm, "lanczos") if tolerance else Estimate(norm)
+
+
 LogNorm = tuple[float, float]
 
 
@@ -170,8 +207,8 @@ class Norm(NetworkMeasure):
     ) -> Estimate:
         log_value, tolerance = self.compute(network, **own)
         if over_margin:
-            log_value -= self.power * math.log(positive_margin(network, percentile))
-        return estimate_from_log(log_value, tolerance)
+            log_value -= self.power * math.log(_positive_margin(network, percentile))
+        return _estimate_from_log(log_value, tolerance)
 
 
 def _l2_norm(network: Network) -> LogNorm:
@@ -182,12 +219,12 @@ def _l2_norm(network: Network) -> LogNorm:
         squares = [float(weight.square().sum()) for weight in weights.values()]
         others = other_weights(network.module, layers)
         squares += [float(weight.double().square().sum()) for _, weight in others]
-    return log(sum(squares)) / 2, 0.0
+    return _log(sum(squares)) / 2, 0.0
 
 
 def _frobenius_product(network: Network) -> LogNorm:
     layers = only_layers("frobenius_product", network)
-    return sum(log(float(layer.weight.square().sum())) for layer in layers), 0.0
+    return sum(_log(float(layer.weight.square().sum())) for layer in layers), 0.0
 
 
 def _group_norm_product(network: Network, *, p: float = 1.0, q: float = math.inf) -> LogNorm:
@@ -200,7 +237,7 @@ def _group_norm_product(network: Network, *, p: float = 1.0, q: float = math.inf
     norm = torch.linalg.vector_norm
     layers = only_layers("group_norm_product", network)
     return sum(
-        2 * log(float(norm(norm(layer.weight, ord=p, dim=1), ord=q))) for layer in layers
+        2 * _log(float(norm(norm(layer.weight, ord=p, dim=1), ord=q))) for layer in layers
     ), 0.0
 
 
@@ -221,21 +258,21 @@ def _linf_lipschitz_product(network: Network) -> LogNorm:
 
 def _log_spectral(layers: Sequence[AffineLayer], rtol: float) -> LogNorm:
     """Multiply the norms of the layers' maps between vectors with the Euclidean norm."""
-    log_norms = (log(operator_norm(layer, rtol)) for layer in layers)
+    log_norms = (_log(operator_norm(layer, rtol)) for layer in layers)
     return sum(log_norms), rtol / 2 * sum(map(is_iterated, layers))
 
 
 def _log_largest_row(layer: AffineLayer) -> float:
     """Return the logarithm of the norm between vectors with the maximum norm."""
     ones = layer.weight.new_ones((1, *layer.input_shape))
-    return log(float(layer.apply(ones, layer.weight.abs()).max()))
+    return _log(float(layer.apply(ones, layer.weight.abs()).max()))
 
 
 def _path_norm(power: int, network: Network) -> LogNorm:
     """Take the path norm of powers 1, which is squared, or 2."""
     with borrowed(network.module):
         total = sum_over_paths(network, fold_layers(network), power)
-    return 2 / power * log(total), 0.0
+    return 2 / power * _log(total), 0.0
 
 
 def _parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
@@ -244,7 +281,7 @@ def _parameter_count(network: Network, *, times_depth: bool = False) -> Estimate
 
 
 def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estimate:
-    return estimate_from_log(-2 * math.log(positive_margin(network, percentile)))
+    return _estimate_from_log(-2 * math.log(_positive_margin(network, percentile)))
 
 
 # -- spectra of the weights, the mean over the layers ---------------------------------------------
@@ -355,7 +392,7 @@ def _log_robustness(
         log_lipschitz, tolerance = _log_spectral(layers, rtol)
     ranges = _ranges(network)
     _check_chain(network, layers, norm)
-    gamma = positive_margin(network, percentile)
+    gamma = _positive_margin(network, percentile)
     # a cube of side s has diameter s in the maximum norm, and s sqrt(n) in the Euclidean norm
     corner = math.sqrt(len(ranges)) if norm == "l2" else 1.0
     logs = ranges.log() + (math.log(2 * corner / gamma) + log_lipschitz)

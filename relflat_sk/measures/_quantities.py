@@ -383,8 +383,7 @@ class Trace(Quantity):
             left = pulled[:, :, 0].double()
             left = left if self.factor is None else left @ self.factor.matrix()
             return (self._square_norms(layer) * left.square().sum(dim=1))[:, None]
-        if self.inverse is not None:
-            pulled = pulled * self.inverse.to(pulled.dtype)
+        pulled = self._mix(pulled, back=True)
         if self.factor is not None:
             pulled = self.factor.matrix().T.to(pulled.dtype) @ pulled
         return pulled.double().square().sum(dim=(1, 2))[:, None]
@@ -402,8 +401,8 @@ class Trace(Quantity):
                 continue
             for t in range(m):
                 matrix = torch.zeros_like(layer.weight)
-                matrix[:, t] = column if self.inverse is None else column * self.inverse[t]
-                yield layer.apply(matrix)
+                matrix[:, t] = column
+                yield layer.apply(self._mix(matrix))
 
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
         columns = self._columns(layer)
@@ -419,6 +418,10 @@ class Trace(Quantity):
         if self.factor is None:
             return weight.new_full((), weight.numel(), dtype=torch.float64)
         return weight.shape[1] * column_squares(weight).sum()
+
+    def _mix(self, matrices: Tensor, *, back: bool = False) -> Tensor:
+        """Multiply with ``D``, or its transpose, from the right. Shapes: `matrices` (..., d, m)."""
+        return matrices if self.inverse is None else matrices * self.inverse.to(matrices.dtype)
 
     def _columns(self, layer: LayerPass) -> Tensor:
         """Return ``F``."""
@@ -444,30 +447,17 @@ class MixedTrace(Trace):
 
     unmix: Tensor
 
-    def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
-        return super().gradient(
-            layer, pulled if layer.is_flat else self._mix(pulled, self.unmix.mT)
-        )
-
-    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
-        if layer.is_flat:
-            yield from super().directions(layer)
-            return
-        for column in self._columns(layer).T:
-            for unit in torch.eye(layer.weight.shape[1]).to(column):
-                yield layer.apply(self._mix(torch.outer(column, unit), self.unmix))
-
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
         if layer.is_flat:
             return super().draw(layer, generator)
         columns, n = self._columns(layer), len(layer.features)
         signs = rademacher((n, columns.shape[1], layer.weight.shape[1]), columns, generator)
-        return layer.forms([layer.apply(self._mix(columns @ signs, self.unmix))])
+        return layer.forms([layer.apply(self._mix(columns @ signs))])
 
-    def _mix(self, matrices: Tensor, root: Tensor) -> Tensor:
-        """Multiply the rows of each group with a matrix of its own. Shapes: (..., d, m)."""
+    def _mix(self, matrices: Tensor, *, back: bool = False) -> Tensor:
+        root = (self.unmix.mT if back else self.unmix).to(matrices.dtype)
         within = matrices.reshape(*matrices.shape[:-2], len(root), -1, matrices.shape[-1])
-        mixed: Tensor = within @ root.to(matrices.dtype)
+        mixed: Tensor = within @ root
         return mixed.flatten(-3, -2)
 
     def _square_norms(self, layer: LayerPass) -> Tensor:

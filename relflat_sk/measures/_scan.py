@@ -35,7 +35,6 @@ from relflat_sk._network import (
     find_mixed,
     find_multiplier,
     find_uses_elsewhere,
-    has_fused_attention,
     record_order,
     record_tail,
     sample_weight,
@@ -241,7 +240,6 @@ class _Runner:
         self.checked = checked
         self.order: list[str] = []
         self._names: list[str] = []
-        self._twice = True  # whether attention must allow a second derivative
         self._sizes: set[int] = set()  # of batches in which rows were found to be samples
 
     def run(self, batch: Batch) -> ForwardPass:
@@ -260,7 +258,7 @@ class _Runner:
 
     def _record(self, names: Sequence[str], batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the network on a batch, and return its output and the records of some layers."""
-        recorder = record_tail(self.network.module, *names, twice=self._twice)
+        recorder = record_tail(self.network.module, *names)
         with torch.no_grad(), recorder:
             output = self.network(batch.x)
         return output, [recorder[name] for name in dict.fromkeys(names)]
@@ -273,7 +271,6 @@ class _Runner:
         guess = registered
         if self.layers != "all":
             guess = [_guess(module, layer, registered) for layer in self.layers]
-        self._twice = guess != registered[-1:]  # hardly ever needed behind the last layer
         watch = WeightWatch(weight_layers(module))
         with record_order(module) as recorder, watch:
             output, records = self._record(guess, batch)
@@ -290,9 +287,7 @@ class _Runner:
             names = self._measurable(recorder.calls, elsewhere, unused, mixed)
         else:
             names = self._names_in_order(guess)
-        fused = not self._twice and has_fused_attention(output, records[-1].node)
-        if fused or not set(names) <= set(guess):
-            self._twice = True
+        if not set(names) <= set(guess):
             output, records = self._record(names, batch)
         by_name, named = {record.name: record for record in records}, dict(module.named_modules())
         records = [by_name[name] for name in names]

@@ -33,19 +33,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import check_twice
+from relflat_sk._losses import TABLE, check_twice
 from relflat_sk._network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
-from relflat_sk.measures._margin import BINARY, FROM_LOGITS, SCORES
-from relflat_sk.measures._pac_bayes import pac_bayes_flatness, pac_bayes_magnitude_flatness
-from relflat_sk.measures._perturbation import (
+from relflat_sk.measures._noise import (
     check_draws,
     differentiable,
     draw_noise,
     estimate_mean,
     loss_gradient,
     noisy_risks,
+    pac_bayes_flatness,
+    pac_bayes_magnitude_flatness,
     parameters_of,
     square_norm,
     weights_of,
@@ -331,14 +331,12 @@ def adaptive_sharpness(  # noqa: PLR0913
 
 def with_unit_logits(network: Network) -> Network:
     """Make a network whose logits are centred and of norm one, for each sample."""
-    criterion = type(network.loss.criterion)
-    known = SCORES.keys() - set(BINARY)
-    if criterion not in known:
+    loss, known = network.loss, [one for one, row in TABLE.items() if row.task == "classification"]
+    if type(loss.criterion) not in known:
         raise NotApplicableError(
             "normalize_logits needs a classifier trained with one of "
-            f"{sorted(one.__name__ for one in known)}, got {criterion.__name__}."
+            f"{sorted(one.__name__ for one in known)}, got {type(loss.criterion).__name__}."
         )
-    scores = SCORES[criterion]
 
     def forward(x: Any) -> Tensor:
         output = network(x)
@@ -347,9 +345,9 @@ def with_unit_logits(network: Network) -> Network:
                 f"normalize_logits needs outputs of shape (n, n_classes), got "
                 f"{tuple(output.shape)}."
             )
-        logits = scores.undo(output)
-        logits = nn.functional.normalize(logits - logits.mean(dim=1, keepdim=True), dim=1)
-        return FROM_LOGITS[scores.link](logits)
+        logits = loss.logits(output)
+        logits = logits - logits.mean(dim=1, keepdim=True)
+        return loss.from_logits(nn.functional.normalize(logits, dim=1))
 
     return replace(network, forward=forward)
 

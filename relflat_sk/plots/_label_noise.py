@@ -8,18 +8,18 @@ import numpy as np
 import pandas as pd
 
 from relflat_sk.minima import correlate_measures
-from relflat_sk.minima._columns import column_of, find_axis, numeric_column
-from relflat_sk.minima._resampling import FEWEST_MINIMA, select_minima
-from relflat_sk.minima._trials import minima_table
-from relflat_sk.plots._axes import (
+from relflat_sk.minima._correlation import FEWEST_MINIMA, select_minima
+from relflat_sk.minima._table import column_of, find_axis, minima_table, numeric_column
+from relflat_sk.plots._base import (
+    SYMBOLS,
+    Display,
+    choose_measures,
     curve_style,
     draw_grid,
     label_of,
     make_panels,
     write_note,
 )
-from relflat_sk.plots._display import Display
-from relflat_sk.plots._points import SYMBOLS, choose_measures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,32 +9,30 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._columns import (
+from relflat_sk.minima._table import (
     column_of,
     find_axes,
     find_axis,
     measure_columns,
+    minima_table,
     numeric_column,
 )
-from relflat_sk.minima._trials import minima_table
-from relflat_sk.plots._axes import (
+from relflat_sk.plots._base import (
+    Colors,
     Floats,
+    MinimaDisplay,
+    Points,
+    choose_measures,
     choose_scale,
+    color_column,
+    correlation_of,
     divide,
     label_of,
     make_axes,
     make_panels,
     shorten,
-    write_note,
-)
-from relflat_sk.plots._display import MinimaDisplay
-from relflat_sk.plots._points import (
-    Colors,
-    Points,
-    choose_measures,
-    color_column,
-    correlation_of,
     show_correlation,
+    write_note,
 )
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from relflat_sk._network import Layer
 from relflat_sk.measures import flatness_report, layer_sensitivity
 from relflat_sk.measures._names import find_measures
 from relflat_sk.measures._sharpness import sharpness_curve
-from relflat_sk.plots._axes import (
+from relflat_sk.plots._base import (
+    EstimatorDisplay,
     choose_scale,
     curve_style,
     draw_grid,
@@ -22,8 +23,8 @@ from relflat_sk.plots._axes import (
     make_axes,
     make_panels,
     shorten,
+    with_unit,
 )
-from relflat_sk.plots._display import EstimatorDisplay, with_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 LAYER_HEIGHT, LETTER_WIDTH = 0.28, 0.075  # inches
 WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
 ALPHAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+def _layer_panels(ax: "Axes | None", n: int, names: Sequence[str]) -> "list[Axes]":
+    """Make panels with a row for each layer, the first one at the top."""
+    height, margin = LAYER_HEIGHT * len(names) + 1.3, LETTER_WIDTH * max(map(len, names)) + 0.6
+    panels = make_panels(ax, n, "layer", height=height, margin=margin)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.4, -0.6)
+    return panels
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -137,8 +147,7 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         # values of the whole network have no layer; they come last
         layers = sorted(dict.fromkeys(self.report["layer"]), key=lambda name: name == "")
         names = self._name_layers(layers)
-        height, margin = LAYER_HEIGHT * len(names) + 1.3, LETTER_WIDTH * max(map(len, names)) + 0.6
-        panels = make_panels(ax, len(measures), "layer", height=height, margin=margin)
+        panels = _layer_panels(ax, len(measures), names)
         style = curve_style(0) | {"linestyle": "none", "markersize": 6, "capsize": 3} | kwargs
         for measure, panel in zip(measures, panels, strict=True):
             rows = self.report[self.report["measure"] == measure].set_index("layer")
@@ -151,8 +160,6 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             bars = np.nan_to_num(np.where(stderr > 0, stderr, 0.0), posinf=0.0)
             panel.errorbar(value, np.arange(len(layers)), xerr=bars, **style)
             panel.set_xlabel(label_of(measure, loss_unit))
-        panels[0].set_yticks(range(len(layers)), names)
-        panels[0].set_ylim(len(layers) - 0.4, -0.6)
         return panels
 
     def _name_layers(self, layers: Sequence[str]) -> list[str]:
@@ -250,9 +257,8 @@ class LayerSensitivityDisplay(EstimatorDisplay):
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
         """Draw one series for each number of bits."""
         layers = list(dict.fromkeys(self.table["layer"]))
-        names, rows = list(map(shorten, layers)), np.arange(len(layers))
-        height, margin = LAYER_HEIGHT * len(names) + 1.3, LETTER_WIDTH * max(map(len, names)) + 0.6
-        (ax,) = make_panels(ax, 1, "layer", height=height, margin=margin)
+        rows = np.arange(len(layers))
+        (ax,) = _layer_panels(ax, 1, list(map(shorten, layers)))
         draw_grid(ax)
         choose_scale(ax.xaxis, self.table["predicted"].to_numpy(dtype=np.float64))
         for number, (bits, some) in enumerate(self.table.groupby("bits", sort=False)):
@@ -264,8 +270,6 @@ class LayerSensitivityDisplay(EstimatorDisplay):
             if "measured" in part:
                 color = drawn.lines[0].get_color()
                 ax.plot(part["measured"], rows, "x", color=color, label=f"{bits} bits, measured")
-        ax.set_yticks(rows, names)
-        ax.set_ylim(len(layers) - 0.4, -0.6)
         ax.set_xlabel(f"rise of the loss ({loss_unit})" if loss_unit else "rise of the loss")
         draw_legend(ax, on_the_right=True)
         return [ax]

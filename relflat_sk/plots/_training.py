@@ -11,20 +11,22 @@ from skorch import NeuralNet
 
 from relflat_sk._models import final_estimator
 from relflat_sk.measures._scorer import flatness_columns
-from relflat_sk.minima._columns import is_converged
-from relflat_sk.minima._trials import curves_of, minima_table
-from relflat_sk.plots._axes import (
+from relflat_sk.minima._table import curves_of, is_converged, minima_table
+from relflat_sk.plots._base import (
+    Colors,
+    EstimatorDisplay,
     Floats,
+    MinimaDisplay,
     choose_scale,
+    color_column,
     curve_style,
     divide,
     draw_grid,
     draw_legend,
     label_of,
     make_axes,
+    with_unit,
 )
-from relflat_sk.plots._display import EstimatorDisplay, MinimaDisplay, with_unit
-from relflat_sk.plots._points import Colors, color_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

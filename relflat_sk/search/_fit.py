@@ -31,7 +31,7 @@ from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.fleet._turns import seconds_used
 from relflat_sk.measures._scorer import flatness_columns
-from relflat_sk.minima._trials import CURVES
+from relflat_sk.minima._table import CURVES
 from relflat_sk.search._data import LR_SCALING, TrainingData
 from relflat_sk.search._failures import KEPT, CallError, blame_storage
 from relflat_sk.search._goal import add_goal, callbacks_of

@@ -18,7 +18,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures._results import Flatness
-from relflat_sk.minima._trials import MEASURES, NO_REASON, attributes_of
+from relflat_sk.minima._table import MEASURES, NO_REASON, attributes_of
 from relflat_sk.search._data import (
     LR_SCALING,
     TrainingData,

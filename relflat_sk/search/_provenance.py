@@ -43,7 +43,7 @@ from relflat_sk._network import as_row_source, copy_rows, is_row_source
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._own import OwnMeasure
-from relflat_sk.minima._trials import MADE_WITH, UNITS
+from relflat_sk.minima._table import MADE_WITH, UNITS
 from relflat_sk.search._data import LR_SCALING
 
 # parameters of the objective that change its results, with the values that are left out and the

@@ -16,8 +16,7 @@ from relflat_sk._models import final_estimator
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._columns import PARAM_PREFIX, parameter_columns
-from relflat_sk.minima._trials import table_of_rows
+from relflat_sk.minima._table import PARAM_PREFIX, parameter_columns, table_of_rows
 from relflat_sk.search._checkpoints import (
     ADAPTER,
     find_module,

@@ -10,7 +10,7 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._models import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import Fleet
-from relflat_sk.minima._trials import attributes_of, remeasured_key
+from relflat_sk.minima._table import attributes_of, remeasured_key
 from relflat_sk.search._fit import isolated, trained_rows
 from relflat_sk.search._measure import Measuring, check_listed, measure_held_out
 from relflat_sk.search._objective import IN_FLEET, MinimaObjective

@@ -17,17 +17,15 @@ from skorch import NeuralNet
 
 from relflat_sk.measures._scorer import read_measure
 from relflat_sk.minima import correlate_measures
-from relflat_sk.minima._columns import column_of, parameter_columns, plain_name
-from relflat_sk.minima._resampling import FEWEST_MINIMA
-from relflat_sk.minima._trials import curves_of
+from relflat_sk.minima._correlation import FEWEST_MINIMA
+from relflat_sk.minima._table import column_of, curves_of, parameter_columns, plain_name
 from relflat_sk.plots import (
     FlatnessGapDisplay,
     HyperparameterDisplay,
     MinimaRankingDisplay,
     TrainingCurvesDisplay,
 )
-from relflat_sk.plots._axes import require_matplotlib
-from relflat_sk.plots._points import color_column
+from relflat_sk.plots._base import color_column, require_matplotlib
 from relflat_sk.search._goal import own_goals
 from relflat_sk.search._results import listed
 from relflat_sk.search._space import plain_repr

@@ -11,8 +11,7 @@ from scipy.stats import rankdata
 
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._columns import is_complete
-from relflat_sk.minima._trials import STATES, attributes_of, table_of_trials
+from relflat_sk.minima._table import STATES, attributes_of, is_complete, table_of_trials
 from relflat_sk.search._claims import is_cut_short, is_superseded
 from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space

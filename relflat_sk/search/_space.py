@@ -20,7 +20,7 @@ from skorch import NeuralNet
 
 from relflat_sk._checks import did_you_mean, is_number
 from relflat_sk._warnings import warn
-from relflat_sk.minima._columns import PARAM_PREFIX
+from relflat_sk.minima._table import PARAM_PREFIX
 from relflat_sk.search._data import DATA_NAMES, LR_SCALING, is_data_name
 from relflat_sk.search._provenance import describe
 

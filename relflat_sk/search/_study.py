@@ -19,7 +19,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._warnings import warn
-from relflat_sk.minima._trials import MADE_WITH, remeasured_key
+from relflat_sk.minima._table import MADE_WITH, remeasured_key
 from relflat_sk.search._claims import give_up_abandoned
 from relflat_sk.search._failures import explain, has_storage_failed
 from relflat_sk.search._objective import MinimaObjective

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from relflat_sk._models import final_estimator
 from relflat_sk._random import seeded
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, explain
 from relflat_sk.search._provenance import digest

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_number, is_integer
 from relflat_sk.fleet._fleet import Fleet, fleet_size
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._claims import Plan, claim, give_up, give_up_abandoned, id_of
 from relflat_sk.search._failures import CallError
 from relflat_sk.search._fit import isolated

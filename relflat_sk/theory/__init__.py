@@ -3,6 +3,7 @@
 from relflat_sk._rescaling import reparameterize
 from relflat_sk.theory._bound import (
     GeneralizationBound,
+    Smoothing,
     generalization_bound,
     representativeness,
 )
@@ -15,7 +16,6 @@ from relflat_sk.theory._robustness import (
     worst_feature_robustness,
 )
 from relflat_sk.theory._sharpness import SharpnessBound, sharpness_bound, sharpness_conditions
-from relflat_sk.theory._smoothing import Smoothing
 
 __all__ = [
     "GeneralizationBound",

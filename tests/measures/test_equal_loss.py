@@ -221,7 +221,6 @@ def test_logits_that_do_not_fit_in_memory(room, monkeypatch):
     options = {"criterion": criterion, "batch_size": 7}
     expected = measure("comparable_flatness", net, X, y, **options)
     monkeypatch.setattr("relflat_sk.measures._equal_loss._MOST_STORED", room)
-    monkeypatch.setattr("relflat_sk.measures._equal_loss._FEW", 30)
     assert measure("comparable_flatness", net, X, y, **options) == pytest.approx(expected, rel=1e-9)
     with pytest.raises(ValueError, match=UNFITTED):
         measure("comparable_flatness", net, X, y.flip(0), **options)

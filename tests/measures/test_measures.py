@@ -150,6 +150,19 @@ def test_hutchinson_is_reproducible_and_works_normalised_and_in_closed_form():
         assert one != exact
 
 
+def test_units_of_the_channels_do_not_matter_at_groups_of_a_curved_network():
+    torch.manual_seed(0)
+    conv = nn.Conv1d(4, 6, 2, groups=2)
+    net = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)).double()
+    X, y, units = torch.randn(12, 4, 5).double(), torch.arange(12) % 3, torch.rand(4).double() + 0.5
+    options = {"layer": 0, "criterion": CE, "normalize": True, "method": "exact"}
+    before = relative_flatness(net, X, y, **options)
+    assert before != relative_flatness(net, X, y, **options | {"normalize": False})
+    conv.weight.data /= units.reshape(2, 1, 2, 1).expand(2, 3, 2, 2).reshape(6, 2, 2)
+    after = relative_flatness(net, X * units[:, None], y, **options)
+    assert after == pytest.approx(before, rel=1e-10)
+
+
 def test_n_probes_caps_the_work():
     net, criterion, X, y, _ = make("cross-entropy")
     arguments = {"layer": 0, "criterion": criterion, "method": "hutchinson", "random_state": 0}

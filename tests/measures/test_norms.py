@@ -20,10 +20,10 @@ from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network
-from relflat_sk._rescaling.folding import fold_layers
+from relflat_sk._rescaling.layers import fold_layers
 from relflat_sk.measures._api import evaluate
-from relflat_sk.measures._margin import sample_margins
 from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
+from relflat_sk.measures._predictions import sample_margins
 from tests.processes import run_module
 from tests.rescaling.test_folding import used
 

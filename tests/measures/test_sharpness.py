@@ -19,15 +19,13 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk._random import draw_seeds
-from relflat_sk.measures import _pac_bayes
-from relflat_sk.measures._pac_bayes import (
+from relflat_sk.measures import _noise
+from relflat_sk.measures._noise import (
+    draw_noise,
     error_rate,
+    noisy_risks,
     pac_bayes_flatness,
     pac_bayes_magnitude_flatness,
-)
-from relflat_sk.measures._perturbation import (
-    draw_noise,
-    noisy_risks,
     weights_of,
 )
 from relflat_sk.measures._sharpness import (
@@ -351,7 +349,7 @@ def test_error_bars_are_right(kind, monkeypatch):
     formula, deviation = risks_by_formula(at, X), weights_of(at).abs()
     expected = noisy_risks(at, deviation, range(3))
     np.testing.assert_allclose(formula(at, deviation, range(3)), expected, rtol=1e-12)
-    monkeypatch.setattr(_pac_bayes, "noisy_risks", formula)
+    monkeypatch.setattr(_noise, "noisy_risks", formula)
     if kind == "plain":
         exact, function = exact_plain(X, 0.1), pac_bayes_flatness
     else:

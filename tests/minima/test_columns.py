@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 
 from relflat_sk.minima import correlate_measures
-from relflat_sk.minima._columns import (
+from relflat_sk.minima._ranking import check_depth_band, depth_of
+from relflat_sk.minima._table import (
     column_of,
     find_axes,
     find_axis,
@@ -17,7 +18,6 @@ from relflat_sk.minima._columns import (
     numeric_column,
     shorten_parameters,
 )
-from relflat_sk.minima._depth import check_depth_band, depth_of
 
 
 def test_measures_are_the_numeric_columns_without_another_meaning():

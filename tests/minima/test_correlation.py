@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 from scipy import stats
 
-from relflat_sk.minima._correlation import _COEFFICIENTS, correlate_measures
-from relflat_sk.minima._resampling import resample
+from relflat_sk.minima._correlation import _COEFFICIENTS, correlate_measures, resample
 
 COEFFICIENTS = ["pearson", "spearman", "kendall"]
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}  # float64, sums of a few dozen terms

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from relflat_sk import granulated_kendall
-from relflat_sk.minima._granulated import _Granules, resample_cells
-from relflat_sk.minima._resampling import resample
+from relflat_sk.minima._correlation import resample
+from relflat_sk.minima._hyperparameters import _Granules, resample_cells
 from tests.minima.sweeps import AXES, arrays_of, make_minima, rows_of
 
 ROUNDING = {"rtol": 1e-12, "atol": 1e-12}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from relflat_sk import conditional_mutual_information
-from relflat_sk.minima._mutual_information import _Pairs
-from relflat_sk.minima._resampling import resample
+from relflat_sk.minima._correlation import resample
+from relflat_sk.minima._hyperparameters import _Pairs
 from tests.minima.sweeps import AXES, arrays_of, make_minima, rows_of
 
 SETS = [chosen for size in range(3) for chosen in combinations(range(3), size)]

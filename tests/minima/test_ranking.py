@@ -11,8 +11,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch, rank_minima
-from relflat_sk.minima._columns import FIXED
-from relflat_sk.minima._trials import minima_table
+from relflat_sk.minima._table import FIXED, minima_table
 
 # (flatness, converged, state), with every reason for a place at the end
 CASES = [

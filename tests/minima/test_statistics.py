@@ -8,10 +8,8 @@ from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 
 from relflat_sk import conditional_mutual_information, correlate_measures, granulated_kendall
-from relflat_sk.minima._correlation import _COEFFICIENTS
-from relflat_sk.minima._granulated import _Granules, resample_cells
-from relflat_sk.minima._mutual_information import _least, _Pairs
-from relflat_sk.minima._resampling import resample
+from relflat_sk.minima._correlation import _COEFFICIENTS, resample
+from relflat_sk.minima._hyperparameters import _Granules, _least, _Pairs, resample_cells
 from tests.minima.sweeps import arrays_of, make_minima
 
 SETS = [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]

@@ -4,8 +4,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState, create_trial
 
-from relflat_sk.minima._columns import FIXED
-from relflat_sk.minima._trials import curves_of, minima_table, remeasured_key
+from relflat_sk.minima._table import FIXED, curves_of, minima_table, remeasured_key
 
 UNRANKED = [name for name in FIXED if name not in {"comparable", "rank"}]
 

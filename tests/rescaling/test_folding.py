@@ -9,7 +9,7 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.borrowing import borrowed, has_own_forward
 from relflat_sk._network.network import Network
-from relflat_sk._rescaling.folding import fold_layers
+from relflat_sk._rescaling.layers import fold_layers
 
 X2 = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
 X4 = torch.randn(3, 2, 7, 6, generator=torch.Generator().manual_seed(0)).double()

@@ -18,7 +18,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
 )
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._study import open_storage
 
 X, Y = load_iris(return_X_y=True)

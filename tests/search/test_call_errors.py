@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._failures import CallError, blame_storage, explain, is_of_storage
 from tests.search.examples import X_TEST, Y_TEST, X, Y, load, logistic, make_net, make_search
 

@@ -21,7 +21,7 @@ from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatMinimaSearch, FlatnessWarning, MinimaObjective
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._claims import (

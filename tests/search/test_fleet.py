@@ -26,7 +26,7 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._remeasure import OF_FLEETS
 from tests.processes import forkserver
 

@@ -21,7 +21,7 @@ from skorch.dataset import ValidSplit
 from torch import nn
 
 from relflat_sk import MLP, FlatnessWarning, StopAtGradientNorm, StopAtLoss, rank_minima
-from relflat_sk.minima._depth import depth_of
+from relflat_sk.minima._ranking import depth_of
 from relflat_sk.search._goal import _is_at_plateau
 from relflat_sk.search._results import FlattestSoFar
 from relflat_sk.training._convergence import StopAtDepth

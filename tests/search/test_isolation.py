@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_info
 from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search import _fit
 from relflat_sk.search._fit import isolated
 

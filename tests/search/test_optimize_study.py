@@ -19,7 +19,7 @@ from relflat_sk import (
     optimize_study,
     rank_minima,
 )
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 
 pytestmark = pytest.mark.usefixtures("same_threads")
 

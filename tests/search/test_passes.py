@@ -11,7 +11,7 @@ from skorch import NeuralNet, NeuralNetClassifier
 from torch import nn
 
 from relflat_sk import MLP, FlatMinimaSearch, MinimaObjective, measure
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search import _measure
 
 X, Y = load_iris(return_X_y=True)

@@ -13,7 +13,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss
-from relflat_sk.minima._columns import find_axis
+from relflat_sk.minima._table import find_axis
 from relflat_sk.search._report import _settings, describe_goal, render
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, make_search, piped
 

@@ -41,8 +41,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.minima._columns import measure_columns
-from relflat_sk.minima._trials import attributes_of
+from relflat_sk.minima._table import attributes_of, measure_columns
 from relflat_sk.search._study import log_level
 from tests.processes import run_script
 from tests.search.examples import (

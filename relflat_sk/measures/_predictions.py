@@ -1,0 +1,388 @@
+"""What a network predicts: classes with their probabilities, margins, errors and scores.
+
+With ``p_i`` the predicted probabilities of sample i:
+
+==================  =======================================================================
+inverse_confidence  ``1 / mean_i max_k p_ik`` [1]_
+predictive_entropy  ``mean_i -sum_k p_ik log p_ik``, in nats
+calibration_error   ``sum_b share_b |accuracy_b - confidence_b|`` over bins b [2]_
+==================  =======================================================================
+
+Each token is a prediction, and so is each output of a logistic loss: it is that of two classes, of
+which the first has the score 0. Tokens that the criterion ignores do not count. Confidence and
+entropy need no labels.
+
+References
+----------
+.. [1] Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution
+   Examples in Neural Networks", ICLR 2017.
+.. [2] Guo et al., "On Calibration of Modern Neural Networks", ICML 2017.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+from torch import Tensor, nn
+
+from relflat_sk._checks import check_integer
+from relflat_sk._losses import TABLE, Loss, name_criterion
+from relflat_sk._network import (
+    Network,
+    Outcome,
+    borrowed,
+    find_link,
+    layer_names,
+    outcomes,
+    record_tail,
+    sample_weight,
+)
+from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
+
+# R2 must be above zero by more than float32 rounding
+_R2_ROUNDING = 1e-5
+# share of the mean square up to which a spread is rounding in float64
+_SAME = 1e-24
+# by how many standard errors accuracy must be above the majority's share
+_STANDARD_ERRORS = 2
+
+# predictions (r, k), labels (r, k) or (r,), if there are any, and weights (r,)
+_Rows = tuple[Tensor, Any, Tensor]
+
+
+def _class_rows(loss: Loss, scores: Tensor, target: Tensor | None, weight: Tensor) -> _Rows:
+    """Arrange classes' scores (n, c, ...) in a row for each label that counts, with its class."""
+    rows = scores.movedim(1, -1).flatten(0, -2)
+    weight = weight.repeat_interleave(len(rows) // len(weight))
+    if target is None:
+        return rows, None, weight
+    labels = target.argmax(dim=1) if target.shape == scores.shape else target  # probabilities
+    counts = labels.flatten() != getattr(loss.criterion, "ignore_index", -100)
+    return rows[counts], labels.flatten()[counts], weight[counts]
+
+
+# -- the scores of classes, before any softmax or sigmoid -----------------------------------------
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """The scores of a batch in float64. Shapes: `scores` (n, c, ...), `target`, `weight` (n,)."""
+
+    loss: Loss
+    scores: Tensor
+    target: Tensor | None
+    weight: Tensor
+    weighted: bool
+
+    def rows(self) -> _Rows:
+        """Arrange the scores of two classes or more in rows."""
+        scores, target = self.scores, self.target
+        if self.loss.acts_on_each_output:
+            scores = scores.reshape(len(scores), 1, -1)
+            scores = torch.cat([torch.zeros_like(scores), scores], dim=1)
+            target = None if target is None else (target.reshape(len(target), -1) > 0.5).long()
+        return _class_rows(self.loss, scores, target, self.weight)
+
+
+def _scored_batches(network: Network, what: str) -> Iterator[_Scored]:
+    """Run a classifier batch by batch; `what` needs one, as an error says."""
+    row = network.loss.row
+    if row is None or row.task == "regression":
+        known = [kind.__name__ for kind, row in TABLE.items() if row.task != "regression"]
+        raise NotApplicableError(
+            f"{what} needs a classifier, but {name_criterion(network.loss.criterion)} is not known "
+            f"as a classification loss. Known are {known}; if the network's outputs are logits, "
+            "pass criterion=torch.nn.CrossEntropyLoss()."
+        )
+    loss, (last,) = network.loss, layer_names(network)[-1:]
+    with borrowed(network.module):
+        for batch in network.batches():
+            with torch.no_grad(), record_tail(network.module, last) as recorder:
+                output = network(batch.x)
+            record = recorder[last]
+            if row.link != "identity" and find_link(output, record.node) == row.link:
+                # probabilities close to 1 have lost digits that the layer's output has
+                scores = record.check()[1].reshape(output.shape)
+            else:
+                scores = loss.logits(output.detach())
+            scores, target = loss.classes_second(scores.double(), batch.y), None
+            if batch.y is not None:
+                target = loss.check_target(scores, batch.y.to(scores.device))
+            weight = sample_weight(batch, len(scores), scores.device)
+            yield _Scored(loss, scores, target, weight, batch.weight is not None)
+
+
+def sample_margins(network: Network) -> NDArray[np.float64]:
+    """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
+
+    ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
+    1; the score of class 0 is then 0, and the margin z or -z.
+
+    Shapes: returns (n,).
+    """
+    parts = []
+    for one in _scored_batches(network, "a margin"):
+        target, shape = one.target, tuple(one.scores.shape)
+        if target is None:
+            raise ValueError("y is needed: the margin is that of the true class. Pass y.")
+        if one.weighted:
+            raise ValueError(
+                "the margin is a percentile of samples with equal weights: leave sample_weight out."
+            )
+        fits = not target.is_floating_point() and shape[1] > 1
+        if one.loss.acts_on_each_output:
+            fits = math.prod(shape[1:]) == 1 and bool(((target == 0) | (target == 1)).all())
+        if not fits:
+            raise NotApplicableError(
+                "a margin needs one label for each sample: one of two classes or more, or 0 or 1 "
+                f"for a single logit. Got outputs of shape {shape} with targets of {target.dtype} "
+                f"such as {target.flatten()[:3].tolist()}."
+            )
+        scores, labels, _ = one.rows()
+        others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+        parts.append((scores.gather(1, labels[:, None])[:, 0] - others).cpu().numpy())
+    margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
+    if not len(margins):
+        raise NotApplicableError("the criterion ignores all labels, so there is no margin.")
+    return margins
+
+
+# -- measures of the predicted probabilities ------------------------------------------------------
+
+
+def _mean(network: Network, what: str, each: Callable[[Tensor], Tensor]) -> float:
+    """Average a function of the probabilities (r, c) over the predictions."""
+    total, divisor = 0.0, 0.0
+    for one in _scored_batches(network, what):
+        scores, _, weight = one.rows()
+        total += float(weight @ each(scores.softmax(dim=1)))
+        divisor += float(weight.sum())
+    return _ratio(*network.processes.sum_numbers(total, divisor))
+
+
+def _ratio(total: float, divisor: float) -> float:
+    if divisor == 0:
+        raise ValueError("no sample counts: the criterion ignores all labels, or weights are zero.")
+    return total / divisor
+
+
+def _inverse_confidence(network: Network) -> Estimate:
+    return Estimate(1 / _mean(network, "confidence", lambda p: p.amax(dim=1)))
+
+
+def _predictive_entropy(network: Network) -> Estimate:
+    # 0 log 0 is 0
+    return Estimate(_mean(network, "entropy", lambda p: torch.special.entr(p).sum(dim=1)))
+
+
+def _calibration_error(network: Network, *, n_bins: int = 15) -> Estimate:
+    """Compare confidence and accuracy in bins of equal width of the confidence."""
+    check_integer("n_bins", n_bins, minimum=1)
+    # of each bin: summed weight of its predictions, of the right ones, summed confidence
+    bins = torch.zeros(n_bins, 3, dtype=torch.float64, device=network.device)
+    for one in _scored_batches(network, "calibration"):
+        scores, labels, weight = one.rows()
+        if labels is None:
+            raise ValueError("y is needed: calibration compares predictions with labels. Pass y.")
+        confidence, predicted = scores.softmax(dim=1).max(dim=1)
+        rows = torch.stack([weight, weight * (predicted == labels), weight * confidence], dim=1)
+        at = (confidence.nan_to_num() * n_bins).ceil().long().clamp(1, n_bins) - 1
+        bins.index_add_(0, at, rows)
+    weight, right, confidence = network.processes.sum(bins).T
+    return Estimate(_ratio(float((right - confidence).abs().sum()), float(weight.sum())))
+
+
+PREDICTION_MEASURES: dict[str, NetworkMeasure] = {
+    "inverse_confidence": NetworkMeasure(_inverse_confidence, EVERY_CHANGE),
+    "predictive_entropy": NetworkMeasure(_predictive_entropy, EVERY_CHANGE),
+    "calibration_error": NetworkMeasure(_calibration_error, EVERY_CHANGE),
+}
+
+# -- accuracy, R2, area under the ROC curve, beside those of the best constant prediction ---------
+
+
+@dataclass(frozen=True)
+class Score:
+    """A network's score, and that of the best constant prediction."""
+
+    name: str
+    value: float
+    constant: float
+    margin: float
+
+    @property
+    def beats_constant(self) -> bool:
+        """Whether the score is clearly better than that of the best constant prediction."""
+        return self.value > self.constant + self.margin
+
+
+def score_of(network: Network) -> Score | None:
+    """Compute a network's accuracy or R2, in one pass over the data.
+
+    The criterion decides which. For a criterion that is not in the table of losses, the shape
+    and the values of the labels decide.
+    """
+    if next(iter(network.batches())).y is None:
+        return None
+    rows = _join_rows(network, _predicted_classes)
+    if rows is None or not float(rows[2].sum()) > 0:
+        return None
+    predicted, actual, weight = rows
+    if not actual.is_floating_point():
+        return _accuracy(predicted, actual, weight)
+    threshold = _threshold(network.loss, predicted, actual)
+    if threshold is None:
+        return _r2(predicted, actual, weight)
+    positive = actual > (0.5 if bool((actual >= 0).all()) else 0)
+    return _accuracy(predicted > threshold, positive, weight)
+
+
+def auc_of(network: Network) -> Score | None:
+    """Compute the area under the ROC curve, the mean over the classes or labels that occur.
+
+    Where classes are rare, it tells a network that has learned from a constant; accuracy does not.
+    Samples of weight 0 are left out, all others count alike.
+    """
+    rows = _join_rows(network, _class_columns)
+    if rows is None:
+        return None
+    output, actual, weight = rows
+    if _threshold(network.loss, output, actual) is None or not bool(output.isfinite().all()):
+        return None
+    areas, variances = [], []
+    counts = (weight > 0).cpu()
+    columns = output.cpu()[counts].T, actual.cpu()[counts].T > 0.5
+    for scores, positive in zip(*columns, strict=True):
+        n, n_positive = len(positive), int(positive.sum())
+        if 0 < n_positive < n:
+            ranks = rankdata(scores)[positive.numpy()].sum()
+            pairs = n_positive * (n - n_positive)
+            areas.append((ranks - n_positive * (n_positive + 1) / 2) / pairs)
+            variances.append((n + 1) / (12 * pairs))  # of outputs that know nothing
+    if not areas:
+        return None
+    margin = _STANDARD_ERRORS * math.sqrt(max(variances))
+    return Score("area under the ROC curve", sum(areas) / len(areas), 0.5, margin)
+
+
+def count_errors(network: Network) -> tuple[float, float]:
+    """Count the labels that a classifier gets wrong, and all labels, in evaluation mode."""
+    row = network.loss.row
+    if row is None or row.task == "regression":
+        raise ValueError(
+            f"{network.loss.criterion!r} has no classes, and so no errors to count; pass a "
+            "classifier."
+        )
+    total, divisor = 0.0, 0.0
+    with borrowed(network.module), torch.no_grad():
+        for outcome in outcomes(network):
+            rows = _predicted_classes(outcome)
+            assert rows is not None
+            predicted, actual, weight = rows
+            wrong = predicted != actual
+            if row.task == "binary":
+                threshold = _threshold(outcome.loss, predicted, actual) or 0.0
+                wrong = ((predicted > threshold) != (actual > 0.5)) | predicted.isnan()
+            total += float(weight @ wrong.sum(dim=1).double())
+            divisor += float(weight.sum()) * wrong.shape[1]
+    total, divisor = network.processes.sum_numbers(total, divisor)
+    return total, divisor
+
+
+def _join_rows(
+    network: Network, rows_of: Callable[[Outcome], _Rows | None]
+) -> tuple[Tensor, ...] | None:
+    """Put the rows of all batches and processes behind each other, if all batches have some."""
+    found = []
+    with borrowed(network.module), torch.no_grad():
+        for outcome in outcomes(network):
+            rows = rows_of(outcome)
+            if rows is None:
+                return None
+            found.append(rows)
+    return tuple(network.processes.join_rows(*map(torch.cat, zip(*found, strict=True))))
+
+
+def _has_classes(outcome: Outcome) -> bool:
+    """Return whether the network has one output for each class, and labels are classes."""
+    row, output, target = outcome.loss.row, outcome.output, outcome.target
+    if row is not None:
+        return row.task == "classification"
+    return output.ndim == target.ndim + 1 and not target.is_floating_point()
+
+
+def _predicted_classes(outcome: Outcome) -> _Rows | None:
+    """Return the classes with the largest output, none where one is nan; otherwise numbers."""
+    if not _has_classes(outcome):
+        return _number_rows(outcome)
+    scores, labels, weight = _class_rows(
+        outcome.loss, outcome.output, outcome.target, outcome.weight
+    )
+    predicted = scores.argmax(dim=1).where(~scores.isnan().any(dim=1), -1)
+    return predicted[:, None], labels[:, None], weight
+
+
+def _class_columns(outcome: Outcome) -> _Rows | None:
+    """Return the probability of each class, and whether it is the true one; otherwise numbers."""
+    if not _has_classes(outcome):
+        return _number_rows(outcome)
+    if outcome.output.ndim != 2:
+        return None
+    scores, labels, weight = _class_rows(
+        outcome.loss, outcome.output, outcome.target, outcome.weight
+    )
+    positive = nn.functional.one_hot(labels, scores.shape[1]).double()
+    return scores.double().softmax(dim=1), positive, weight
+
+
+def _number_rows(outcome: Outcome) -> _Rows | None:
+    """Predict the output itself, or its exponential where the criterion takes log rates."""
+    criterion: Any = outcome.loss.criterion
+    if outcome.output.numel() != outcome.target.numel():
+        return None
+    output, target = (
+        array.reshape(len(array), -1).double() for array in (outcome.output, outcome.target)
+    )
+    if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
+        output = output.exp()
+    return output, target, outcome.weight
+
+
+def _threshold(loss: Loss, output: Tensor, target: Tensor) -> float | None:
+    """Return the output above which the positive class is predicted; None for a regression."""
+    if loss.row is not None:
+        if loss.row.task == "regression":
+            return None
+        return 0.5 if isinstance(loss.criterion, nn.BCELoss) else 0.0
+    if not (((target == 0) | (target == 1)).all() or (target.abs() == 1).all()):
+        return None
+    return 0.5 if bool(((output >= 0) & (output <= 1)).all()) else 0.0  # probabilities or scores
+
+
+def _accuracy(predicted: Tensor, actual: Tensor, weight: Tensor) -> Score:
+    """Compute the share of correct labels, and that of each column's most frequent label."""
+    share = weight / weight.sum()
+    right = float((share @ (predicted == actual).double()).mean())
+    most = []
+    for column in actual.unbind(dim=1):
+        labels, positions = torch.unique(column, return_inverse=True)
+        most.append(float(share.new_zeros(len(labels)).index_add_(0, positions, share).max()))
+    constant = sum(most) / len(most)
+    # the labels of one sample depend on each other: it counts once
+    variance = max(constant * (1 - constant), 0.0) * float(share.square().sum())
+    return Score("accuracy", right, constant, _STANDARD_ERRORS * math.sqrt(variance))
+
+
+def _r2(predicted: Tensor, actual: Tensor, weight: Tensor) -> Score:
+    """Compute the coefficient of determination, the mean over the outputs that vary."""
+    share = weight / weight.sum()
+    spread = share @ (actual - share @ actual).square()
+    error = share @ (actual - predicted).square()
+    varies = spread > _SAME * (share @ actual.square())
+    value = float((1 - error[varies] / spread[varies]).mean()) if bool(varies.any()) else 0.0
+    return Score("R2", value, 0.0, _R2_ROUNDING)
