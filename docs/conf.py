@@ -1,11 +1,16 @@
 """Settings of Sphinx: `make docs` builds the site into out/site."""
 
+import warnings
+
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.addnodes import pending_xref
 from sphinx_gallery.sorting import ExplicitOrder
 
 import relflat_sk
+
+# the pages of the gallery would show them, with paths of the machine
+warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 project = "relflat_sk"
 author = "The relflat_sk developers"

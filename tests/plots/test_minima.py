@@ -74,7 +74,7 @@ def test_a_wide_range_gets_a_logarithmic_axis_with_plain_numbers():
     assert display.ax_.get_xscale() == "log"
     labels = [tick.get_text() for tick in display.ax_.xaxis.get_ticklabels(which="both")]
     assert "10" in labels
-    assert all(float(label) > 0 for label in labels if label)
+    assert {f"{float(label):e}"[0] for label in labels if label} <= {"1", "2", "5"}
     pickle.dumps(display.figure_)
     wide.loc[0, "relative_flatness"] = -1.0
     assert FlatnessGapDisplay.from_minima(wide, random_state=0).ax_.get_xscale() == "linear"
