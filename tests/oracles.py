@@ -76,6 +76,23 @@ def weight_hessian(module, name, criterion, X, y):
     return H[flat][:, flat].reshape(d, m, d, m), weight.flatten()[flat].reshape(d, m)
 
 
+def weight_hessians(module, name, criterion, X, y):
+    """Hessians (n, d, m, d, m) of the losses of single samples, each by itself."""
+
+    def losses(run):
+        output, rows = run(X), [slice(i, i + 1) for i in range(len(y))]
+        if not isinstance(output, torch.Tensor):
+            return torch.stack([
+                criterion({key: part[one] for key, part in output.items()}, y[one]) for one in rows
+            ])
+        return torch.stack([criterion(output[one], y[one]) for one in rows])
+
+    index = row_index(module.get_submodule(name))
+    H, flat = layer_hessian(module, name, losses)[0], index.flatten()
+    H = H.reshape(len(y), len(flat), len(flat))
+    return H[:, flat][:, :, flat].reshape(-1, *index.shape, *index.shape)
+
+
 def patches(module, name, X):
     """What each row of a layer's weight is multiplied with, (n, P, d, m), by derivatives."""
     layer, seen = module.get_submodule(name), []

@@ -10,13 +10,19 @@ from tests.processes import run_script
 
 ROOT = Path(__file__).parents[2]
 GALLERY = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
+# half of the gallery's time; the nightly builds run all, as `make docs` does
+LONG = {"plot_adapters", "plot_displays", "plot_fine_tuning", "plot_limit"}
 
 
 # of peft, beside a newer version of transformers
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.* models are no minima:relflat_sk.FlatnessWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("script", GALLERY, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(one, marks=[pytest.mark.scale] * (one.stem in LONG)) for one in GALLERY],
+    ids=lambda path: path.stem,
+)
 def test_what_an_example_of_the_gallery_asserts_is_true(script):
     if script.stem == "plot_adapters":
         pytest.importorskip("peft")

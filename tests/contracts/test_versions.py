@@ -1,8 +1,6 @@
 """`python -m relflat_sk` describes the installation; files that name the version agree."""
 
 import re
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -10,14 +8,15 @@ import pytest
 
 import relflat_sk
 from relflat_sk import __main__ as command
+from tests.processes import run_module
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_prints_versions_devices_and_extras():
-    run = [sys.executable, "-m", "relflat_sk"]
-    found = subprocess.run(run, check=True, capture_output=True, text=True).stdout.splitlines()
-    rows = dict(line.split(": ", 1) for line in found)
+    run = run_module("relflat_sk")
+    assert run.returncode == 0, run.stderr
+    rows = dict(line.split(": ", 1) for line in run.stdout.splitlines())
     assert rows["relflat_sk"] == relflat_sk.__version__
     assert rows["devices"].startswith("cpu")
     assert f"torch {version('torch')}" in rows["required"]

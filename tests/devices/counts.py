@@ -147,9 +147,15 @@ def test_a_batch_of_a_score():
     assert of_call <= 3
 
 
-@pytest.mark.parametrize("place", ["cpu", DEVICE], ids=str)
-@pytest.mark.parametrize("layer", [-1, -2])
-@pytest.mark.parametrize("name", TRACE_LIKE)
+@pytest.mark.parametrize(
+    ("name", "layer", "place"),
+    [
+        *((name, layer, "cpu") for name in TRACE_LIKE for layer in (-1, -2)),
+        *(("relative_flatness", layer, DEVICE) for layer in (-1, -2)),
+        ("normalized_relative_flatness", -1, DEVICE),
+    ],
+    ids=str,
+)
 def test_measures_do_not_wait_for_a_batch(name, layer, place):
     net = LeNet5().to(DEVICE)
     _, waits, of_call = count_batches(

@@ -74,7 +74,7 @@ def task(kind, n):
     engine=st.sampled_from(["alone", "fleet", "vmap"]),
     arrays=st.sampled_from(["numpy", "torch"]),
     kind=st.sampled_from(sorted(NETS)),
-    n=st.integers(6, 40),
+    n=st.integers(6, 24),
     widths=st.lists(st.integers(1, 6), max_size=3),
     activation=st.sampled_from(ACTIVATIONS),
     bias=st.booleans(),

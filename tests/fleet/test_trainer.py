@@ -163,6 +163,7 @@ OWN_DATA = [(X, Y), (X, 2 - Y), (X[::-1].copy(), Y), (X[:20], Y[:20]), (X[:20], 
 SIZES = {"module__n_features": 6, "module__n_outputs": 3}
 PLAIN = {"flatness_weight": 0, "max_epochs": 3}
 EARLIER = {"flatness_layer": 0, "flatness_clip": None}
+SHORT = {"max_epochs": 4}
 HEAVY_CLASS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
 # settings of each net, and arguments of `compare`
 ALIKE = {
@@ -175,18 +176,23 @@ ALIKE = {
         {},
     ),
     "settings of Adam": ([{"optimizer__betas": (0.8, 0.99)}, {"optimizer__eps": 1e-3}, {}], {}),
-    "batch norm, SGD": ([{"module": BatchNorm, **SGD}] * 3, {}),
+    "batch norm, SGD": ([{"module": BatchNorm, **SGD, **SHORT}] * 3, {}),
     "batch norm, Adam": (
-        [{"module": BatchNorm, "flatness_weight": 0, **OPTIMIZERS["Adam"]}] * 3,
+        [{"module": BatchNorm, "flatness_weight": 0, **OPTIMIZERS["Adam"], **SHORT}] * 3,
         {},
     ),
-    "convolutions": ([{"module": Convolution}] * 3, {"X": IMAGES, "y": LABELS}),
+    "convolutions": ([{"module": Convolution, **SHORT}] * 3, {"X": IMAGES, "y": LABELS}),
     "convolutions without penalty": (
-        [{"module": Convolution, "flatness_weight": 0}] * 3,
+        [{"module": Convolution, "flatness_weight": 0, **SHORT}] * 3,
         {"X": IMAGES, "y": LABELS},
     ),
     "probes of incomplete batches": (
-        [EARLIER | {"flatness_probes": 3, "batch_size": 7, "iterator_train__drop_last": True}] * 3,
+        [
+            EARLIER
+            | SHORT
+            | {"flatness_probes": 3, "batch_size": 7, "iterator_train__drop_last": True}
+        ]
+        * 3,
         {},
     ),
     "batches of one sample": ([EARLIER | {"batch_size": 1, "max_epochs": 1}] * 3, {}),

@@ -10,6 +10,7 @@ from torch import nn
 from torch.backends import cuda
 from torch.nn import functional as F
 
+from relflat_sk import flatness_report
 from tests import oracles
 from tests.hugging_face import GPT2, Conv1D, GPT2LMHeadModel, conv1d
 
@@ -141,6 +142,13 @@ def reached(name, criterion, X, y):
 
 def dense(net, name, X, y, criterion=CE):
     return oracles.weight_hessian(net, name, criterion, X, y)
+
+
+def measure_all(net, X, y, layer, **options):
+    """The rows of the measures in `TABLE_1`, which share their passes over the data."""
+    names = list(oracles.TABLE_1)
+    table = flatness_report(net, X, y, layers=layer, measures=names, method="exact", **options)
+    return table.set_index("measure")
 
 
 # -- attention ------------------------------------------------------------------------------------
@@ -300,12 +308,11 @@ class Problem:
     rtol: float = 1e-8
     is_mean: bool = True  # of losses that count alike
 
-    def hessian(self, layer, rows=None):
-        """The dense Hessian in a layer's weight, of all samples or of some."""
-        X, y = (one if rows is None else one[rows] for one in (self.X, self.y))
+    def hessian(self, layer, oracle=oracles.weight_hessian):
+        """The dense Hessian in a layer's weight."""
         net, name = self.oracle or self.net, (self.names or {}).get(layer, layer)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return oracles.weight_hessian(net.eval(), name, self.loss or self.criterion, X, y)
+            return oracle(net.eval(), name, self.loss or self.criterion, self.X, self.y)
 
     def risk(self):
         """The mean loss."""

@@ -19,7 +19,7 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from tests import oracles
 from tests.hugging_face import LoraLayer, conv1d
-from tests.measures.nets import CE, HEADS_OF_CLASSES, PROBLEMS, allowed, dense, make
+from tests.measures.nets import CE, HEADS_OF_CLASSES, PROBLEMS, allowed, dense, make, measure_all
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -35,10 +35,10 @@ def assert_measures(problem, layer):
     closed = problem.all_layers()[-1:] if problem.closed is None else problem.closed
     method = "closed form" if layer in closed else "exact"
     before = allowed()
+    found = measure_all(problem.net, X, y, **options)
     for name, oracle in oracles.TABLE_1.items():
-        found = evaluate(name, problem.net, X, y, method="exact", **options)
-        assert found.value == pytest.approx(oracle(H, W), rel=rtol, abs=1e-12), name
-        assert (found.stderr, found.method) == (0, method)
+        assert found.value[name] == pytest.approx(oracle(H, W), rel=rtol, abs=1e-12), name
+        assert (found.stderr[name], found.method[name]) == (0, method)
     found = evaluate(
         "eigenvalue_flatness", problem.net, X, y, rtol=1e-12, random_state=0, **options
     )
@@ -57,8 +57,7 @@ def assert_measures(problem, layer):
 
 def assert_terms(problem, layer, W, neuron, options):
     """Compare the terms of the samples with a dense Hessian of each."""
-    rows = range(len(problem.y))
-    each = [problem.hessian(layer, slice(i, i + 1))[0] for i in rows]
+    each = problem.hessian(layer, oracles.weight_hessians)
     table = {**oracles.TABLE_1, "neuron_flatness_max": lambda H, W: oracles.rho(H, W)[neuron]}
     for name, oracle in table.items():
         terms = measure(

@@ -203,7 +203,7 @@ def at(name, layer):
     return {"layer": layer} if name in LAYER_MEASURES else {}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(st.floats(0.1, 25), min_size=6, max_size=6), st.integers(0, 10**6))
 def test_measures_are_invariant_where_the_table_says_same(factors, seed):
     X = torch.randn(12, 4).double()
@@ -242,22 +242,3 @@ def test_measures_change_where_the_table_says_different():
                 )  # fmt: skip
                 least = 1e-4 if name == "takeuchi_criterion" else 0.05
                 assert after != pytest.approx(before, rel=least), (name, change)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "layer"), [("mlp tanh", 0), ("conv", 0)])
-@pytest.mark.parametrize("name", ["relative_flatness", "hessian_trace", "neuron_flatness_sum"])
-def test_error_bars_are_right(kind, layer, name):
-    net, X, y = make(kind, n=20)
-    exact = measure(name, net, X, y, layer=layer, criterion=CE, method="exact")
-    found = [
-        evaluate(name, net, X, y, layer=layer, criterion=CE, method="hutchinson", n_probes=12,
-                 rtol=1e-12, random_state=seed)
-        for seed in range(200)
-    ]  # fmt: skip
-    errors = np.array([one.value - exact for one in found])
-    stated = np.array([one.stderr for one in found])
-    assert (np.abs(errors) < 4 * stated).mean() >= 0.99
-    # 200 draws know their own spread to about 5%
-    assert np.sqrt((stated**2).mean()) == pytest.approx(np.sqrt((errors**2).mean()), rel=0.2)
-    assert abs(errors.mean()) < 4 * errors.std() / np.sqrt(len(errors))

@@ -92,7 +92,10 @@ def exact_rise(net, X, spread_of):
 def test_values_and_error_bars_of_a_linear_regression(name, arguments, spread_of):
     net, X, y = regression()
     at, exact = network(net, MSE, X, y, batch_size=5), exact_rise(net, X, spread_of)
-    found = [SHARPNESS_MEASURES[name](at, **arguments, random_state=seed) for seed in range(200)]
+    found = [
+        SHARPNESS_MEASURES[name](at, **arguments, n_draws=5, random_state=seed)
+        for seed in range(200)
+    ]
     errors = np.array([one.value - exact for one in found])
     stated = np.array([one.stderr for one in found])
     assert np.sqrt((stated**2).mean()) == pytest.approx(np.sqrt((errors**2).mean()), rel=0.2)
@@ -460,7 +463,7 @@ def test_random_states(name):
         assert value(1) != value(0)
         state = np.random.RandomState(0)
         assert value(state) != value(state)
-        assert len({value(None) for _ in range(10)}) > 1
+        assert len({value(None) for _ in range(4)}) > 1
     assert value(np.random.RandomState(0)) == value(np.random.RandomState(0))
 
 
@@ -476,7 +479,7 @@ def test_noise_is_the_same_in_every_precision_and_of_the_right_size():
     assert abs(single.mean().item()) < 0.03
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=6, max_size=6), st.integers(0, 10**6))
 @pytest.mark.parametrize("change", ["layer", "feature neurons", "own neurons"])
 def test_shares_of_weights_move_with_their_scale(change, factors, seed):

@@ -1,7 +1,6 @@
 """What all displays promise: the convention of scikit-learn, units, and matplotlib on demand."""
 
 import pickle
-import subprocess
 import sys
 
 import numpy as np
@@ -104,17 +103,6 @@ def test_they_say_how_to_install_matplotlib(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
         make()
-
-
-def test_drawing_imports_matplotlib_and_importing_does_not():
-    code = (
-        "import sys, relflat_sk, pandas as pd\n"
-        "assert 'matplotlib' not in sys.modules\n"
-        "import matplotlib; matplotlib.use('Agg')\n"
-        "d = pd.DataFrame({'relative_flatness': [1., 2.], 'generalization_gap': [1., 2.]})\n"
-        "relflat_sk.FlatnessGapDisplay.from_minima(d)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", ["FlatnessGap", "LabelNoise", "MeasurePanels", "MinimaRanking"])

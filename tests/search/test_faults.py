@@ -386,7 +386,7 @@ def test_options_of_a_user_stay(postgresql):
         assert connection.exec_driver_sql("SHOW lock_timeout").scalar() == "7s"
 
 
-N_PROCESSES = 8
+N_PROCESSES = 5
 MANY = np.linspace(0.1, 2.0, 2 * N_PROCESSES).tolist()
 
 

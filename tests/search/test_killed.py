@@ -21,8 +21,8 @@ from relflat_sk.search._claims import is_cut_short, is_gone
 from relflat_sk.search._study import open_storage
 from tests.processes import forkserver, run_module
 
-N_TRIALS = 50
-EVERY = 10  # finished trials between two kills
+N_TRIALS = 30
+EVERY = 6  # finished trials between two kills
 N_KILLS = N_TRIALS // EVERY - 2  # there is enough left to do after the last one
 SPACES = {
     "grid": {"C": np.geomspace(0.2, 1.0, N_TRIALS).tolist()},
@@ -198,7 +198,7 @@ def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("url", [False, True])
+@pytest.mark.parametrize("url", [pytest.param(False, marks=pytest.mark.scale), True])
 def test_quick_run_of_the_benchmark(tmp_path, url):
     options = ["--url", f"sqlite:///{tmp_path / 'minima.db'}", "--only", "overhead"] if url else []
     done = run_module("benchmarks.costs.search", "--quick", *options)

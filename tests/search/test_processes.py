@@ -432,7 +432,7 @@ def test_script_defines_module_callback_and_functions(tmp_path):
     assert run.stdout == "done\n", run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.scale
 def test_notebook_defines_module_callback_and_functions():
     cells = [nbformat.v4.new_code_cell(code) for code in (DEFINITIONS, SEARCH)]
     notebook = nbformat.v4.new_notebook(cells=cells)
