@@ -16,8 +16,11 @@ from torch.nn.functional import pad
 from relflat_sk._engine.chain import Chain, find_chain
 from relflat_sk._engine.qualify import NeedsOwnLoop, Parts
 from relflat_sk._engine.step import Batch, Own, Settings, Step, settings_of
-from relflat_sk._losses import ARRAY_LOSSES, MANY, ArrayLoss, Loss, find_array_loss
-from relflat_sk._network import cast_inputs, find_layer
+from relflat_sk._losses.array_losses import ARRAY_LOSSES, ArrayLoss, find_array_loss
+from relflat_sk._losses.loss import Loss
+from relflat_sk._losses.many_classes import MANY
+from relflat_sk._network.batches import cast_inputs
+from relflat_sk._network.layers import find_layer
 from relflat_sk._numerics import or_one
 
 # what trains the epochs of all nets that are fitted in this context, for instance of many nets

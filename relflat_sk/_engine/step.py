@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import ArrayLoss, namespace
-from relflat_sk._penalty import PenaltyLimit
+from relflat_sk._losses.array_losses import ArrayLoss, namespace
+from relflat_sk._penalty.limit import PenaltyLimit
 
 
 class Batch(NamedTuple):

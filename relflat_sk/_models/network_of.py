@@ -33,23 +33,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, is_integer
-from relflat_sk._losses import Loss, ProbabilityNLLLoss, as_criterion
+from relflat_sk._losses.loss import Loss, as_criterion
+from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.transformed_rows import transform
-from relflat_sk._network import (
-    Batch,
-    Batches,
-    Layer,
-    LoadedBatches,
-    Network,
-    RowSource,
-    Source,
-    check_stored,
-    find_layer,
-    join,
-    make_batches,
-    one_thread,
-)
+from relflat_sk._network.batches import Batch, Batches, LoadedBatches, RowSource, make_batches
+from relflat_sk._network.borrowing import one_thread
+from relflat_sk._network.layers import Layer, check_stored, find_layer
+from relflat_sk._network.network import Network, Source
+from relflat_sk._network.processes import join
 
 # -- options -------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._network import RowSource, as_row_source, autocast_off, is_on_disk
+from relflat_sk._network.batches import RowSource, as_row_source, is_on_disk
+from relflat_sk._network.borrowing import autocast_off
 
 
 def transform(step: Any, X: Any, batch_size: int) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from relflat_sk._losses import pull_back
+from relflat_sk._losses.curvature import pull_back
 from relflat_sk._numerics import full_precision
 from relflat_sk._random import fork_rng
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses import Loss, constant_risk, name_criterion
+from relflat_sk._losses.loss import Loss, constant_risk, name_criterion
 from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import find_layer

@@ -28,7 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from relflat_sk._losses import MANY, ClosedForm, Loss, ManyClasses, Target
+from relflat_sk._losses.curvature import ClosedForm
+from relflat_sk._losses.loss import Loss
+from relflat_sk._losses.many_classes import MANY, ManyClasses
+from relflat_sk._losses.table import Target
 from relflat_sk._network.recording import LayerRecord
 
 # -- what autograd's graph of a forward pass tells ---------------------------------------------

@@ -9,29 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._network import (
-    CompiledBody,
+from relflat_sk._network.borrowing import (
     ExplicitLayers,
-    Layer,
-    LayerRecord,
-    Recorder,
     ReplacedForwards,
+    explicit_attention,
+    find_fused,
+)
+from relflat_sk._network.layer_checks import (
     check_linear,
     check_rows,
-    check_unshared,
     check_uses,
-    depends_on,
-    explicit_attention,
-    features_of,
     few_rows,
-    find_fused,
-    find_layer,
-    find_link,
+    uses_elsewhere,
+)
+from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
+from relflat_sk._network.recording import (
+    CompiledBody,
+    LayerRecord,
+    Recorder,
+    features_of,
     keep_graph,
     kept_buffers,
-    uses_elsewhere,
-    weight_layers,
 )
+from relflat_sk._network.tail import depends_on, find_link
 from relflat_sk._numerics import without_autocast
 
 

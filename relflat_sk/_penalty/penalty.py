@@ -14,15 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number, gather_checks
-from relflat_sk._losses import Loss, Target, as_criterion, warn_of_ending, weighted_loss
-from relflat_sk._network import (
-    Layer,
-    check_part,
-    check_weights,
-    find_ending,
-    primary_output,
-    warn_unless_mean,
-)
+from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
+from relflat_sk._losses.table import Target
+from relflat_sk._network.batches import check_weights
+from relflat_sk._network.layers import Layer
+from relflat_sk._network.network import check_part, primary_output, warn_unless_mean
+from relflat_sk._network.tail import find_ending
 from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture, Plan

@@ -24,18 +24,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from relflat_sk._network import (
-    LayerMap,
-    LayerRecord,
-    Network,
-    Recorder,
-    check_stored,
-    has_own_forward,
-    is_weight_layer,
-    layer_input,
-    layer_map,
-    weight_kind,
-)
+from relflat_sk._network.borrowing import has_own_forward
+from relflat_sk._network.layer_maps import LayerMap
+from relflat_sk._network.layers import check_stored, is_weight_layer, layer_map, weight_kind
+from relflat_sk._network.network import Network
+from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
 
 BATCH_NORMS = (_BatchNorm, nn.SyncBatchNorm)
 

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from relflat_sk._network import Layer, find_layer, layer_map
+from relflat_sk._network.layers import Layer, find_layer, layer_map
 from relflat_sk._rescaling.layers import copy_module, is_plain_layer, trace
 from relflat_sk._rescaling.scales import KINDS, Change, Walk
 

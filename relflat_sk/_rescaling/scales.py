@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from relflat_sk._network import has_own_forward, layer_map
+from relflat_sk._network.borrowing import has_own_forward
+from relflat_sk._network.layers import layer_map
 from relflat_sk._rescaling.layers import BATCH_NORMS, describe_step, is_plain, is_plain_layer
 
 Floats = NDArray[np.float64]

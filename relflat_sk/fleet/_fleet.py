@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from relflat_sk._checks import check_integer
-from relflat_sk._engine import EPOCH_TRAINER, Member, NeedsOwnLoop, find_chain_of, train_chain
+from relflat_sk._engine.epoch import EPOCH_TRAINER, Member, find_chain_of, train_chain
+from relflat_sk._engine.qualify import NeedsOwnLoop
 from relflat_sk._random import fork_rng
 from relflat_sk.fleet._stack import Stack, key_of
 from relflat_sk.fleet._turns import Routine, current

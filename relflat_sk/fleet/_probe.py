@@ -11,20 +11,17 @@ import joblib
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._engine import Member, NeedsOwnLoop
-from relflat_sk._losses import MANY, Loss, explain_ending
-from relflat_sk._network import (
-    LayerRecord,
-    Recorder,
-    cast_inputs,
-    find_ending,
-    find_fused,
-    find_link,
-    is_piecewise_linear,
-    keep_graph,
-    primary_output,
-)
-from relflat_sk._penalty import Plan, RelativeFlatnessPenalty
+from relflat_sk._engine.epoch import Member
+from relflat_sk._engine.qualify import NeedsOwnLoop
+from relflat_sk._losses.loss import Loss, explain_ending
+from relflat_sk._losses.many_classes import MANY
+from relflat_sk._network.batches import cast_inputs
+from relflat_sk._network.borrowing import find_fused
+from relflat_sk._network.network import primary_output
+from relflat_sk._network.recording import LayerRecord, Recorder, keep_graph
+from relflat_sk._network.tail import find_ending, find_link, is_piecewise_linear
+from relflat_sk._penalty.capture import Plan
+from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk.fleet._stack import OF_TORCH
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._engine import Member, NeedsOwnLoop, Parts
+from relflat_sk._engine.epoch import Member
+from relflat_sk._engine.qualify import NeedsOwnLoop, Parts
 
 
 class Stack:

@@ -9,18 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from relflat_sk._engine import (
-    Batch,
-    Member,
-    NeedsOwnLoop,
-    Settings,
-    Step,
-    draw_mask,
-    make_generators,
-    train_epoch,
-)
-from relflat_sk._losses import ArrayLoss, Loss, find_array_loss, name_criterion, weighted_loss
-from relflat_sk._penalty import changes_of_rows, n_shared, slopes_of_rows
+from relflat_sk._engine.chain import draw_mask
+from relflat_sk._engine.epoch import Member, make_generators, train_epoch
+from relflat_sk._engine.qualify import NeedsOwnLoop
+from relflat_sk._engine.step import Batch, Settings, Step
+from relflat_sk._losses.array_losses import ArrayLoss, find_array_loss
+from relflat_sk._losses.loss import Loss, name_criterion, weighted_loss
+from relflat_sk._penalty.batch_flatness import changes_of_rows, n_shared, slopes_of_rows
 from relflat_sk._random import draw_words, n_words, signs_of
 from relflat_sk.fleet._probe import PenaltyLayers, Probe, probe
 from relflat_sk.fleet._stack import Stack

@@ -9,8 +9,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
-from relflat_sk._models import DataOptions, joined, name_layer, name_layers
-from relflat_sk._network import Layer
+from relflat_sk._models.network_of import DataOptions, joined, name_layer, name_layers
+from relflat_sk._network.layers import Layer
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import LARGEST_NEURON, MAX_PASSES
 from relflat_sk.measures._measure_network import (

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
-from relflat_sk._network import Network
+from relflat_sk._network.network import Network
 from relflat_sk._numerics import column_squares
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk._warnings import warn

@@ -23,15 +23,11 @@ from scipy.optimize import brentq
 from torch import Tensor
 
 from relflat_sk._checks import is_number
-from relflat_sk._losses import Loss, name_criterion
-from relflat_sk._network import (
-    Layer,
-    Network,
-    Processes,
-    best_constant_loss,
-    borrowed,
-    outcomes,
-)
+from relflat_sk._losses.loss import Loss, name_criterion
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.layers import Layer
+from relflat_sk._network.network import Network, best_constant_loss, outcomes
+from relflat_sk._network.processes import Processes
 from relflat_sk.measures._results import Summary
 from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, summarize
 

@@ -41,7 +41,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._network import Layer, Network, Processes, borrowed
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.layers import Layer
+from relflat_sk._network.network import Network
+from relflat_sk._network.processes import Processes
 from relflat_sk._numerics import column_squares, inverse_spread, or_one, read_numbers, varies
 from relflat_sk._random import RandomState, draw_seeds, make_generator
 from relflat_sk._warnings import warn

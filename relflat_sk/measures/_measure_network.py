@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 from relflat_sk._checks import check_number
-from relflat_sk._losses import name_criterion, product_curvature, pull_back
-from relflat_sk._network import Batch, Layer, Network, borrowed, find_non_finite, outcome_of
+from relflat_sk._losses.curvature import product_curvature, pull_back
+from relflat_sk._losses.loss import name_criterion
+from relflat_sk._network.batches import Batch
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.layers import Layer, find_non_finite
+from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._random import RandomState, draw_seed, make_generator, rademacher, seed_from
 from relflat_sk._warnings import warn
 from relflat_sk.measures._equal_loss import EqualLoss, at_equal_loss, check_share

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import check_twice
-from relflat_sk._network import MathAttention, Network, borrowed, mean_loss, outcomes
+from relflat_sk._losses.curvature import check_twice
+from relflat_sk._network.borrowing import MathAttention, borrowed
+from relflat_sk._network.network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._predictions import count_errors
 from relflat_sk.measures._results import Estimate, NotApplicableError

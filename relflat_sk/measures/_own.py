@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._models import final_estimator
-from relflat_sk._network import Network, borrowed
+from relflat_sk._models.network_of import final_estimator
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network
 from relflat_sk.measures._results import Estimate
 
 # -- lend a model to a function of the user's, and return it as it was --------------------------

@@ -31,17 +31,12 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer
-from relflat_sk._losses import TABLE, Loss, name_criterion
-from relflat_sk._network import (
-    Network,
-    Outcome,
-    borrowed,
-    find_link,
-    layer_names,
-    outcomes,
-    record_tail,
-    sample_weight,
-)
+from relflat_sk._losses.loss import Loss, name_criterion
+from relflat_sk._losses.table import TABLE
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network, Outcome, layer_names, outcomes, sample_weight
+from relflat_sk._network.recording import record_tail
+from relflat_sk._network.tail import find_link
 from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
 
 # R2 must be above zero by more than float32 rounding

@@ -24,14 +24,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from relflat_sk._losses import (
-    ClosedForm,
-    Curvature,
-    Factor,
-    ManyClasses,
-    product_curvature,
-)
-from relflat_sk._network import LayerMap
+from relflat_sk._losses.curvature import ClosedForm, Curvature, Factor, product_curvature
+from relflat_sk._losses.many_classes import ManyClasses
+from relflat_sk._network.layer_maps import LayerMap
 from relflat_sk._numerics import column_squares, full_precision
 from relflat_sk._random import rademacher
 

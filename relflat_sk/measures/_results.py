@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relflat_sk._network import Network, best_constant_loss
+from relflat_sk._network.network import Network, best_constant_loss
 from relflat_sk._numerics import read_numbers
 
 

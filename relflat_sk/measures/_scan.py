@@ -13,33 +13,35 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import gather_checks, is_integer
-from relflat_sk._losses import Loss, pull_back, warn_of_ending
-from relflat_sk._network import (
-    Batch,
-    Layer,
-    LayerRecord,
-    Network,
-    Tail,
+from relflat_sk._losses.curvature import pull_back
+from relflat_sk._losses.loss import Loss, warn_of_ending
+from relflat_sk._network.batches import Batch
+from relflat_sk._network.layer_checks import (
     WeightWatch,
     check_linear,
     check_rows,
     check_unmixed,
-    check_unshared,
     check_uses,
-    choose_curvatures,
-    depends_on,
     few_rows,
-    find_ending,
-    find_layer,
-    find_link,
     find_mixed,
-    find_multiplier,
     find_uses_elsewhere,
-    record_order,
-    record_tail,
-    sample_weight,
+)
+from relflat_sk._network.layers import (
+    Layer,
+    check_unshared,
+    find_layer,
     sharing_modules,
     weight_layers,
+)
+from relflat_sk._network.network import Network, sample_weight
+from relflat_sk._network.recording import LayerRecord, record_order, record_tail
+from relflat_sk._network.tail import (
+    Tail,
+    choose_curvatures,
+    depends_on,
+    find_ending,
+    find_link,
+    find_multiplier,
 )
 from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn

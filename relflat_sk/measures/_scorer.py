@@ -12,8 +12,9 @@ from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 
 from relflat_sk._checks import is_integer
-from relflat_sk._models import DataOptions, describe, final_estimator, to_network
-from relflat_sk._network import Layer, find_layer, layer_names
+from relflat_sk._models.network_of import DataOptions, describe, final_estimator, to_network
+from relflat_sk._network.layers import Layer, find_layer
+from relflat_sk._network.network import layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._api import evaluate_or_explain, relative_flatness

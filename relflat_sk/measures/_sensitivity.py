@@ -21,9 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, is_integer
-from relflat_sk._losses import ClosedForm
-from relflat_sk._models import DataOptions, joined, name_layers
-from relflat_sk._network import Layer, Network, borrowed, layer_input, layer_map, outcome_of
+from relflat_sk._losses.curvature import ClosedForm
+from relflat_sk._models.network_of import DataOptions, joined, name_layers
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.layers import Layer, layer_map
+from relflat_sk._network.network import Network, outcome_of
+from relflat_sk._network.recording import layer_input
 from relflat_sk._random import RandomState, make_generator
 from relflat_sk.measures._quantities import (
     LayerPass,

@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import TABLE, check_twice
-from relflat_sk._network import Network, mean_loss, outcomes
+from relflat_sk._losses.curvature import check_twice
+from relflat_sk._losses.table import TABLE
+from relflat_sk._network.network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._noise import (

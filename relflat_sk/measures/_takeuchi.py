@@ -19,7 +19,8 @@ import math
 import torch
 
 from relflat_sk._checks import check_number
-from relflat_sk._network import Network, borrowed
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network
 from relflat_sk._numerics import or_one
 from relflat_sk.measures._results import RESCALINGS, Estimate, NetworkMeasure, NotApplicableError
 from relflat_sk.measures._scan import ForwardPass, summarize

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Layer
+from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._network.layers import Layer
 from relflat_sk.measures import flatness_report, layer_sensitivity
 from relflat_sk.measures._names import find_measures
 from relflat_sk.measures._sharpness import sharpness_curve

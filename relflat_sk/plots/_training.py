@@ -9,7 +9,7 @@ import pandas as pd
 from sklearn.exceptions import NotFittedError
 from skorch import NeuralNet
 
-from relflat_sk._models import final_estimator
+from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._table import curves_of, is_converged, minima_table
 from relflat_sk.plots._base import (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._models import final_estimator
+from relflat_sk._models.network_of import final_estimator
 
 Weights = Mapping[str, Any]
 

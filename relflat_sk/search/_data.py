@@ -35,7 +35,7 @@ from skorch.dataset import get_len
 from torch.utils.data import Dataset, Subset
 
 from relflat_sk._checks import check_integer, is_integer, is_number
-from relflat_sk._network import as_row_source, check_weights, is_on_disk
+from relflat_sk._network.batches import as_row_source, check_weights, is_on_disk
 from relflat_sk._random import as_random_state
 
 PREFIX = "data__"

@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset, Subset
 
 from relflat_sk._checks import is_number
-from relflat_sk._engine import EPOCH_TRAINER
-from relflat_sk._models import final_estimator
-from relflat_sk._network import find_layer
+from relflat_sk._engine.epoch import EPOCH_TRAINER
+from relflat_sk._models.network_of import final_estimator
+from relflat_sk._network.layers import find_layer
 from relflat_sk._random import seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.fleet._turns import seconds_used

@@ -21,7 +21,7 @@ from skorch import NeuralNet
 from torch import nn
 
 from relflat_sk._checks import is_number
-from relflat_sk._models import final_estimator
+from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._minimum import ConstantComparison, has_vanished
 from relflat_sk.measures._results import Flatness
 from relflat_sk.minima._ranking import depth_of

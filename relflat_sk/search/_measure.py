@@ -10,8 +10,8 @@ import numpy as np
 import optuna
 
 from relflat_sk._checks import check_device, check_integer, is_integer
-from relflat_sk._models import DataOptions, to_network, to_network_with_source
-from relflat_sk._network import Network, mean_loss
+from relflat_sk._models.network_of import DataOptions, to_network, to_network_with_source
+from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._measure_network import (
     check_arguments,

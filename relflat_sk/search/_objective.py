@@ -15,7 +15,7 @@ from sklearn.pipeline import Pipeline
 from skorch import NeuralNet
 
 from relflat_sk._checks import check_integer
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models.network_of import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk.measures._results import Flatness
 from relflat_sk.minima._table import MEASURES, NO_REASON, attributes_of

@@ -39,7 +39,7 @@ from sklearn.base import is_regressor
 from torch import nn
 from torch.utils.data import Dataset
 
-from relflat_sk._network import as_row_source, copy_rows, is_row_source
+from relflat_sk._network.batches import as_row_source, copy_rows, is_row_source
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._own import OwnMeasure

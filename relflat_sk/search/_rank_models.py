@@ -12,7 +12,7 @@ from sklearn.base import BaseEstimator
 from skorch import NeuralNet
 from torch import nn
 
-from relflat_sk._models import final_estimator
+from relflat_sk._models.network_of import final_estimator
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima

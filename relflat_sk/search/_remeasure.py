@@ -7,7 +7,7 @@ import numpy as np
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models.network_of import DataOptions, to_network
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import Fleet
 from relflat_sk.minima._table import attributes_of, remeasured_key

@@ -24,7 +24,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._checks import check_integer
-from relflat_sk._models import describe
+from relflat_sk._models.network_of import describe
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size

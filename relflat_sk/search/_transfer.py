@@ -18,7 +18,7 @@ import torch
 from skorch import NeuralNet
 from torch import Tensor
 
-from relflat_sk._network import mapped_file
+from relflat_sk._network.batches import mapped_file
 
 
 class ByValue:

@@ -26,7 +26,7 @@ from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNet
 from torch import Tensor, nn
 
-from relflat_sk._models import final_estimator
+from relflat_sk._models.network_of import final_estimator
 from relflat_sk._random import seeded
 from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._data import TrainingData

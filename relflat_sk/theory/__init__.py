@@ -1,6 +1,6 @@
 """The generalisation bound by relative flatness, its parts, and the conditions they rest on."""
 
-from relflat_sk._rescaling import reparameterize
+from relflat_sk._rescaling.reparameterization import reparameterize
 from relflat_sk.theory._bound import (
     GeneralizationBound,
     Smoothing,

@@ -28,8 +28,10 @@ from skorch.utils import multi_indexing
 from torch import nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import Layer, borrowed, mean_loss
+from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.layers import Layer
+from relflat_sk._network.network import mean_loss
 from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.theory._moves import (

@@ -8,16 +8,11 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.utils.multiclass import type_of_target
 from torch import Tensor, nn
 
-from relflat_sk._models import DataOptions, name_layer, to_network
-from relflat_sk._network import (
-    Layer,
-    Outcome,
-    Recorder,
-    borrowed,
-    find_layer,
-    layer_names,
-    outcome_of,
-)
+from relflat_sk._models.network_of import DataOptions, name_layer, to_network
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.layers import Layer, find_layer
+from relflat_sk._network.network import Outcome, layer_names, outcome_of
+from relflat_sk._network.recording import Recorder
 
 
 def label_constancy(  # noqa: PLR0913

@@ -30,24 +30,15 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses import LINKS
-from relflat_sk._models import DataOptions, name_layer, to_network
-from relflat_sk._network import (
-    Batch,
-    Layer,
-    LayerMap,
-    LayerRecord,
-    Network,
-    Recorder,
-    ReplacedForwards,
-    borrowed,
-    find_link,
-    layer_input,
-    outcome_of,
-    record_tail,
-    sample_weight,
-    weight_layers,
-)
+from relflat_sk._losses.table import LINKS
+from relflat_sk._models.network_of import DataOptions, name_layer, to_network
+from relflat_sk._network.batches import Batch
+from relflat_sk._network.borrowing import ReplacedForwards, borrowed
+from relflat_sk._network.layer_maps import LayerMap
+from relflat_sk._network.layers import Layer, weight_layers
+from relflat_sk._network.network import Network, outcome_of, sample_weight
+from relflat_sk._network.recording import LayerRecord, Recorder, layer_input, record_tail
+from relflat_sk._network.tail import find_link
 from relflat_sk._warnings import warn
 from relflat_sk.measures._scan import find_measured_layer
 

@@ -13,8 +13,9 @@ from sklearn.utils import get_tags
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._models import DataOptions, to_network, unwrap
-from relflat_sk._network import Network, count_samples
+from relflat_sk._models.network_of import DataOptions, to_network, unwrap
+from relflat_sk._network.batches import count_samples
+from relflat_sk._network.network import Network
 from relflat_sk._random import RandomState, as_random_state, draw_seeds
 from relflat_sk.measures._noise import (
     draw_noise,

@@ -28,18 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_number, is_number
-from relflat_sk._losses import name_criterion
-from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import (
-    LayerRecord,
-    Network,
-    Recorder,
-    borrowed,
-    is_piecewise_linear,
-    layer_input,
-    mean_loss,
-)
-from relflat_sk._rescaling import fold_layers
+from relflat_sk._losses.loss import name_criterion
+from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network, mean_loss
+from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
+from relflat_sk._network.tail import is_piecewise_linear
+from relflat_sk._rescaling.layers import fold_layers
 from relflat_sk._warnings import warn
 
 # name and meaning of each condition's constant

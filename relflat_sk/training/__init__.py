@@ -8,7 +8,7 @@ The callbacks for other libraries' trainers need extras and are imported on dema
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-from relflat_sk._penalty import RelativeFlatnessPenalty
+from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (

@@ -14,8 +14,8 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from torch import nn
 
-from relflat_sk._losses import name_criterion
-from relflat_sk._models import describe
+from relflat_sk._losses.loss import name_criterion
+from relflat_sk._models.network_of import describe
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers

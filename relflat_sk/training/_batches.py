@@ -20,12 +20,12 @@ from skorch.utils import data_from_dataset, is_skorch_dataset, multi_indexing
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset, TensorDataset
 
-from relflat_sk._engine import Member, NeedsOwnLoop, Parts, check_net
-from relflat_sk._models import DataOptions, skorch_batches, skorch_network
-from relflat_sk._network import (
+from relflat_sk._engine.epoch import Member
+from relflat_sk._engine.qualify import NeedsOwnLoop, Parts, check_net
+from relflat_sk._models.network_of import DataOptions, skorch_batches, skorch_network
+from relflat_sk._network.batches import (
     Batch,
     Batches,
-    Network,
     RowSource,
     arrays_of,
     as_row_source,
@@ -33,6 +33,7 @@ from relflat_sk._network import (
     is_on_disk,
     map_arrays,
 )
+from relflat_sk._network.network import Network
 from relflat_sk._numerics import native
 from relflat_sk.training._tasks import check_measurable
 

@@ -13,13 +13,8 @@ from skorch.utils import to_tensor
 from torch.utils.data import IterableDataset
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._network import (
-    best_constant_loss,
-    borrowed,
-    mean_loss,
-    output_shape,
-    primary_output,
-)
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import best_constant_loss, mean_loss, output_shape, primary_output
 from relflat_sk.training._batches import split_target, training_network
 
 

@@ -20,27 +20,26 @@ from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, check_integer, check_number
-from relflat_sk._engine import EPOCH_TRAINER
-from relflat_sk._losses import TABLE, Loss, ProbabilityNLLLoss, weighted_loss
-from relflat_sk._models import (
+from relflat_sk._engine.epoch import EPOCH_TRAINER
+from relflat_sk._losses.loss import Loss, weighted_loss
+from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
+from relflat_sk._models.network_of import (
     CRITERION_ALONE,
     DataOptions,
     skorch_batches,
     skorch_network,
     to_network,
 )
-from relflat_sk._network import (
-    Network,
+from relflat_sk._network.batches import (
     cast_inputs,
     check_weights,
     count_samples,
     floating_parameter,
-    primary_output,
-    refuse_whole,
-    takes_whole,
 )
+from relflat_sk._network.network import Network, primary_output, refuse_whole, takes_whole
 from relflat_sk._numerics import full_precision
-from relflat_sk._penalty import PenaltyLimit, RelativeFlatnessPenalty, constant_loss
+from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
+from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures._minimum import ConstantComparison
 from relflat_sk.training._after_fit import Record, checksum, record_outcome

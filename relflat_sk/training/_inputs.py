@@ -12,7 +12,7 @@ from skorch.dataset import ValidSplit
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._network import (
+from relflat_sk._network.batches import (
     LoadedBatches,
     as_row_source,
     check_finite,

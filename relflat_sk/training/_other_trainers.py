@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from relflat_sk._checks import check_integer
-from relflat_sk._penalty import RelativeFlatnessPenalty
+from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk.measures import flatness_report
 

@@ -14,8 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from relflat_sk._checks import did_you_mean, gather_checks
-from relflat_sk._engine import EPOCH_TRAINER, NeedsOwnLoop, train_alone
-from relflat_sk._network import LoadedBatches
+from relflat_sk._engine.epoch import EPOCH_TRAINER, train_alone
+from relflat_sk._engine.qualify import NeedsOwnLoop
+from relflat_sk._network.batches import LoadedBatches
 from relflat_sk.training._batches import make_loader, read_member, rows_loader, rows_of
 
 # skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters

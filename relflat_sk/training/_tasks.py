@@ -20,9 +20,11 @@ from skorch import NeuralNet
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from relflat_sk._losses import Loss, ProbabilityNLLLoss, explain_ending
-from relflat_sk._models import IGNORED
-from relflat_sk._network import find_ending, primary_output, refuse_whole
+from relflat_sk._losses.loss import Loss, explain_ending
+from relflat_sk._losses.table import ProbabilityNLLLoss
+from relflat_sk._models.network_of import IGNORED
+from relflat_sk._network.network import primary_output, refuse_whole
+from relflat_sk._network.tail import find_ending
 from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses import Loss, as_criterion, weighted_loss
-from relflat_sk._models import IGNORED, is_causal_language_model, next_labels
-from relflat_sk._network import primary_output
+from relflat_sk._losses.loss import Loss, as_criterion, weighted_loss
+from relflat_sk._models.network_of import IGNORED, is_causal_language_model, next_labels
+from relflat_sk._network.network import primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk.training._other_trainers import FlatTraining, rows_in_order
 

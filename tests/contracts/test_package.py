@@ -106,7 +106,7 @@ FORBIDDEN = {
     "No circle, in any package": ("_network/layers.py", "import relflat_sk._network"),
     "The mathematics needs torch, numpy and scipy only": ("_penalty/penalty.py", "import skorch"),
     "Optuna is known to the search and the table of minima": ("training/_mlp.py", "import optuna"),
-    "_network is entered by its door": ("search/_search.py", "import relflat_sk._network.batches"),
+    "search is entered by its door": ("__main__.py", "import relflat_sk.search._search"),
 }
 
 

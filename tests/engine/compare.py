@@ -7,7 +7,7 @@ import torch
 from sklearn.base import clone
 
 from relflat_sk import FleetTrainer
-from relflat_sk._engine import EPOCH_TRAINER
+from relflat_sk._engine.epoch import EPOCH_TRAINER
 
 QUANTITIES = ("train_loss", "flatness_penalty", "flatness_clipped", "train_batch_size")
 

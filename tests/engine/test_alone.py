@@ -19,7 +19,8 @@ from relflat_sk import (
     RelativeFlatnessRegularizedNet,
     StopAtLoss,
 )
-from relflat_sk._engine import Step, epoch
+from relflat_sk._engine import epoch
+from relflat_sk._engine.step import Step
 from tests.engine.compare import assert_same, compare, curve, data, own_loop
 
 

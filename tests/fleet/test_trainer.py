@@ -24,7 +24,7 @@ from relflat_sk import (
     StopAtGradientNorm,
     StopAtLoss,
 )
-from relflat_sk._engine import Member
+from relflat_sk._engine.epoch import Member
 from relflat_sk.fleet import _vmapped
 from tests.engine.compare import assert_same, compare, curve, data, own_loop
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk._losses import Loss, array_losses, find_array_loss
-from relflat_sk._losses.array_losses import CrossEntropy
+from relflat_sk._losses import array_losses
+from relflat_sk._losses.array_losses import CrossEntropy, find_array_loss
+from relflat_sk._losses.loss import Loss
 
 N, D, M, K = 6, 4, 5, 3
 CRITERIA = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from relflat_sk._losses import Factor
+from relflat_sk._losses.curvature import Factor
 from relflat_sk._losses.many_classes import ManyClasses
 
 

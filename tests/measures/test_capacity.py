@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from relflat_sk import FlatnessWarning, flatness_report, measure
-from relflat_sk._network import find_faster_step
+from relflat_sk._network.tail import find_faster_step
 from relflat_sk.measures._api import evaluate
 from tests.measures.test_norms import value
 

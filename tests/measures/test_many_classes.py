@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from relflat_sk import measure
-from relflat_sk._network import mean_loss
+from relflat_sk._network.network import mean_loss
 from relflat_sk.measures._api import evaluate
 from tests import oracles
 from tests.losses.test_many_classes import class_by_class

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk._losses import Loss
-from relflat_sk._network import Network, make_batches
+from relflat_sk._losses.loss import Loss
+from relflat_sk._network.batches import make_batches
+from relflat_sk._network.network import Network
 from relflat_sk.measures._layer_measures import TRACE_LIKE
 from relflat_sk.measures._measure_network import NETWORK_WIDE, measure_network
 from relflat_sk.measures._names import number_names

@@ -18,9 +18,9 @@ from relflat_sk import (
     relative_flatness,
     reparameterize,
 )
-from relflat_sk._models import DataOptions, to_network
-from relflat_sk._network import MathAttention, weight_layers
-from relflat_sk._network.borrowing import explicit_attention
+from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._network.borrowing import MathAttention, explicit_attention
+from relflat_sk._network.layers import weight_layers
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles

@@ -27,7 +27,13 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
-from relflat_sk._models import DataOptions, describe, final_estimator, name_layer, to_network
+from relflat_sk._models.network_of import (
+    DataOptions,
+    describe,
+    final_estimator,
+    name_layer,
+    to_network,
+)
 from relflat_sk.measures._api import evaluate
 
 CE = nn.CrossEntropyLoss()

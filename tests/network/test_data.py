@@ -18,8 +18,14 @@ from relflat_sk import (
     flatness_report,
     relative_flatness,
 )
-from relflat_sk._network import RowSource, check_kind, copy_rows, mapped_file
-from relflat_sk._network.batches import cast_inputs, make_batches
+from relflat_sk._network.batches import (
+    RowSource,
+    cast_inputs,
+    check_kind,
+    copy_rows,
+    make_batches,
+    mapped_file,
+)
 from tests.data_kinds import ComputedRows, memmap, npy, zarr_array
 
 CE = nn.CrossEntropyLoss()

@@ -9,7 +9,7 @@ from torch.autograd import grad
 from torch.autograd.graph import GradientEdge
 from torch.testing import assert_close
 
-from relflat_sk._network import ExplicitLayers, find_fused
+from relflat_sk._network.borrowing import ExplicitLayers, find_fused
 
 
 class ChannelsFirst(nn.LayerNorm):

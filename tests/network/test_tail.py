@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk._losses import Loss
-from relflat_sk._network import Tail, choose_curvatures, record_tail, weight_layers
+from relflat_sk._losses.loss import Loss
+from relflat_sk._network.layers import weight_layers
+from relflat_sk._network.recording import record_tail
+from relflat_sk._network.tail import Tail, choose_curvatures
 
 
 def choose(net, X, y, criterion, **params):

@@ -20,7 +20,7 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
-from relflat_sk._penalty import PenaltyLimit, constant_loss
+from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4

@@ -19,7 +19,7 @@ from relflat_sk import (
     flatness_report,
     layer_sensitivity,
 )
-from relflat_sk._models import DataOptions, to_network
+from relflat_sk._models.network_of import DataOptions, to_network
 from relflat_sk.measures._sharpness import sharpness_curve
 from tests.plots.drawings import legend, ticks
 

@@ -28,7 +28,7 @@ from relflat_sk import (
     StopAtLoss,
     measure,
 )
-from relflat_sk._models import final_estimator
+from relflat_sk._models.network_of import final_estimator
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)

@@ -30,7 +30,7 @@ from relflat_sk import (
     measure,
     relative_flatness,
 )
-from relflat_sk._network import RowSource
+from relflat_sk._network.batches import RowSource
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._names import number_names
 from relflat_sk.search import _provenance

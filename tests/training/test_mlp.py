@@ -7,7 +7,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import MLP
-from relflat_sk._network import weight_layers
+from relflat_sk._network.layers import weight_layers
 
 
 def shapes(net):
