@@ -31,7 +31,7 @@ from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import KEPT, CallError, failure_record
 from relflat_sk.search._goal import record_verdict
 from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
-from relflat_sk.search._results import list_reasons, listed
+from relflat_sk.search._results import list_reasons, listed, warn_if_few_fit
 
 _PLAIN = str | int | float | bool | None  # values of parameters that are columns
 
@@ -108,7 +108,8 @@ def rank_models(  # noqa: PLR0913
     Warns
     -----
     FlatnessWarning
-        If models are no minima, or cannot be measured.
+        If models are no minima, or cannot be measured, or so few reach the loss at which they are
+        compared that flatness misleads: wrong labels, for example.
 
     See Also
     --------
@@ -181,7 +182,9 @@ def rank_models(  # noqa: PLR0913
             del model, item  # or this model would be in memory together with the next
     if not rows:
         raise ValueError("there are no models to rank: models is empty.")
-    return _rank(rows, measuring, task.units)
+    table, by = _rank(rows, measuring, task.units), measuring.names[0]
+    warn_if_few_fit(table, by, measuring.depth_band(by))
+    return table
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space
 from relflat_sk.search._weights import last_prefix
 
+# With wrong labels, fewer of the networks that have learned (are so deep) reach the loss, and
+# flatness orders them worse than chance: benchmarks.worth.selection.
+FEW_FIT, LEARNED = 0.4, 2.0
+
 
 def listed(measure: Any) -> list[Any]:
     """Return the measures of a search as a list."""
@@ -117,6 +121,20 @@ def _warn_of_missing(table: pd.DataFrame) -> None:
         )
 
 
+def warn_if_few_fit(table: pd.DataFrame, by: str, depth_band: float | None) -> None:
+    """Warn if most networks do not reach the loss at which they are compared."""
+    if depth_band is not None:  # they are compared at the losses that they have
+        return
+    learned = table[is_complete(table) & (table["depth"] >= LEARNED)]
+    n = int(learned[by].notna().sum())
+    if 0 < n < FEW_FIT * len(learned):
+        warn(
+            f"only {n} of {len(learned)} networks reach the loss at which they are compared. That "
+            "is so with wrong labels, where flatness orders networks worse than chance. Choose by "
+            "held-out data, or average the predictions of all (docs/does_it_help.md)."
+        )
+
+
 def _explain_no_minimum(reasons: "pd.Series[str]", estimator: Any) -> tuple[str, str]:
     """Say what the ranking is of, if no candidate is a minimum, and what to do about it."""
     if reasons.str.startswith(NO_MEASURE).all():
@@ -203,6 +221,21 @@ class _Held(NamedTuple):
     number: int
     depth: float
     estimator: Any
+
+
+class AllSoFar:
+    """The estimators of all candidates."""
+
+    def __init__(self) -> None:
+        self._estimators: dict[int, Any] = {}
+
+    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
+        """Hold the estimator of a trial."""
+        self._estimators[trial.number] = estimator
+
+    def estimator(self, number: int) -> Any:
+        """Return the estimator of a trial."""
+        return self._estimators.get(number)
 
 
 class FlattestSoFar:

@@ -4,9 +4,9 @@ import copy
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
@@ -44,11 +44,13 @@ from relflat_sk.search._remeasure import (
 )
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
+    AllSoFar,
     FlattestSoFar,
     candidate_table,
     check_table,
     cv_results,
     listed,
+    warn_if_few_fit,
 )
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import (
@@ -74,6 +76,8 @@ def check_arguments(search: Any) -> None:
     """Refuse arguments of a search that are not valid, before anything is trained."""
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
     fleet_size(search.fleet)
+    if not isinstance(search.refit, bool | np.bool_) and search.refit != MEAN:
+        raise ValueError(f"refit must be True, False or {MEAN!r}, got {search.refit!r}.")
     for name, kind in (
         ("sampler", optuna.samplers.BaseSampler),
         ("pruner", optuna.pruners.BasePruner),
@@ -109,8 +113,38 @@ def plan_candidates(search: Any, space: Space) -> Plan:
     return Plan(space.distributions(), n_trials=int(search.n_trials))
 
 
+class Choice(NamedTuple):
+    """A way to choose among candidates, and the reason for it."""
+
+    way: str
+    reason: str
+
+
+def _average(estimators: Mapping[int, Any]) -> Any:
+    """Return the estimators of trials as one that averages their predictions."""
+    members = [(f"trial{number}", FrozenEstimator(one)) for number, one in estimators.items()]
+    first, *others = estimators.values()
+    if is_regressor(first):
+        ensemble, targets = VotingRegressor(members), [0.0]
+    elif hasattr(first, "predict_proba") and np.ndim(getattr(first, "classes_", 0)) == 1:
+        ensemble, targets = VotingClassifier(members, voting="soft"), first.classes_
+        if not all(np.array_equal(one.classes_, targets) for one in others):
+            raise ValueError(
+                "an ensemble averages probabilities of the same classes, and some candidates were "
+                "trained on data that lack a class. Average the predictions of "
+                "get_estimator(trial) yourself."
+            )
+    else:
+        raise ValueError(
+            f"an ensemble averages probabilities of classes or predictions of a number, and "
+            f"{describe(first)} has neither. Average the predictions of "
+            "get_estimator(trial) yourself."
+        )
+    return ensemble.fit(None, targets)  # frozen members learn nothing
+
+
 def _if_best_has(method: str) -> Callable[[Any], Any]:
-    """Make a method available if the search refits and its estimator has the method."""
+    """Make a method available if what the search predicts with has the method."""
 
     def is_there(search: Any) -> bool:
         if not search.refit:
@@ -118,20 +152,20 @@ def _if_best_has(method: str) -> Callable[[Any], Any]:
                 f"{method} is not available in a search with refit=False, which keeps no "
                 "estimator. Set refit=True and fit again."
             )
-        return hasattr(getattr(search, "best_estimator_", search.estimator), method)
+        return hasattr(search._predictor(search.estimator), method)
 
     return available_if(is_there)  # type: ignore[no-any-return]
 
 
 def _of_best(method: str, summary: str, returns: str) -> Any:
-    """Make a method that calls the best estimator's."""
+    """Make a method that calls that of what the search predicts with."""
 
     def call(self: Any, X: Any) -> Any:
         check_is_fitted(self, "best_estimator_")
-        return getattr(self.best_estimator_, method)(X)
+        return getattr(self._predictor(), method)(X)
 
     call.__name__ = method
-    call.__doc__ = f"""{summary} with the flattest minimum.
+    call.__doc__ = f"""{summary} with the flattest minimum, or the mean of all; see `refit`.
 
         Parameters
         ----------
@@ -145,6 +179,9 @@ def _of_best(method: str, summary: str, returns: str) -> Any:
     return _if_best_has(method)(call)
 
 
+MEAN = "mean"  # of all minima's predictions
+# parameters that change the steps of training, but neither the network nor the loss at its end
+_OF_STEPS = {"batch_size", "lr", "lr_scaling", "learning_rate_init", "momentum", "random_state"}
 # attributes of the best estimator that the search has as well
 _OF_BEST = ("classes_", "n_features_in_", "feature_names_in_")
 
@@ -215,9 +252,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         10, differ by at most 1% of the drop from the best constant prediction's loss. Estimators
         of scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not
         change them, and with a loss they must have reached it, too.
-    refit : bool, default=True
-        Whether to provide `best_estimator_`: the network that was measured. One of an earlier
-        session is restored from saved weights, or trained again, but not after Ctrl-C.
+    refit : bool or "mean", default=True
+        What the search predicts with. True: `best_estimator_`, the flattest minimum. "mean":
+        `ensemble_`, the mean prediction of all minima, which generalises better than any way to
+        choose one of them (``docs/does_it_help.md``). False: nothing. Estimators of an earlier
+        session are restored from saved weights, or trained again, but not after Ctrl-C.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
         candidate trains. If None, each candidate has a seed from torch's random state. The study
@@ -236,8 +275,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         all of them and better in one.
     best_estimator_ : estimator
         The flattest minimum, trained on all of X; the deepest candidate if none is a minimum.
+    ensemble_ : VotingClassifier or VotingRegressor
+        All minima, as `get_ensemble` returns them; with ``refit="mean"``. Its `predict`,
+        `predict_proba` and `score` are those of the search.
     best_params_ : dict
-        Its parameters.
+        The parameters of `best_estimator_`.
     best_score_ : float
         Minus its measure: greater is flatter, as scikit-learn's scores are.
     refit_time_ : float
@@ -312,7 +354,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         fleet: int | str | None = None,
         artifact_store: Any = None,
         goal: Any = "auto",
-        refit: bool = True,
+        refit: bool | str = True,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -388,7 +430,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         KeyboardInterrupt
             On Ctrl-C before any candidate is finished.
         """
-        for name in ("best_estimator_", "refit_time_", *_OF_BEST):
+        for name in ("best_estimator_", "ensemble_", "refit_time_", *_OF_BEST):
             self.__dict__.pop(name, None)
         rng = None if self.random_state is None else as_random_state(self.random_state)
         # an objective draws its seed first, the search that of its sampler second
@@ -429,12 +471,16 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 quiet=quiet, fleet=self.fleet, deadline=deadline, callbacks=called,
                 file=file_of(self.storage),
             )  # fmt: skip
-            flattest = FlattestSoFar(objective.names[0], objective.depth_band)
+            held = (
+                AllSoFar()
+                if self.refit == MEAN
+                else FlattestSoFar(objective.names[0], objective.depth_band)
+            )
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
                 guard.known[trial.number] = trial
                 if self.refit:
-                    flattest.offer(trial, estimator)
+                    held.offer(trial, estimator)
 
             interrupted = train_all(sweep, jobs, keep, shown=self.verbose > 0)
             if self.storage is None and jobs:
@@ -444,7 +490,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self._rank(objective, interrupted)
         if self.refit:
             started = time.perf_counter()
-            self._refit(objective, flattest, interrupted)
+            self._refit(objective, held, interrupted)
             self.refit_time_ = time.perf_counter() - started
         return self
 
@@ -488,6 +534,52 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             shorten_parameters(table, last_prefix(self.estimator)), objective.depth_band
         )
 
+    def suggest_choice(self, y: Any = None, *, one_network: bool = False) -> Choice:
+        """Suggest how to choose among the candidates, before any is trained.
+
+        The study of ``docs/does_it_help.md`` compared ways to choose on twelve data sets, with and
+        without wrong labels, classes and values, 90 to 800 samples. These made no difference to
+        the rule; what the candidates differ in did. The rule never suggests the flattest: held-out
+        data choose a better network.
+
+        Parameters
+        ----------
+        y : array-like of shape (n,) or (n, n_outputs), optional
+            The labels or values to train on, if there may be several outputs.
+        one_network : bool, default=False
+            Whether predictions must come from a single network.
+
+        Returns
+        -------
+        Choice
+            A named tuple of `way` and `reason`. The way is "mean", the mean prediction of all
+            minima (``refit="mean"``); "mean of the best held out", of the five candidates with
+            the smallest loss on held-out data, trained again on all data; or "best held out".
+
+        Examples
+        --------
+        >>> from relflat_sk import RelativeFlatnessRegularizedClassifier
+        >>> net = RelativeFlatnessRegularizedClassifier()
+        >>> FlatMinimaSearch(net, {"batch_size": [16, 64]}).suggest_choice().way
+        'mean'
+        >>> widths = {"module__hidden_layer_sizes": [(8,), (64,)]}
+        >>> FlatMinimaSearch(net, widths).suggest_choice().way
+        'mean of the best held out'
+        """
+        space = Space(self.space)
+        space.check(self.estimator)
+        if one_network:
+            return Choice("best held out", "held-out data choose a better network than flatness")
+        if np.ndim(y) > 1 and np.shape(y)[1] > 1:
+            return Choice("best held out", "predictions of several outputs are not averaged")
+        names = {name.rpartition("__")[2] for name in space.entries}
+        if space.function is None and names <= _OF_STEPS:
+            return Choice("mean", "candidates of one architecture and loss are about as good")
+        return Choice(
+            "mean of the best held out",
+            "candidates that differ in more than their steps can be much worse than the best",
+        )
+
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.
 
@@ -528,6 +620,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         objective = self._objective_of(X, y, fit_params)
         if number == self.minima_["trial"].iloc[0] and hasattr(self, "best_estimator_"):
             return self.best_estimator_
+        members = dict(self.ensemble_.estimators) if hasattr(self, "ensemble_") else {}
+        if f"trial{number}" in members:
+            return members[f"trial{number}"].estimator
         trial = find_trial(self.study_, number)
         check_made_with(self.study_, objective)
         estimator, problem = provide(objective, trial)
@@ -535,13 +630,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             raise ValueError(problem)
         return estimator
 
-    def get_ensemble(self, k: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
-        """Return the k flattest minima as one fitted estimator that averages their predictions.
+    def get_ensemble(
+        self, k: int | None = None, X: Any = None, y: Any = None, **fit_params: Any
+    ) -> Any:
+        """Return minima as one fitted estimator that averages their predictions.
 
         Parameters
         ----------
-        k : int
-            Number of minima, the first of `minima_`.
+        k : int, optional
+            Number of minima, the first of `minima_`. If None, all that converged.
         X : array-like of shape (n, n_features), optional
             The training data that `fit` was given; needed only if the search was unpickled.
         y : array-like of shape (n,), optional
@@ -553,48 +650,36 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         -------
         VotingClassifier or VotingRegressor
             Of scikit-learn. A classifier averages probabilities, a regressor predictions. Each
-            member comes from `get_estimator`, which may train it again.
+            member comes from `get_estimator`, which may train it again, but not after a search
+            with ``refit="mean"``.
 
         Raises
         ------
         ValueError
             If there are not so many trained minima, or these are no classifiers with
-            probabilities of one label, and no regressors of one target.
+            probabilities of the same classes, and no regressors of one target.
 
         Examples
         --------
         >>> from sklearn.datasets import load_iris
         >>> from sklearn.linear_model import LogisticRegression
-        >>> from relflat_sk import FlatMinimaSearch
         >>> X, y = load_iris(return_X_y=True)
         >>> search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [0.1, 0.5, 1.0]})
         >>> ensemble = search.fit(X, y).get_ensemble(2)
         >>> ensemble.predict(X[:2])
         array([0, 0])
         """
+        check_is_fitted(self, "minima_")
+        check_integer("k", k, minimum=1, optional=True)
         trained = self.minima_.loc[self.minima_["state"] == "complete", "trial"]
-        check_integer("k", k, minimum=1)
+        k = max(1, int(self.minima_["converged"].sum())) if k is None else k
         if k > len(trained):
             raise ValueError(
                 f"k={k} minima are asked for, and {len(trained)} candidates were trained to their "
                 "end. Pass a smaller k, or search with more candidates."
             )
-        members = [
-            (f"trial{number}", FrozenEstimator(self.get_estimator(number, X, y, **fit_params)))
-            for number in trained.iloc[:k].tolist()
-        ]
-        first = members[0][1]
-        if is_regressor(first):
-            ensemble, targets = VotingRegressor(members), [0.0]
-        elif hasattr(first, "predict_proba") and np.ndim(getattr(first, "classes_", 0)) == 1:
-            ensemble, targets = VotingClassifier(members, voting="soft"), first.classes_
-        else:
-            raise ValueError(
-                f"an ensemble averages probabilities of classes or predictions of a number, and "
-                f"{describe(first.estimator)} has neither. Average the predictions of "
-                "get_estimator(trial) yourself."
-            )
-        return ensemble.fit(None, targets)  # frozen members learn nothing
+        numbers = trained.iloc[:k].tolist()
+        return _average({n: self.get_estimator(n, X, y, **fit_params) for n in numbers})
 
     def remeasure(
         self,
@@ -694,7 +779,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     @_if_best_has("score")
     def score(self, X: Any, y: Any = None) -> float:
-        """Score the flattest minimum with the estimator's own `score`.
+        """Score what the search predicts with, see `refit`.
 
         Parameters
         ----------
@@ -709,7 +794,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             Accuracy for classifiers, R2 for regressors, unless the estimator has another score.
         """
         check_is_fitted(self, "best_estimator_")
-        return float(self.best_estimator_.score(X, y))
+        return float(self._predictor().score(X, y))
+
+    def _predictor(self, default: Any = None) -> Any:
+        """Return what the search predicts with."""
+        return getattr(self, "ensemble_", getattr(self, "best_estimator_", default))
 
     def get_metadata_routing(self) -> MetadataRouter:
         """Return which arguments of `fit` the estimator asks for.
@@ -739,6 +828,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         stored_as = None if self.storage is None else self.study_.study_name
         check_table(table, len(running), interrupted, objective.estimator, stored_as)
         by = objective.names[0]
+        warn_if_few_fit(table, by, objective.depth_band)
         self.minima_ = rank_minima(table, by=by)
         trials = self.study_.get_trials(deepcopy=False)
         best = int(self.minima_["trial"].iloc[0])
@@ -748,26 +838,49 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
 
     def _refit(
-        self, objective: MinimaObjective, flattest: FlattestSoFar, interrupted: bool
+        self, objective: MinimaObjective, held: AllSoFar | FlattestSoFar, interrupted: bool
     ) -> None:
-        """Set `best_estimator_`, trained again only if there is no other way.
+        """Set what the search predicts with; train again only if there is no other way.
 
-        After Ctrl-C nothing is trained, and the search has no best estimator.
+        After Ctrl-C nothing is trained, and what an earlier session trained may be missing.
         """
-        best = self.study_.get_trials(deepcopy=False)[int(self.minima_["trial"].iloc[0])]
-        held = flattest.estimator(best.number)
-        if held is not None:
-            self.best_estimator_ = held
-        elif interrupted and not has_weights(objective, best):
+        best = int(self.minima_["trial"].iloc[0])
+        numbers = [best]
+        if self.refit == MEAN:
+            minima = self.minima_.loc[self.minima_["converged"], "trial"]
+            numbers += [number for number in minima.tolist() if number != best]
+        trials = self.study_.get_trials(deepcopy=False)
+        found = {}
+        for number in numbers:
+            estimator = held.estimator(number)
+            may_be_had = not interrupted or has_weights(objective, trials[number])
+            if estimator is None and may_be_had:  # an earlier session trained it
+                estimator, problem = provide(objective, trials[number])
+                if problem:
+                    what = "best_estimator_" if number == best else "a member of ensemble_"
+                    warn(f"{what} is not the network of the table: {problem}")
+            if estimator is not None:
+                found[number] = estimator
+        self._predict_with(found, numbers)
+
+    def _predict_with(self, found: Mapping[int, Any], numbers: Sequence[int]) -> None:
+        """Set the attributes of what the search predicts with, from estimators by trial."""
+        best, *_ = numbers
+        if best in found:
+            self.best_estimator_ = found[best]
+        missing = [number for number in numbers if number not in found]
+        if missing:
+            name = "best_estimator_" if best in missing else "ensemble_"
             warn(
-                f"the interrupted search has no best_estimator_: an earlier session "
-                f"trained the flattest minimum, of trial {best.number}, and saved no weights. Fit "
-                f"again, or train it by get_estimator({best.number})."
+                f"the interrupted search has no {name}: an earlier session trained the minima of "
+                f"trials {missing}, and saved no weights. Fit again, or train one by "
+                f"get_estimator({missing[0]})."
             )
-        else:  # an earlier session trained it
-            self.best_estimator_, problem = provide(objective, best)
-            if problem:
-                warn(f"best_estimator_ is not the network of the table: {problem}")
+        elif self.refit == MEAN:
+            try:
+                self.ensemble_ = _average(found)
+            except ValueError as error:
+                warn(f"the search predicts with the flattest minimum only: {error}")
         for name in _OF_BEST:
             if hasattr(getattr(self, "best_estimator_", None), name):
                 setattr(self, name, getattr(self.best_estimator_, name))

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 from optuna.trial import TrialState, create_trial
+from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
 from sklearn.neural_network import MLPClassifier
 
 from relflat_sk import FlatnessWarning
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._remeasure import OF_FLEETS
+from relflat_sk.search._search import _average
 from relflat_sk.search._workers import progress
 from tests.processes import forkserver
 from tests.search.examples import (
@@ -219,6 +221,67 @@ def test_an_ensemble_averages_the_predictions_of_regressors():
     flattest = search.minima_["trial"].iloc[:2]
     expected = np.mean([search.get_estimator(n).predict(X) for n in flattest], axis=0)
     np.testing.assert_allclose(search.get_ensemble(2).predict(X), expected, rtol=1e-12)
+
+
+MEANS = {
+    "classifier": (LogisticRegression(max_iter=1000), "C", LABELS, "predict_proba"),
+    "regressor": (Ridge(), "alpha", TARGET, "predict"),
+}
+
+
+@NO_MINIMA
+@pytest.mark.filterwarnings("ignore:lbfgs failed to converge")
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_search_predicts_with_the_mean_of_all_minima(kind, stored, tmp_path, monkeypatch):
+    estimator, name, targets, method = MEANS[kind]
+    space = {name: [1.0, 1.1, 1.2]} | ({"max_iter": [1, 1000]} if name == "C" else {})
+    kept = {**stored, "artifact_store": tmp_path / "weights"}
+    search = make_search(estimator, space, refit="mean", **kept).fit(X, targets)
+    monkeypatch.setattr(MinimaObjective, "_train", None)  # nothing is trained from here on
+    minima = search.minima_.loc[search.minima_["converged"], "trial"]
+    assert len(minima) == len(space[name])  # those that were stopped early are none
+    members = [search.get_estimator(number) for number in minima]
+    expected = np.mean([getattr(one, method)(X) for one in members], axis=0)
+    again = clone(search).fit(X, targets)
+    for found in (search, pickle.loads(pickle.dumps(search)), search.get_ensemble(), again):
+        np.testing.assert_allclose(getattr(found, method)(X), expected, rtol=1e-6)
+    assert search.score(X, targets) == search.ensemble_.score(X, targets)
+    # the flattest alone is there as well, and what does not average is not
+    np.testing.assert_array_equal(search.best_estimator_.predict(X), members[0].predict(X))
+    assert not hasattr(search, "decision_function")
+    alone = search.set_params(refit=True).fit(X, targets)
+    of_best = getattr(members[0], method)(X)
+    np.testing.assert_allclose(getattr(alone, method)(X), of_best, rtol=1e-6)
+    assert not hasattr(alone, "ensemble_")
+
+
+def test_a_search_predicts_with_the_flattest_where_predictions_have_no_mean():
+    scores = SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0)
+    search = make_search(scores, {"alpha": [0.1, 0.11]}, refit="mean")
+    with pytest.warns(FlatnessWarning, match=r"flattest minimum only: .*SGDClassifier.* neither"):
+        search.fit(X, Y)
+    np.testing.assert_array_equal(search.predict(X), search.best_estimator_.predict(X))
+    few = Y != 2
+    two, three = LogisticRegression().fit(X[few], Y[few]), LogisticRegression().fit(X, Y)
+    with pytest.raises(ValueError, match="trained on data that lack a class"):
+        _average({0: three, 1: two})
+
+
+@pytest.mark.parametrize(
+    ("space", "arguments", "way"),
+    [
+        ({"batch_size": [8, 16], "random_state": [0, 1]}, {}, "mean"),
+        ({"batch_size": [8, 16], "max_epochs": [10, 20]}, {}, "mean of the best held out"),
+        (lambda trial: {"lr": 0.1}, {}, "mean of the best held out"),
+        ({"batch_size": [8, 16]}, {"one_network": True}, "best held out"),
+        ({"batch_size": [8, 16]}, {"y": np.ones((9, 2))}, "best held out"),
+        ({"batch_size": [8, 16]}, {"y": np.ones((9, 1))}, "mean"),
+    ],
+)
+def test_what_candidates_differ_in_decides_how_to_choose(space, arguments, way):
+    found = make_search(make_net(), space).suggest_choice(**arguments)
+    assert found.way == way
+    assert found.reason
 
 
 def test_an_ensemble_needs_trained_minima_with_probabilities():

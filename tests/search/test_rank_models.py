@@ -275,6 +275,24 @@ def scale_head(weights, factor):
 # -- models without a value ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("n_right", "n_bad", "warns"), [(1, 0, True), (2, 3, False)])
+def test_a_warning_says_that_few_networks_reach_the_loss(n_right, n_bad, warns, recwarn):
+    x = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
+    bias = {"right": 0.0, "wrong for two": -1.0, "bad": -9.0}  # the last one has not learned
+    counts = {"right": n_right, "wrong for two": 2, "bad": n_bad}
+    models = {
+        f"{name} {i}": {"weight": torch.tensor([[0.0], [10.0]]), "bias": torch.tensor([0.0, shift])}
+        for name, shift in bias.items()
+        for i in range(counts[name])
+    }
+    y = (x[:, 0] > 0).astype(int)
+    rank_models(models, x, y, module=nn.Linear(1, 2), criterion=CE)
+    texts = [str(one.message) for one in recwarn]
+    found = [text for text in texts if "reach the loss at which they are compared" in text]
+    assert len(found) == warns
+    assert all(text.startswith("only 1 of 3 networks") for text in found)
+
+
 def test_models_without_a_value_rank_last_with_a_reason(steps):
     dead, broken = build(), build()
     nn.init.zeros_(dead[2].weight)

@@ -271,6 +271,7 @@ VALUES = [
             (make_pipeline(StandardScaler()), 32),
         )
     ),
+    (search(refit="all"), "refit must be True, False or 'mean', got 'all'"),
     # the rule for searches of scikit-learn
     *(
         (
