@@ -5,17 +5,14 @@ or the five smallest together. Ties are broken at random: results are expected v
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
 from scipy.special import log_softmax, softmax
 from scipy.stats import kendalltau, rankdata
-from torch import Tensor
 
 from relflat_sk import rank_minima
 
@@ -23,9 +20,17 @@ __all__ = ["FORMS", "SHARES", "Fits", "Way", "judge", "test_errors", "ways"]
 
 Floats = NDArray[np.float64]
 SHARES = (0.02, 0.05, 0.1, 0.2)
-FORMS = ("kappa/m", "decoupled/m", "product/m")
+# forms of flatness at equal loss: the library's measure, and whether it is per feature already
+FORMS = {
+    "kappa/m": ("relative_flatness", False),
+    "comparable_flatness": ("comparable_flatness", True),
+    "normalized/m": ("normalized_relative_flatness", False),
+}
 # the constants that `--report` finds best on the data sets of `CHOSEN_ON`
-FORM, SHARE = "decoupled/m", 0.1
+FORM, SHARE = "comparable_flatness", 0.1
+# share of the candidates that reach the loss, from which on flatness may choose: with wrong labels
+# there are fewer, on the data sets of `CHOSEN_ON`
+FIT = 0.4
 N_ORDERS = 20  # of candidates that are tied where five are taken
 FEW = 5
 
@@ -42,10 +47,10 @@ class Fits:
         Training losses of the fits to all training data.
     constant : float
         Training loss of the best constant.
-    features, weights, outputs : lists of ndarray
-        Inputs of the last layer on the training data, its weight (classes, m), and its outputs.
-    test_outputs : list of ndarray
-        Outputs on the test data.
+    outputs, test_outputs, noisy_outputs : list of ndarray
+        Outputs on the training data, the test data, and training inputs with noise.
+    widths : ndarray of shape (k,)
+        Number of features that the last layer receives.
     converged : ndarray of bool
         Which candidates may be chosen.
     measures : DataFrame
@@ -59,10 +64,10 @@ class Fits:
     y_test: Floats
     losses: Floats
     constant: float
-    features: list[Floats]
-    weights: list[Floats]
     outputs: list[Floats]
     test_outputs: list[Floats]
+    noisy_outputs: list[Floats]
+    widths: Floats
     converged: NDArray[np.bool_]
     measures: pd.DataFrame
     held_out: dict[str, tuple[Floats, Floats, list[Floats] | None]] = field(default_factory=dict)
@@ -155,80 +160,32 @@ def judge(way: Way, fits: Fits, best: float, rng: np.random.Generator) -> dict[s
 # -- scores -----------------------------------------------------------------------------------
 
 
-def curvature(weight: Floats, outputs: Floats, temperature: float) -> Floats:
-    """Return ``Tr(W^T B_i W) / T^2`` of each sample under ``softmax(z / T)``, (n,)."""
-    p = softmax(outputs / temperature, axis=1)
-    squares = p @ np.square(weight).sum(axis=1) - np.square(p @ weight).sum(axis=1)
-    return squares / temperature**2
-
-
-def temperatures(outputs: Floats, y: Floats, losses: Sequence[float]) -> Floats:
-    """Return the largest T of each network at which the mean cross-entropy of ``z / T`` is a loss.
-
-    Shapes: outputs (k, n, c); returns (len(losses), k), nan where no T has the loss.
-    """
-    z, labels = torch.as_tensor(outputs), torch.as_tensor(y)
-    own = z.gather(2, labels.expand(len(z), -1)[..., None])[..., 0].mean(dim=1)
-
-    def mean_loss(log_t: Tensor) -> Tensor:
-        beta = torch.exp(-log_t)
-        return (z * beta[:, None, None]).logsumexp(dim=2).mean(dim=1) - own * beta
-
-    grid = torch.linspace(math.log(1e3), math.log(1e-3), 47, dtype=torch.float64)
-    values = torch.stack([mean_loss(t.expand(len(z))) for t in grid])
-    found = []
-    for loss in losses:
-        reached = values <= loss
-        first = reached.int().argmax(dim=0).clamp(min=1)
-        above, below = grid[first - 1], grid[first]
-        for _ in range(30):
-            middle = (above + below) / 2
-            is_above = mean_loss(middle) > loss
-            above, below = (
-                torch.where(is_above, middle, above), torch.where(is_above, below, middle)
-            )  # fmt: skip
-        found.append(torch.where(reached.any(dim=0), below.exp(), torch.nan))
-    return torch.stack(found).numpy()
-
-
-def flatness_forms(phi: Floats, weight: Floats, each: Callable[[Floats], Floats]) -> Floats:
-    """Return the values of `FORMS`; `each` takes a weight to its curvature per sample, (n,)."""
-    spread = phi.std(axis=0)
-    spread[spread <= 1e-7 * np.abs(phi).max(axis=0)] = 0  # of rounding: the feature is constant
-    scaled = np.divide(phi, spread, out=np.zeros_like(phi), where=spread > 0)
-    plain = each(weight)
-    kappa = np.mean(np.square(phi).sum(axis=1) * plain)
-    decoupled = np.square(spread).sum() * plain.mean()
-    product = np.mean(np.square(scaled).sum(axis=1) * each(weight * spread))
-    return np.array([kappa, decoupled, product]) / phi.shape[1]
-
-
 def flatness_scores(fits: Fits) -> dict[str, Floats]:
-    """Return the forms of flatness per feature, as trained and at equal losses.
+    """Return the measures, and the forms of flatness that are per feature."""
+    found = {name: fits.measures[name].to_numpy(float) for name in fits.measures}
+    for form, (measure, is_per_feature) in FORMS.items():
+        for suffix in ("", *(f" at {share:g}" for share in SHARES)):
+            values = found.get(f"{measure}{suffix}")
+            if values is not None and not is_per_feature:
+                found[f"{form}{suffix}"] = values / fits.widths
+                if suffix:
+                    del found[f"{measure}{suffix}"]
+    return found
 
-    Squared errors have no temperature; their counterpart is the flatness over the training loss.
+
+def disagreement(fits: Fits) -> Floats:
+    """Return how far each candidate is from the mean prediction of all, on noisy training inputs.
+
+    The share of other classes than those of the mean prediction, or the squared difference.
     """
-    found: dict[str, list[Floats]] = {"": []}
-    if not fits.is_regression:
-        shares = [share * fits.constant for share in SHARES]
-        at = temperatures(np.nan_to_num(fits.outputs), fits.y, shares)
-    for k, (phi, weight, z) in enumerate(
-        zip(fits.features, fits.weights, fits.outputs, strict=True)
-    ):
-        if fits.is_regression:
-            values = flatness_forms(phi, weight, lambda w: 2 * np.square(w).sum(keepdims=True)[0])
-            found[""].append(values)
-            found.setdefault(" over loss", []).append(values / fits.losses[k])
-            continue
-        found[""].append(flatness_forms(phi, weight, partial(curvature, outputs=z, temperature=1)))
-        for share, t in zip(SHARES, at[:, k], strict=True):
-            each = partial(curvature, outputs=z, temperature=t)
-            found.setdefault(f" at {share:g}", []).append(flatness_forms(phi, weight, each))
-    return {
-        f"{form}{suffix}": np.array(rows)[:, i]
-        for suffix, rows in found.items()
-        for i, form in enumerate(FORMS)
-    }
+    each = [predictions(one, fits.y) for one in fits.noisy_outputs]
+    mean = np.mean(
+        [one for one, usable in zip(each, fits.converged, strict=True) if usable], axis=0
+    )
+    if fits.is_regression:
+        return np.array([np.mean((one - mean) ** 2) for one in each])
+    classes = mean.argmax(axis=1)
+    return np.array([np.mean(one.argmax(axis=1) != classes) for one in each])
 
 
 def output_scores(fits: Fits) -> dict[str, Floats]:
@@ -274,54 +231,73 @@ def best_of_few(first: Floats, then: Floats, n: int) -> Floats:
     return np.where(places <= n, rankdata(_finite_first(then)) - len(then) - 1, places)
 
 
-def ways(fits: Fits) -> dict[str, Way]:
-    """Return all ways that the fits at hand allow, by name; see the parts of the study."""
-    k, full = len(fits.losses), fits.test_outputs
-    errors, half = test_errors(full, fits.y_test), int(fits.converged.sum()) // 2
-
-    def of_full(scores: Floats, size: int = 1) -> Way:
-        return Way(scores, 1.0, full, errors, size)
-
-    def masked(scores: Floats) -> Floats:
-        return np.where(fits.converged, _finite_first(scores), np.inf)
-
+def all_scores(fits: Fits) -> dict[str, Floats]:
+    """Return the scores of all ways to choose one candidate without held-out data, by name."""
     scores = flatness_scores(fits) | output_scores(fits)
-    scores |= {name: fits.measures[name].to_numpy(float) for name in fits.measures}
     for name in ("relative_flatness", "normalized_relative_flatness"):
         if name in scores:
             scores[f"{name}, as in a search"] = as_in_a_search(fits, scores[name])
-    kappa, m = scores[FORMS[0]], np.array([phi.shape[1] for phi in fits.features])
-    scores["bound"] = fits.losses + len(fits.y) ** (-2 / (4 + m)) * kappa / 2
-    flat = scores[f"{FORM} over loss" if fits.is_regression else f"{FORM} at {SHARE:g}"]
-    found = {name: of_full(masked(values)) for name, values in scores.items()}
+    if "kappa/m" in scores:
+        rate = -2 / (4 + fits.widths)
+        scores["bound"] = fits.losses + len(fits.y) ** rate * scores["kappa/m"] / 2
+    scores["nearest to the mean of all"] = disagreement(fits)
+    return {name: _masked(fits, values) for name, values in scores.items()}
+
+
+def _masked(fits: Fits, scores: Floats) -> Floats:
+    """Rank candidates that may not be chosen behind all others."""
+    return np.where(fits.converged, _finite_first(scores), np.inf)
+
+
+def ways(fits: Fits) -> dict[str, Way]:
+    """Return all ways that the fits at hand allow, by name; see the parts of the study."""
+    k, n, full = len(fits.losses), int(fits.converged.sum()), fits.test_outputs
+    errors, same = test_errors(full, fits.y_test), np.zeros(k)
+    scores = all_scores(fits)
+    flat = scores.get(f"{FORM} at {SHARE:g}", np.full(k, np.inf))
+    found = {name: Way(values, 1.0, full, errors) for name, values in scores.items()}
     found |= {
-        "5 flattest": of_full(masked(flat), FEW),
-        "5 lowest training loss": of_full(masked(fits.losses), FEW),
-        "random": of_full(np.zeros(k)),
-        "5 random": of_full(np.zeros(k), FEW),
-        "flatter half": of_full(masked(flat), half),
-        "average of all": of_full(np.zeros(k), int(fits.converged.sum())),
+        "5 flattest": Way(flat, 1.0, full, errors, FEW),
+        "5 lowest training loss": Way(scores["training loss"], 1.0, full, errors, FEW),
+        "random": Way(same, 1.0, full, errors),
+        "5 random": Way(same, 1.0, full, errors, FEW),
+        "flatter half": Way(flat, 1.0, full, errors, n // 2),
+        "average of all": Way(same, 1.0, full, errors, n),
     }
     for part, share in (("20%", 0.8), ("5%", 0.95), ("5-fold", 4.0), ("10-fold", 9.0)):
-        if part not in fits.held_out:
-            continue
-        *both, rest = fits.held_out[part]
-        losses, misses = map(masked, both)
-        rest_errors = errors if rest is None else test_errors(rest, fits.y_test)
-        for what, values in (("log loss", losses), ("accuracy", misses)):
-            found[f"{part}, {what}, refit"] = Way(values, share + 1 / k, full, errors)
-            if rest is not None:
-                found[f"{part}, {what}"] = Way(values, share, rest, rest_errors)
-        found[f"5 best of {part}, refit"] = Way(losses, share + FEW / k, full, errors, FEW)
-        found[f"better half of {part}, refit"] = Way(losses, share + half / k, full, errors, half)
-        if rest is None:
-            continue
-        found[f"5 best of {part}"] = Way(losses, share, rest, rest_errors, FEW)
-        few = best_of_few(losses, masked(flat), FEW)
-        found[f"flattest of 5 best of {part}"] = Way(few, share + FEW / k, full, errors)
-        ranks = rankdata(losses) + rankdata(masked(flat))
-        found[f"mean rank of flatness and {part}"] = Way(ranks, share + 1.0, full, errors)
+        if part in fits.held_out:
+            found |= _held_out_ways(fits, part, share, flat)
     return found
+
+
+def _held_out_ways(fits: Fits, part: str, share: float, flat: Floats) -> dict[str, Way]:
+    """Return the ways that use held-out data, whose fits cost a share of those to all data."""
+    full, (losses, misses, rest) = fits.test_outputs, fits.held_out[part]
+    losses, misses = _masked(fits, losses), _masked(fits, misses)
+    errors, k = test_errors(full, fits.y_test), len(losses)
+    half = int(fits.converged.sum()) // 2
+    found = {
+        f"{part}, log loss, refit": Way(losses, share + 1 / k, full, errors),
+        f"{part}, accuracy, refit": Way(misses, share + 1 / k, full, errors),
+        f"5 best of {part}, refit": Way(losses, share + FEW / k, full, errors, FEW),
+        f"better half of {part}, refit": Way(losses, share + half / k, full, errors, half),
+    }
+    if rest is None:
+        return found
+    rest_errors = test_errors(rest, fits.y_test)
+    few = best_of_few(losses, flat, FEW)
+    ranks = rankdata(losses) + rankdata(flat)
+    fit = np.isfinite(flat[fits.converged]).mean() >= FIT
+    either, cost = (flat, 1.0) if fit else (losses, 1 + share + 1 / k)
+    return found | {
+        f"{part}, log loss": Way(losses, share, rest, rest_errors),
+        f"{part}, accuracy": Way(misses, share, rest, rest_errors),
+        f"5 best of {part}": Way(losses, share, rest, rest_errors, FEW),
+        f"flattest of 5 best of {part}": Way(few, share + FEW / k, full, errors),
+        f"mean rank of flatness and {part}": Way(ranks, share + 1.0, full, errors),
+        f"flattest if most fit, else {part}": Way(either, cost, full, errors),
+        f"5 flattest if most fit, else {part}": Way(either, cost, full, errors, FEW if fit else 1),
+    }
 
 
 def judge_all(fits: Fits, seed: int) -> Mapping[str, dict[str, float]]:

@@ -27,7 +27,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +51,7 @@ from benchmarks._harness.stacked import (
 )
 from benchmarks._harness.tasks import SPACES, TASKS, Split, candidates, constant_loss
 from benchmarks._harness.timing import environment
-from benchmarks._harness.ways import Fits, judge_all, test_errors
+from benchmarks._harness.ways import FORMS, SHARES, Fits, judge_all, test_errors
 from benchmarks.worth import selection_report
 from relflat_sk import flatness_report
 
@@ -77,6 +77,8 @@ MEASURES = {
 OF_CLASSES = {
     "norms": ("inverse_margin", "log_robustness", "calibration_error", "takeuchi_criterion")
 }
+NOISE = 0.6  # in standard deviations, of the inputs on which candidates are compared
+N_NOISY = 2000
 # what is trained or measured, with the folds that are held out and their number
 FOLDS = {"20%": (0, 1, 5), "5%": (0, 1, 20), "5-fold": (1, 5, 5), "10-fold": (0, 10, 10)}
 # in which order: a later split of cheap work comes before an early one of dear work
@@ -176,19 +178,26 @@ class Unit:
 
     def measures(self, part: str) -> pd.DataFrame:
         """Return the library's measures of all networks, one column each."""
+        if part == "equal-loss":
+            return self.load(f"{part}-measures", self._measure_at_equal_loss)
         names = MEASURES[part]
         if not self.split.y.is_floating_point():
             names += OF_CLASSES.get(part, ())
         return self.load(f"{part}-measures", lambda: self._measure(names))
 
-    def _measure(self, names: tuple[str, ...]) -> pd.DataFrame:
+    def _measure_at_equal_loss(self) -> pd.DataFrame:
+        names = [name for name, _ in FORMS.values()]
+        found = [self._measure(names, share).add_suffix(f" at {share:g}") for share in SHARES]
+        return pd.concat(found, axis=1)
+
+    def _measure(self, names: Sequence[str], at_loss: float | None = None) -> pd.DataFrame:
         rows = []
         for weights in self.all():
             report = pd.DataFrame({"measure": names, "value": np.nan})
             if torch.isfinite(apply(weights, self.split.X)).all():
                 report = flatness_report(
                     to_module(weights), self.split.X, self.split.y, measures=list(names),
-                    layers=-1, criterion=criterion_of(self.split.y),
+                    layers=-1, criterion=criterion_of(self.split.y), at_loss=at_loss,
                 )  # fmt: skip
             rows.append(dict(zip(report["measure"], report["value"], strict=True)))
         return pd.DataFrame(rows)
@@ -205,14 +214,14 @@ class Unit:
         of_test = [array(apply(weights, split.X_test)) for weights in nets]
         fits = Fits(
             split.y.numpy(), split.y_test.numpy(), losses, constant,
-            features=[array(features(weights, split.X)) for weights in nets],
-            weights=[array(weights[-2].T) for weights in nets],
             outputs=[array(one) for one in z],
             test_outputs=of_test,
+            noisy_outputs=[array(apply(weights, self.noisy_inputs())) for weights in nets],
+            widths=np.array([weights[-2].shape[0] for weights in nets]),
             converged=(losses <= limit * constant)
             & np.isfinite(test_errors(of_test, split.y_test.numpy())),
             measures=pd.concat(
-                [self.measures(part) for part in MEASURES
+                [self.measures(part) for part in ("equal-loss", *MEASURES)
                  if self.path(f"{part}-measures").exists()], axis=1),
         )  # fmt: skip
         for part in FOLDS:
@@ -222,6 +231,13 @@ class Unit:
         key = dict(zip(KEY, (self.data, self.space, self.number), strict=True))
         key["converged"] = int(fits.converged.sum())
         return [key | {"way": way} | found for way, found in judged.items()]
+
+    def noisy_inputs(self) -> torch.Tensor:
+        """Draw training inputs with noise."""
+        generator = torch.Generator().manual_seed(self.number)
+        rows = torch.randint(len(self.split.X), (N_NOISY,), generator=generator)
+        x = self.split.X[rows]
+        return x + NOISE * torch.randn(x.shape, generator=generator)
 
     def _scores(self, part: str) -> Any:
         found = [self.held_out(one) for one in ((part, "20%") if part == "5-fold" else (part,))]
@@ -238,6 +254,7 @@ class Unit:
         torch.set_num_threads(1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of networks that are excluded
+            self.measures("equal-loss")
             for one in {"core", part} & MEASURES.keys():
                 self.measures(one)
             for one in NEEDS.get(part, ()):
@@ -248,11 +265,6 @@ class Unit:
 def apply(weights: Weights, X: torch.Tensor) -> torch.Tensor:
     """Return the outputs of one network."""
     return outputs([part[None] for part in weights], X[None])[0]
-
-
-def features(weights: Weights, X: torch.Tensor) -> torch.Tensor:
-    """Return the inputs of its last layer."""
-    return apply(weights[:-2], X).relu()
 
 
 def array(tensor: torch.Tensor) -> Any:
@@ -266,7 +278,7 @@ def array(tensor: torch.Tensor) -> Any:
 def schedule(arguments: argparse.Namespace, store: Path) -> Iterator[tuple[Unit, str]]:
     """Yield the work in its order: all data sets first, then the next split, dear parts late."""
     few = 12 if arguments.quick else None
-    parts = ["held out"] if arguments.quick else [*ORDER]
+    parts = ["held out"] if arguments.quick else arguments.parts or [*ORDER]
     steps = [(at, part) for at in range(arguments.splits) for part in parts]
     for at, part in sorted(steps, key=lambda step: ORDER[step[1]](step[0])):
         for name in arguments.only or TASKS:
@@ -331,6 +343,7 @@ def main() -> int:
     )
     parser.add_argument("--only", nargs="+", choices=TASKS, metavar="DATASET", help=str([*TASKS]))
     parser.add_argument("--space", nargs="+", choices=SPACES)
+    parser.add_argument("--parts", nargs="+", choices=ORDER, help="parts of the work")
     parser.add_argument("--splits", type=int, default=20, help="train-test splits (default: 20)")
     parser.add_argument("--processes", type=int, default=1, help="(default: 1)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="CSV", help="stored rows")

@@ -13,8 +13,6 @@ from torch.testing import assert_close
 
 from benchmarks._harness import stacked, tasks, ways
 from benchmarks.worth import selection, selection_report
-from relflat_sk import measure
-from tests import oracles
 from tests.benchmarks.commands import run
 
 # -- training ---------------------------------------------------------------------------------
@@ -116,90 +114,40 @@ def test_a_share_of_labels_is_wrong():
 # -- scores -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def head():
-    """Features, a last layer without bias, its outputs, and labels; float64."""
-    rng = np.random.default_rng(0)
-    phi, weight = rng.random((30, 6)), rng.normal(size=(4, 6))
-    phi[:, 5] = 0.7  # never varies
-    z = phi @ weight.T
-    y = z.argmax(axis=1)
-    y[0] = (y[0] + 1) % 4
-    return phi, weight, z, y
+def test_the_nearest_to_the_mean_has_the_classes_that_most_predict():
+    fits = made_up([4, 4, 4])
+    right, n = fits.outputs[0], len(fits.y)
+    swap = lambda rows: np.where(np.arange(n)[:, None] < rows, 5 - right, right)  # noqa: E731
+    fits.noisy_outputs = [swap(0), swap(10), swap(30)]
+    # the mean's classes are the candidates' majority: the second differs in none of them
+    assert ways.disagreement(fits).tolist() == [0.1, 0.0, 0.2]
+    fits.converged[0] = False  # of two that contradict each other, the mean is a tie: class 0
+    assert ways.disagreement(fits)[1:].sum() == pytest.approx(0.2)
+    fits.y = fits.y.astype(float)
+    fits.noisy_outputs = [np.full((n, 1), z) for z in (9.0, 1.0, 4.0)]
+    assert ways.disagreement(fits).tolist() == [6.5**2, 1.5**2, 1.5**2]
 
 
-def dense(phi, weight, y, temperature):
-    """Definition 3 of the network ``softmax(W phi / T)`` with criterion ``CE(z / T)``."""
-    net = nn.Sequential(nn.Linear(6, 4, bias=False)).double()
-    net[0].weight.data = torch.tensor(weight)
-    tempered = lambda z, y: nn.functional.cross_entropy(z / temperature, y)  # noqa: E731
-    return oracles.relative_flatness(net, "0", tempered, torch.tensor(phi), torch.tensor(y))
+@pytest.mark.parametrize(("n_fit", "chosen"), [(2, 0), (1, 3)])
+def test_flatness_chooses_only_if_most_candidates_reach_the_loss(n_fit, chosen):
+    fits = made_up([8, 9, 10, 1, 12])
+    fits.measures = pd.DataFrame({f"{ways.FORM} at {ways.SHARE:g}": [1.0, 2, 3, 4, 5]})
+    fits.measures.iloc[n_fit:] = np.nan
+    fits.held_out["20%"] = (np.array([3.0, 3, 3, 0, 3]), np.ones(5), fits.test_outputs)
+    found = ways.judge_all(fits, seed=0)["flattest if most fit, else 20%"]
+    assert found["error"] == [8, 9, 10, 1, 12][chosen]
+    assert found["cost"] == (1.0 if chosen == 0 else 2.0)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.4])
-def test_forms_of_flatness_are_those_of_the_dense_hessian(head, temperature):
-    phi, weight, z, y = head
-    kappa, decoupled, product = ways.flatness_forms(
-        phi, weight, lambda w: ways.curvature(w, z, temperature)
-    )
-    assert kappa == pytest.approx(dense(phi, weight, y, temperature) / 6, rel=1e-9)
-
-    def loss_of_z(z_varying):
-        constant = torch.tensor(phi[:, 5:] @ weight[:, 5:].T)
-        return nn.functional.cross_entropy((z_varying + constant) / temperature, torch.tensor(y))
-
-    spread = torch.tensor(phi.std(axis=0))
-    spread[5] = 0
-    expected = oracles.normalized_relative_flatness(
-        torch.tensor(phi), torch.tensor(weight), loss_of_z, spread
-    )
-    assert product == pytest.approx(expected / 6, rel=1e-6)
-    # the decoupled form: the features' total variance times the mean curvature along the weight
-    traces = []
-    for row in range(30):
-
-        def loss(z_row, row=row):
-            return nn.functional.cross_entropy(z_row[None] / temperature, torch.tensor(y[[row]]))
-
-        B = torch.func.hessian(loss)(torch.tensor(z[row])).numpy()
-        traces.append(np.trace(weight.T @ B @ weight))
-    assert decoupled == pytest.approx(phi.var(axis=0).sum() * np.mean(traces) / 6, rel=1e-9)
-
-
-def test_temperatures_give_the_loss_and_undo_a_rescaling(head):
-    _, _, z, y = head
-    losses = [0.5, 0.9, 1e-9]
-    found = ways.temperatures(np.array([z, 5 * z]), y, losses)
-    for loss, (t, rescaled) in zip(losses[:2], found, strict=False):
-        reached = nn.functional.cross_entropy(torch.tensor(z / t), torch.tensor(y))
-        assert reached.item() == pytest.approx(loss, rel=1e-6)
-        assert rescaled == pytest.approx(5 * t, rel=1e-6)
-        # the largest such temperature: every larger one has a larger loss
-        larger = [nn.functional.cross_entropy(torch.tensor(z / (t * f)), torch.tensor(y))
-                  for f in (1.01, 2.0, 10.0, 100.0)]  # fmt: skip
-        assert min(larger) > loss
-    assert np.isnan(found[2]).all()  # a label is wrong, and no temperature makes up for it
-
-
-@pytest.mark.parametrize("regression", [False, True], ids=["classes", "values"])
-def test_the_form_at_equal_loss_is_the_librarys_comparable_flatness(regression):
-    X = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
-    y = X[:, 0] + X[:, 1] ** 2 if regression else (X[:, 0] > 0).long() + (X[:, 1] > 0).long()
-    (weights,) = stacked.train([stacked.Candidate((8,), 16, 0.02, seed=0, epochs=60)], [(X, y)])
-    z, constant = selection.array(selection.apply(weights, X)), tasks.constant_loss(y)
-    phi, head = selection.array(selection.features(weights, X)), selection.array(weights[-2].T)
-    loss = stacked.mean_losses(torch.tensor(z)[None], y[None]).numpy()
-    fits = ways.Fits(
-        y.numpy(), y.numpy(), loss, constant, [phi], [head], [z], [z], np.array([True]),
-        pd.DataFrame(),
-    )  # fmt: skip
-    form = ways.FORMS[1] + (" over loss" if regression else " at 0.2")
-    found = ways.flatness_scores(fits)[form][0] * (0.2 * constant if regression else 1)
-    expected = measure(
-        "comparable_flatness", stacked.to_module(weights), X, y,
-        criterion=stacked.criterion_of(y), at_loss=0.2,
-    )  # fmt: skip
-    assert found == pytest.approx(expected, rel=1e-4)
+def test_forms_per_feature_are_the_measures_over_the_width():
+    fits = made_up([1, 2])
+    fits.widths = np.array([4, 8])
+    names = [name for name, _ in ways.FORMS.values()]
+    fits.measures = pd.DataFrame({f"{name} at 0.1": [2.0, 4.0] for name in names})
+    found = ways.flatness_scores(fits)
+    assert found["kappa/m at 0.1"].tolist() == [0.5, 0.5]
+    assert found["normalized/m at 0.1"].tolist() == [0.5, 0.5]
+    assert found["comparable_flatness at 0.1"].tolist() == [2.0, 4.0]
 
 
 def test_flattest_of_the_best_few_takes_the_flattest():
@@ -219,10 +167,9 @@ def made_up(errors, n=100):
     right = np.where(np.arange(2) == y[:, None], 5.0, 0.0)
     of_test = [np.where(np.arange(n)[:, None] < n - wrong, right, 5 - right) for wrong in errors]
     k = len(errors)
-    blank = [np.ones((n, 3))] * k
     return ways.Fits(
-        y, y, np.linspace(0.1, 0.2, k), math.log(2), blank, [np.ones((2, 3))] * k,
-        [right] * k, of_test, np.ones(k, dtype=bool), pd.DataFrame({"l2_norm": range(k)}),
+        y, y, np.linspace(0.1, 0.2, k), math.log(2), [right] * k, of_test, [right] * k,
+        np.full(k, 3), np.ones(k, dtype=bool), pd.DataFrame({"l2_norm": range(k)}),
     )  # fmt: skip
 
 

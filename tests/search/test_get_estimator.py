@@ -288,7 +288,7 @@ def test_an_ensemble_needs_trained_minima_with_probabilities():
     search = logistic().fit(X, Y)
     with pytest.raises(ValueError, match="k=4 minima are asked for, and 3 candidates"):
         search.get_ensemble(4)
-    with pytest.raises(ValueError, match="k must be a positive integer, got 0"):
+    with pytest.raises(ValueError, match="k must be a positive integer or None, got 0"):
         search.get_ensemble(0)
     scores = SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0)
     with pytest.raises(ValueError, match=r"averages probabilities .*SGDClassifier.* has neither"):
