@@ -1,6 +1,6 @@
 """
-The penalty in a loop of your own
-=================================
+The penalty in your own loop
+============================
 
 ``RelativeFlatnessPenalty`` adds the penalty to any training loop in torch. It records what the
 layer receives in the forward pass that the loop makes anyway.
