@@ -86,6 +86,7 @@ html_theme_options = {
     "show_prev_next": False,
     "show_toc_level": 2,
     "header_links_before_dropdown": 7,
+    "navbar_persistent": ["search-button"],  # an icon, which leaves room for the links
 }
 html_sidebars = {"start": [], "does_it_help": [], "limits": []}  # pages without a section
 html_show_sourcelink = False
