@@ -129,7 +129,7 @@ def test_reports(network):
         )
         return table.select_dtypes("number").to_numpy(dtype=float, na_value=np.nan)
 
-    assert_same_everywhere(compute, trained(network))
+    assert_same_everywhere(compute, trained(network), places=("model and data",))
 
 
 PERMUTED = Smoothing(bandwidth="scott", label_noise=lambda labels, rng: rng.permutation(labels))
