@@ -39,9 +39,8 @@ SPACE = {
     "batch_size": [16, 32],
     "lr": [0.01, 0.03],
     "flatness_weight": [0.0, 0.1],
-    "data__random_labels": [0.0, 0.2],
 }
-N = 16
+N = 8
 
 
 def make_net(**arguments):
