@@ -405,19 +405,14 @@ class ConvolutionMap(LayerMap):
         return torch.cat(found)
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
-        """Sum outer products of output channels and patches over positions."""
-        if not self.inputs_first:
-            return self._transpose_by_patches(features, rows)
-        n, d, m = len(features), *self.weight.shape
-        many = rows.reshape(n, -1, *rows.shape[-2:])
-        matrices = features.new_zeros(n, d, m).requires_grad_()
-        with torch.enable_grad():
-            out = self.apply(features, matrices)
-        found = [
-            torch.autograd.grad(out, matrices, part, retain_graph=True)[0]
-            for part in many.unbind(dim=1)
-        ]
-        return torch.stack(found, dim=1).reshape(*rows.shape[:-2], d, m)
+        """Multiply rows with copies of the patches, for some samples at a time."""
+        groups, found, start = self.groups, [], 0
+        for columns in self._columns(features):
+            many = rows[start : (start := start + len(columns))]
+            grouped = many.reshape(len(many), -1, groups, many.shape[-2] // groups, many.shape[-1])
+            sums = grouped @ columns.transpose(2, 3)[:, None]
+            found.append(sums.reshape(*many.shape[:-1], sums.shape[-1]))
+        return torch.cat(found)
 
     def channels(self, features: Tensor) -> Tensor:
         """Arrange all positions of all samples below each other."""
@@ -432,16 +427,6 @@ class ConvolutionMap(LayerMap):
         row = torch.arange(self.n_outputs, device=self.kernel.device)
         return within + (row // (self.n_outputs // self.groups))[:, None] * n_within
 
-    def _transpose_by_patches(self, features: Tensor, rows: Tensor) -> Tensor:
-        """Multiply rows with copies of the patches, for some samples at a time."""
-        groups, found, start = self.groups, [], 0
-        for columns in self._columns(features):
-            many = rows[start : (start := start + len(columns))]
-            grouped = many.reshape(len(many), -1, groups, many.shape[-2] // groups, many.shape[-1])
-            sums = grouped @ columns.transpose(2, 3)[:, None]
-            found.append(sums.reshape(*many.shape[:-1], sums.shape[-1]))
-        return torch.cat(found)
-
     def _has_more_positions(self, features: Tensor, n: int) -> bool:
         """Return whether patches overlap, and are more than so many."""
         positions = self._patches(features[:1]).shape[2 : -len(self.layer.kernel_size)]
@@ -449,7 +434,16 @@ class ConvolutionMap(LayerMap):
 
     def _columns(self, features: Tensor) -> Iterator[Tensor]:
         """Copy the patches of some samples at a time: (n, groups, m, P)."""
-        n_axes, patches = len(self.layer.kernel_size), self._patches(features)
+        n_axes, n_offsets = len(self.layer.kernel_size), self.n_offsets
+        if self.inputs_first:  # by kernels that are one at an offset each
+            kernels = torch.eye(n_offsets).to(features).reshape(1, -1, *self.layer.kernel_size)
+            n_copied = features[:1].numel() * n_offsets * prod(self.layer.stride)
+            for some in torch.split(features, max(1, _PATCHES // max(1, n_copied))):
+                images = some.reshape(-1, 1, *some.shape[2:])
+                found = self._convolve(images, kernels, 1).flatten(2)
+                yield found.reshape(len(some), self.groups, -1, found.shape[-1])
+            return
+        patches = self._patches(features)
         within = tuple(range(2 + n_axes, 2 + 2 * n_axes))
         patches = patches.permute(0, 1, *within, *range(2, 2 + n_axes))
         n_positions = prod(patches.shape[2 + n_axes :])

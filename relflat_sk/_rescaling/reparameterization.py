@@ -225,29 +225,16 @@ def _layer_order(module: nn.Module, graph: fx.Graph) -> list[str]:
 
 def _rescale_layer(name: str, layer: Any, change: Change) -> None:
     """Multiply rows and divide columns of a layer's weight, and rescale its bias."""
-    as_map = layer_map(layer)
-    of_outputs = np.broadcast_to(change.rows, as_map.n_outputs)
-    of_inputs = np.broadcast_to(change.columns, as_map.n_inputs)
-    rows = _along_weight(layer, of_outputs, first=not as_map.inputs_first)
-    columns = _along_weight(layer, of_inputs, first=as_map.inputs_first)
-    _assign(name, layer.weight, _exact(layer.weight) * rows / columns)
+    kernel = torch.zeros(layer.weight.shape, dtype=torch.float64, requires_grad=True)
+    as_map = layer_map(layer, kernel)
+    rows = torch.tensor(np.broadcast_to(change.rows, as_map.n_outputs))[:, None]
+    columns = torch.tensor(np.broadcast_to(change.columns, as_map.n_inputs))
+    # the matrix has the numbers of the weight in another order, which its gradient undoes
+    factors = rows / columns[as_map.column_channels()]
+    (scale,) = torch.autograd.grad(as_map.matrix, kernel, factors)
+    _assign(name, layer.weight, _exact(layer.weight) * scale)
     if layer.bias is not None:
         _assign(name, layer.bias, _exact(layer.bias) * torch.tensor(change.after))
-
-
-def _along_weight(layer: Any, values: Floats, *, first: bool) -> Tensor:
-    """Arrange one number for each input or output so that it broadcasts with the weight.
-
-    Axis 0 of the weight has an entry for each of them. Axis 1 has entries for those of one
-    group only; the group depends on the position along axis 0.
-    """
-    weight, groups = layer.weight, getattr(layer, "groups", 1)
-    arranged = (
-        values.reshape(-1, 1)
-        if first
-        else np.repeat(values.reshape(groups, -1), len(weight) // groups, axis=0)
-    )
-    return torch.tensor(arranged.reshape(arranged.shape + (1,) * (weight.ndim - 2)))
 
 
 def _rescale_norm(name: str, norm: Any, values: Floats) -> None:
