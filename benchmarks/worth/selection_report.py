@@ -16,6 +16,7 @@ __all__ = ["compare", "critical_difference", "report"]
 BASE = "20%, log loss, refit"
 REGRESSIONS = ("friedman", "diabetes")
 FLAT = f"{FORM} at {SHARE:g}"
+FEW_SAMPLES = "few samples, splits with cross-validation"
 GROUPS = {
     "classification, data sets on which the constants were chosen": [
         name for name in TASKS if name in CHOSEN_ON and name not in REGRESSIONS
@@ -29,7 +30,7 @@ GROUPS = {
     ],
     "classification, wrong labels": [name for name in TASKS if "wrong" in name],
     "regression (points of R2)": list(REGRESSIONS),
-    "few samples, with cross-validation": ["wine", "breast cancer", "diabetes"],
+    FEW_SAMPLES: ["wine", "breast cancer", "diabetes"],
 }
 # the ways of the diagram and of the table by data set
 MAIN = (
@@ -101,6 +102,9 @@ def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
     for title, names in GROUPS.items():
         for space in SPACES:
             some = rows[rows["data"].isin(names) & (rows["space"] == space)]
+            if title == FEW_SAMPLES:
+                folds = some.loc[some["way"] == "5-fold, log loss, refit", ["data", "split"]]
+                some = some.merge(folds)
             if BASE in set(some["way"]):
                 print(f"\n{title}; {space} candidates\n")
                 print(_layout(compare(some)))
@@ -131,6 +135,8 @@ def _print_constants(rows: pd.DataFrame) -> None:
 
 
 def _mean(rows: pd.DataFrame) -> str:
+    if rows.empty:
+        return ""
     means = rows.groupby(["data", "space"])[["regret", "tau"]].mean().mean()
     return f"{means['regret']:.2f} {means['tau']:.2f}"
 
