@@ -184,8 +184,8 @@ REFUSED = [
     (margin(2, CE, HALVES), V, "one label for each sample.*float"),
     (margin(1, CE, 0 * ONES), V, "two classes or more"),
     (margin(2, IGNORING, ONES), V, "the criterion ignores all labels"),
-    (margin(2, BCE, torch.ones(4, 2)), V, r"one label, 0 or 1, .* outputs of shape \(4, 2\)"),
-    (margin(1, BCE, HALVES[:, :1]), V, r"targets such as \[0.5"),
+    (margin(2, BCE, torch.ones(4, 2)), V, r"0 or 1 for a single logit.* of shape \(4, 2\)"),
+    (margin(1, BCE, HALVES[:, :1]), V, r"targets of torch.float\d\d such as \[0.5"),
     (
         lambda: measure(
             "l2_norm", LinearRegression().fit(IRIS[0], IRIS[1]), *IRIS, over_margin=True
