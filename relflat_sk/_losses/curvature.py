@@ -141,7 +141,7 @@ class ClosedForm(ABC):
 
     @abstractmethod
     def root_product(self, vectors: Tensor) -> Tensor:
-        """Compute products ``R_i v_i``, with their graph.
+        """Compute products ``R_i v_i``, with their graph; the root may be another than `root`.
 
         Parameters
         ----------
@@ -355,26 +355,22 @@ class Softmax(ClosedForm):
         return replace(self, scale=(scale * factor).expand(len(self.z)))
 
     def root(self) -> Tensor:
-        roots, common = self._root_parts(self.p.sqrt())
-        root = torch.diag_embed(roots) - common[:, :, None] * roots[:, None, :]
+        # diag(p) - p p^T = sum_c p_c (e_c - p) (e_c - p)^T
+        roots = self.p.sqrt()
+        root = torch.diag_embed(roots) - self.p[:, :, None] * roots[:, None, :]
         return root if self.scale is None else root * self.scale.sqrt()[:, None, None]
 
     def root_product(self, vectors: Tensor) -> Tensor:
-        roots, common = self._root_parts(safe_root(self.p))
-        parts = roots * vectors
+        # With r = sqrt(p), diag(r) (I - r r^T) is the root above. Here, it is multiplied by the
+        # reflection that maps r to minus the top class, whose column is 0 then: products with
+        # random signs have less variance, and none between two classes. That is good for one draw,
+        # as penalties take; few draws may coincide, so that their spread tells no standard error.
+        roots, highest = safe_root(self.p), self.p.gather(1, self._top)
+        of_top = roots.gather(1, self._top)
+        common = self.p.scatter(1, self._top, highest + of_top) / (1 + of_top)
+        parts = roots.scatter(1, self._top, 0.0) * vectors
         products = parts - common * parts.sum(dim=1, keepdim=True)
         return products if self.scale is None else products * self.scale.sqrt()[:, None]
-
-    def _root_parts(self, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``u`` and ``v`` of the root ``diag(u) - v u^T``, where u is 0 for the top class.
-
-        With ``r = sqrt(p)``, the matrix ``diag(r) (I - r r^T)`` is a root. Here, it is multiplied
-        by the reflection that maps ``r`` to minus the top class, whose column is 0 then. So between
-        two classes a root has one column, and its products with random signs have no variance.
-        """
-        highest, of_top = self.p.gather(1, self._top), roots.gather(1, self._top)
-        common = self.p.scatter(1, self._top, highest + of_top) / (1 + of_top)
-        return roots.scatter(1, self._top, 0.0), common
 
     def _total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
         if len(factor) > factor.shape[1] and not self._in_chunks:

@@ -42,9 +42,9 @@ def test_closed_forms_are_those_of_dense_matrices(name):
     assert_close(curvature.trace(None), B.diagonal(dim1=1, dim2=2).sum(dim=1))
     assert_close(curvature.product(v), torch.einsum("nst,nt->ns", B, v))
     assert_close(curvature.diagonal(), B.diagonal(dim1=1, dim2=2))
-    root = curvature.root()
-    assert_close(root @ root.transpose(1, 2), B)
-    assert_close(curvature.root_product(v), torch.einsum("nst,nt->ns", root, v))
+    columns = [curvature.root_product(one.expand(7, 5)) for one in torch.eye(5).double()]
+    for root in (curvature.root(), torch.stack(columns, dim=2)):
+        assert_close(root @ root.transpose(1, 2), B)
     totals = forms.sum(dim=1) * features.square().sum(dim=1)
     assert_close(curvature.total(F, features, None, 1.0), totals.sum())
     assert_close(curvature.total(F, features, SCALE, 3.0), 3 * SCALE @ totals)
@@ -60,10 +60,16 @@ def test_traces_of_predictions_that_round_to_one_hot():
     assert_close(softmax_curvature(z).trace(Factor(F)), expected, rtol=1e-12, atol=0.0)
 
 
-def test_the_root_between_two_classes_has_one_column():
-    # products with signs have no variance then, so that one draw is enough
-    root = softmax_curvature(Z[:, :2]).root()
-    assert ((root != 0).any(dim=1).sum(dim=1) == 1).all()
+def test_products_of_the_root_with_signs_are_exact_between_two_classes():
+    # so one draw of a penalty is enough
+    z = Z[:, :2]
+    curvature = softmax_curvature(z)
+    squares = [
+        curvature.root_product(torch.tensor(signs).to(z).expand_as(z)) ** 2
+        for signs in ([1.0, 1.0], [1.0, -1.0], [-1.0, 1.0])
+    ]
+    for square in squares:
+        assert_close(square, torch.diagonal(dense_softmax(z), dim1=1, dim2=2), rtol=1e-12, atol=0)
 
 
 def test_roots_have_a_finite_slope_where_the_curvature_is_zero():

@@ -12,8 +12,7 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._quantities import LayerPass
 from tests import oracles
 from tests.cases import CASES
-from tests.measures.nets import CE, NETS, PROBLEMS
-from tests.measures.nets import make as make_kind
+from tests.measures.nets import CE, PROBLEMS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -191,12 +190,10 @@ def test_probes_are_unbiased_and_their_standard_errors_honest(name):
     kind, layer, measured = PROBED[name]
     problem = PROBLEMS[kind]()
     at = (measured, problem.net, problem.X, problem.y)
-    if kind in NETS:
-        at = (measured, *make_kind(kind, n=20))
     options = {"layer": layer, "criterion": CE}
     exact = evaluate(*at, method="exact", **options).value
     found = [
-        evaluate(*at, method="hutchinson", n_probes=12, rtol=1e-12, random_state=seed, **options)
+        evaluate(*at, method="hutchinson", n_probes=8, rtol=1e-12, random_state=seed, **options)
         for seed in range(100)
     ]
     values, stderrs = np.array([(one.value, one.stderr) for one in found]).T
@@ -204,8 +201,7 @@ def test_probes_are_unbiased_and_their_standard_errors_honest(name):
     assert abs(values.mean() - exact) <= 4 * spread / 200**0.5
     # of the ratio of variances 1 for normal values; the tails here are heavier
     assert 0.6 < (stderrs**2).mean() / spread**2 < 1.7
-    if name.startswith(("flat", "groups")):  # of many samples, so that terms are nearly normal
-        assert (np.abs(values - exact) < 4 * stderrs).mean() >= 0.99
+    assert (np.abs(values - exact) < 4 * stderrs).mean() >= 0.99
 
 
 def test_the_budget_is_kept(monkeypatch):
