@@ -14,11 +14,11 @@ from tests.processes import ROOT
 # a ratio, or a count, that each benchmark prints
 SCALE = pytest.mark.scale
 RATIOS = [
-    ("scoring", "torch.func.hessian / scoring, the measure by itself", ()),
-    ("training", "MLP, first layer / no penalty", ()),
-    ("layers", "flatness_report / forward-backward", ()),
-    ("heads", "relative_flatness / forward", ()),
-    ("fitting", "digits, defaults / scikit-learn", ()),
+    ("scoring", "torch.func.hessian / scoring, the measure by itself", SCALE),
+    ("training", "MLP, first layer / no penalty", SCALE),
+    ("layers", "flatness_report / forward-backward", SCALE),
+    ("heads", "relative_flatness / forward", SCALE),
+    ("fitting", "digits, defaults / scikit-learn", SCALE),
     ("fleet", "64-128-64-10, batch 32, fleet / torch loop", SCALE),
     ("stacking", "64-128-64-10, batch 8", ()),
     ("distributed", "seconds of two processes / of one", SCALE),
