@@ -182,9 +182,7 @@ def rank_models(  # noqa: PLR0913
             del model, item  # or this model would be in memory together with the next
     if not rows:
         raise ValueError("there are no models to rank: models is empty.")
-    table, by = _rank(rows, measuring, task.units), measuring.names[0]
-    warn_if_few_fit(table, by, measuring.depth_band(by))
-    return table
+    return _rank(rows, measuring, task.units)
 
 
 @dataclass(frozen=True)
@@ -289,5 +287,7 @@ def _rank(rows: list[dict[str, Any]], measuring: Measuring, units: dict[Any, str
             f"{len(others)} of {len(table)} models are no minima, and rank behind all others. "
             f"Reasons:\n{list_reasons(others)}"
         )
-    by, *_ = measuring.names
-    return rank_minima(table, str(by), depth_band=measuring.depth_band(by))
+    by = str(measuring.names[0])
+    band = measuring.depth_band(by)
+    warn_if_few_fit(table, by, band)
+    return rank_minima(table, by, depth_band=band)

@@ -671,15 +671,23 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """
         check_is_fitted(self, "minima_")
         check_integer("k", k, minimum=1, optional=True)
-        trained = self.minima_.loc[self.minima_["state"] == "complete", "trial"]
-        k = max(1, int(self.minima_["converged"].sum())) if k is None else k
-        if k > len(trained):
+        numbers = self._first_trials(k)
+        return _average({n: self.get_estimator(n, X, y, **fit_params) for n in numbers})
+
+    def _first_trials(self, k: int | None) -> list[int]:
+        """Return the trials of the first k minima; if None, the first and all that converged."""
+        trained = self.minima_["state"] == "complete"
+        if k is None:
+            kept = self.minima_["converged"] | (np.arange(len(trained)) == 0)
+        elif k <= trained.sum():
+            kept = trained & (trained.cumsum() <= k)
+        else:
             raise ValueError(
-                f"k={k} minima are asked for, and {len(trained)} candidates were trained to their "
+                f"k={k} minima are asked for, and {trained.sum()} candidates were trained to their "
                 "end. Pass a smaller k, or search with more candidates."
             )
-        numbers = trained.iloc[:k].tolist()
-        return _average({n: self.get_estimator(n, X, y, **fit_params) for n in numbers})
+        numbers: list[int] = self.minima_.loc[kept, "trial"].tolist()
+        return numbers
 
     def remeasure(
         self,
@@ -845,10 +853,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         After Ctrl-C nothing is trained, and what an earlier session trained may be missing.
         """
         best = int(self.minima_["trial"].iloc[0])
-        numbers = [best]
-        if self.refit == MEAN:
-            minima = self.minima_.loc[self.minima_["converged"], "trial"]
-            numbers += [number for number in minima.tolist() if number != best]
+        numbers = self._first_trials(None) if self.refit == MEAN else [best]
         trials = self.study_.get_trials(deepcopy=False)
         found = {}
         for number in numbers:

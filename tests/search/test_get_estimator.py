@@ -291,6 +291,14 @@ def test_what_candidates_differ_in_decides_how_to_choose(space, arguments, way):
     assert found.reason
 
 
+def test_an_ensemble_of_all_minima_leaves_out_who_ranks_before_one_without_a_measure():
+    search = logistic().fit(X, Y)
+    search.minima_["converged"] = [True, False, True]  # the last one has converged, with nan
+    numbers = search.minima_["trial"].tolist()
+    members = [name for name, _ in search.get_ensemble().estimators]
+    assert members == [f"trial{numbers[0]}", f"trial{numbers[2]}"]
+
+
 def test_an_ensemble_needs_trained_minima_with_probabilities():
     search = logistic().fit(X, Y)
     with pytest.raises(ValueError, match="k=4 minima are asked for, and 3 candidates"):
