@@ -1,0 +1,448 @@
+"""Zeros and nans come with their reason: no curvature, dead, saturated or diverged networks."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_iris
+from sklearn.linear_model import LinearRegression
+from sklearn.preprocessing import scale
+from skorch import NeuralNetClassifier
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from relflat_sk import (
+    MLP,
+    FlatnessScorer,
+    FlatnessWarning,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+    feature_robustness,
+    flatness_report,
+    measure,
+    relative_flatness,
+    reparameterize,
+)
+from relflat_sk.measures._minimum import ConstantComparison, find_objection
+from relflat_sk.measures._names import number_names
+
+CE = nn.CrossEntropyLoss()
+X, Y = load_iris(return_X_y=True)
+X, Y = scale(X[:100]).astype(np.float32), Y[:100]  # two classes that a plane separates
+INPUTS, LABELS = torch.from_numpy(X), torch.from_numpy(Y)
+TARGET = X @ np.float32([1, 2, 0, -1])
+COLUMN = TARGET[:, None]
+SETTINGS = {"max_epochs": 5, "lr": 0.02, "verbose": 0, "random_state": 0}
+
+
+def network(n_outputs, activation=nn.ReLU):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, n_outputs))
+
+
+# -- criteria without curvature -------------------------------------------------------------------
+
+
+def zero_one(output, target):
+    return (output.argmax(dim=1) != target).float().mean()
+
+
+def detached(output, target):
+    return nn.functional.cross_entropy(output.detach(), target)
+
+
+def own_absolute_error(output, target):
+    return (output - target).abs().mean()
+
+
+def hinge(output, target):
+    return (1 - output * target).relu().mean()
+
+
+def squared_hinge(output, target):
+    return (1 - output * target).relu().square().mean()
+
+
+CRITERIA = {
+    "0-1 loss": (zero_one, 2, Y),
+    "detached": (detached, 2, Y),
+    "L1Loss": (nn.L1Loss(), 1, COLUMN),
+    "own L1": (own_absolute_error, 1, COLUMN),
+    "hinge": (hinge, 1, np.sign(COLUMN)),
+    "NLLLoss of logits": (nn.NLLLoss(), 2, Y),
+}
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+@pytest.mark.parametrize("name", CRITERIA)
+def test_a_criterion_without_curvature_is_reported(name, layer):
+    criterion, n_outputs, y = CRITERIA[name]
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0 because .* has no curvature"):
+        value = relative_flatness(network(n_outputs), X, y, layer=layer, criterion=criterion)
+    assert value == 0
+
+
+def test_the_report_warns_once_and_names_the_measures():
+    names = ["relative_flatness", "hessian_trace", "gradient_norm"]
+    with pytest.warns(FlatnessWarning) as caught:
+        flatness_report(network(1), X, COLUMN, measures=names, criterion=nn.L1Loss())
+    (message,) = [str(warning.message) for warning in caught]
+    assert message.startswith("relative_flatness, hessian_trace is 0 because L1Loss has no curv")
+    assert "So 0 does not mean that the minimum is flat" in message
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        # hidden units that bend: the network is curved where the loss is not
+        lambda: relative_flatness(
+            network(1, nn.Tanh), X, -COLUMN, layer=0, criterion=nn.L1Loss(), method="exact"
+        ),
+        lambda: measure("gradient_norm", network(2), X, Y, criterion=zero_one),
+        lambda: relative_flatness(network(2), X, Y, criterion=CE),
+        lambda: relative_flatness(network(2), X, criterion=CE),  # without labels, the loss is nan
+    ],
+    ids=["curved network", "no curvature measured", "finite", "no labels"],
+)
+def test_other_values_are_no_reason_to_warn(measured):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measured()
+
+
+def certain(n_outputs, bias):
+    """A network that gives the same certain answer to all inputs."""
+    net = network(n_outputs)
+    with torch.no_grad():
+        net[2].weight.zero_()
+        net[2].bias.copy_(torch.tensor(bias))
+    return net
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+@pytest.mark.parametrize(
+    ("net", "y", "criterion"),
+    [
+        (certain(1, [5.0]), np.ones_like(COLUMN), squared_hinge),
+        (nn.Sequential(*certain(2, [1e4, 0.0]), nn.LogSoftmax(dim=1)), 0 * Y, nn.NLLLoss()),
+    ],
+    ids=["squared hinge", "log-probabilities"],
+)
+def test_a_loss_at_its_lowest_value_is_flat_indeed(net, y, criterion, layer):
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0, .*of 0 is no better"):
+        assert relative_flatness(net, X, y, layer=layer, criterion=criterion) == 0
+
+
+@pytest.mark.filterwarnings("ignore:relative_flatness is 0 bec:relflat_sk.FlatnessWarning")
+def test_criteria_without_curvature_have_no_score():
+    net = RelativeFlatnessRegularizedRegressor(criterion=nn.L1Loss, **SETTINGS)
+    with pytest.warns(FlatnessWarning, match="the penalty of .* has no effect"):
+        net.fit(X, TARGET)
+    for data in ("given", "train"):
+        with pytest.warns(FlatnessWarning, match="has no curvature left .*its criterion may have"):
+            assert math.isnan(FlatnessScorer(data=data)(net, X, TARGET))
+    scorer = FlatnessScorer(measure_params={"criterion": nn.MSELoss()})
+    assert scorer(net, X, TARGET) < 0
+
+
+# -- dead and saturated networks ------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """A linear network with large outputs."""
+
+    def __init__(self, n_features, n_outputs, factor=1.0):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(n_features, n_outputs), factor
+
+    def forward(self, x):
+        return self.factor * self.linear(x)
+
+
+VANISHED = "has no curvature left .*may be saturated.*its score is nan"
+
+
+@pytest.mark.parametrize("data", ["given", "train"])
+@pytest.mark.parametrize("factor", [1e3, 1e6], ids=["loss 1e-9 or less", "loss 0"])
+def test_saturated_networks_have_no_score(factor, data):
+    net = RelativeFlatnessRegularizedClassifier(
+        Scaled, module__factor=factor, flatness_weight=0, **SETTINGS
+    ).fit(X, Y)
+    assert net.score(X, Y) == 1
+    assert net.constant_comparison_.loss < 1e-7
+    assert 0 <= net.relative_flatness_ < 1e-3  # less than that of any honest network
+    with pytest.warns(FlatnessWarning, match=VANISHED):
+        assert math.isnan(FlatnessScorer(data=data)(net, X, Y))
+    with pytest.warns(FlatnessWarning, match="no curvature left .*it is scored anyway"):
+        assert FlatnessScorer(data=data, non_minimum="warn")(net, X, Y) == -net.relative_flatness_
+
+
+@pytest.mark.parametrize("name", [
+    "relative_flatness", "normalized_relative_flatness", "trace_flatness", "eigenvalue_flatness",
+    "network_flatness", "neuron_flatness_sum", "neuron_flatness_max", "hessian_trace",
+])  # fmt: skip
+def test_a_perfect_fit_of_squared_errors_is_scored(name):
+    """Its loss is zero, and its curvature that of any other fit."""
+    model = LinearRegression().fit(X, TARGET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert FlatnessScorer(name)(model, X, TARGET) < -1e-2 * TARGET.var()
+
+
+class Measured(nn.Module):
+    """A ReLU network whose layers are scaled, or dead."""
+
+    def __init__(self, scale=1.0, dead=False, unused=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.scale, self.unused = scale, unused
+        with torch.no_grad():
+            self.first.bias.fill_(-1e3 if dead else 0.5)
+            self.last.weight.copy_(torch.stack([-torch.ones(8), torch.ones(8)]))
+            self.first.weight[:] = torch.tensor([0.2, -0.2, 0.5, 0.5])
+            self.last.bias.copy_(torch.tensor([4.0, -4.0]))
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        return self.scale * self.last(hidden * 0 if self.unused else hidden)
+
+
+DEAD = "no better than the best constant .*may be dead"
+SATURATED = "no curvature left that could be compared.* may be saturated"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"dead": True}, DEAD), ({"scale": 0.0}, DEAD), ({"scale": 1e4}, SATURATED)],
+    ids=["dead", "constant", "saturated"],
+)
+@pytest.mark.parametrize("layer", [0, -1])
+def test_measures_of_dead_and_saturated_networks_warn(settings, message, layer):
+    net, labels = Measured(**settings), LABELS
+    if message == SATURATED:
+        labels = net(INPUTS).argmax(dim=1).detach()
+        assert 0 < labels.float().mean() < 1
+    arguments = {"criterion": CE, "layer": layer}
+    with pytest.warns(FlatnessWarning, match=f"relative_flatness is .*{message}") as found:
+        assert abs(relative_flatness(net, INPUTS, labels, **arguments)) < 1e-5
+    assert len(found) == 1
+    with pytest.warns(FlatnessWarning, match=f"eigenvalue_flatness is .*{message}"):
+        measure("eigenvalue_flatness", net, INPUTS, labels, **arguments)
+    names = ["relative_flatness", "hessian_trace", "gradient_norm", "l2_norm"]
+    names = names if message == DEAD else names[:1]
+    with pytest.warns(FlatnessWarning, match=f"^relative_flatness.* is .*{message}") as found:
+        flatness_report(net, INPUTS, labels, measures=names, criterion=CE)
+    assert len(found) == 1
+
+
+def test_a_layer_that_the_loss_ignores_is_not_called_dead():
+    net, labels = Measured(unused=True), torch.zeros(len(X)).long()
+    labels[0] = 1
+    with torch.no_grad():
+        net.last.bias.copy_(torch.tensor([2.0, -2.0]))  # the best constant, nearly
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0"):
+        relative_flatness(net, INPUTS, labels, layer=0, criterion=CE)
+
+
+class CountedReads(Dataset):
+    def __init__(self, data):
+        self.data, self.count = data, 0
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, i):
+        self.count += 1
+        return self.data[i]
+
+
+def test_honest_networks_are_measured_in_one_pass_and_without_a_warning():
+    reads, passes = CountedReads(TensorDataset(INPUTS, LABELS)), []
+    honest, dead = Measured(0.1), Measured(0.0)
+    for net in (honest, dead):
+        net.register_forward_hook(lambda *_: passes.append(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        relative_flatness(honest, DataLoader(reads, 25), criterion=CE)
+    assert reads.count == len(X)
+    n_usual, passes[:] = len(passes), []
+    with pytest.warns(FlatnessWarning, match=DEAD):
+        relative_flatness(dead, DataLoader(reads, 25), criterion=CE)
+    assert len(passes) == n_usual
+
+
+def test_criteria_that_take_no_constant_are_measured_without_one():
+    class Own(nn.Module):
+        def forward(self, output, target):
+            if not output.requires_grad or output.dtype == torch.float64:
+                raise TypeError("float32 networks only")
+            return nn.functional.mse_loss(output[:, 0], target)
+
+    with pytest.warns(FlatnessWarning, match="relative_flatness is 0: there is no curvature"):
+        relative_flatness(Measured(0.0), INPUTS, LABELS.float(), criterion=Own())
+
+
+def test_without_labels_zero_is_no_score_either():
+    net = RelativeFlatnessRegularizedClassifier(module__hidden_layer_sizes=(), **SETTINGS)
+    net.fit(X, Y)
+    with torch.no_grad():
+        for parameter in net.module_.parameters():
+            parameter.mul_(1e6)
+    with pytest.warns(FlatnessWarning, match=VANISHED):
+        assert math.isnan(FlatnessScorer()(net, X))
+
+
+@pytest.mark.parametrize(
+    ("measure", "flatness", "loss", "vanished"),
+    [
+        ("relative_flatness", 0.0, 0.1, True),
+        ("relative_flatness", 0.9e-6, 0.1, True),
+        ("relative_flatness", 1.1e-6, 0.1, False),
+        ("relative_flatness", 0.9, 0.9e-6, True),
+        ("relative_flatness", 1.1, 0.9e-6, False),
+        ("relative_flatness", 0.9, 1.1e-6, False),
+        ("hessian_trace", 0.0, 0.1, True),
+        ("hessian_trace", 1e-9, 0.9e-6, False),
+        ("gradient_norm", 0.0, 0.1, False),
+        ("l2_norm", 0.0, 0.1, False),
+    ],
+)
+def test_how_little_is_nothing(measure, flatness, loss, vanished):
+    objection = find_objection(None, measure, flatness, ConstantComparison(loss, 1.0))
+    assert (objection is not None) == vanished
+
+
+# -- weights that are nan, infinite, or not there at all ------------------------------------------
+
+RANDOM, THREE = torch.randn(20, 4), torch.arange(20) % 3
+
+
+def with_weight(value, parameter="hidden0.weight"):
+    net = MLP(4, 3)
+    with torch.no_grad():
+        net.get_parameter(parameter).view(-1)[0] = value
+    return net
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("parameter", ["hidden0.weight", "output.bias"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("relative_flatness", {"layer": 0}),
+        ("relative_flatness", {"layer": -1}),
+        ("relative_flatness", {"layer": -1, "method": "hutchinson"}),
+        ("normalized_relative_flatness", {"layer": -1}),
+        ("eigenvalue_flatness", {"layer": 0}),
+        ("eigenvalue_flatness", {"layer": -1}),
+        ("hessian_trace", {"aggregate": "max"}),
+        ("hessian_trace", {"aggregate": "sum"}),
+        ("l2_norm", {}),
+    ],
+)
+def test_measures_of_weights_that_are_not_finite_warn_once(value, parameter, name, options):
+    net = with_weight(value, parameter)
+    message = f"the value of {name} is nan or infinite, because '{parameter}' of the network cont"
+    with pytest.warns(FlatnessWarning, match=message) as found:
+        assert not math.isfinite(measure(name, net, RANDOM, THREE, criterion=CE, **options))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_reports_warn_once(value):
+    message = rf"and {len(number_names()) - 1} more is nan or inf.*'hidden0.weight'"
+    with pytest.warns(FlatnessWarning, match=message) as found:
+        report = flatness_report(with_weight(value), RANDOM, THREE, criterion=CE)
+    assert len(found) == 1
+    assert set(report["measure"]) == set(number_names())
+    assert not np.isfinite(report["value"]).any()
+
+
+def test_overflowing_outputs_warn():
+    net = MLP(4, 3)
+    with torch.no_grad():
+        net.hidden0.weight.mul_(1e30)
+        net.output.weight.mul_(1e30)
+    with pytest.warns(FlatnessWarning, match="the mean loss is nan: .* outputs are too large"):
+        assert not math.isfinite(relative_flatness(net, RANDOM, THREE, criterion=CE))
+
+
+def test_without_a_loss_there_is_no_curvature():
+    # skorch takes the logarithm of what its classifiers put out, which logits do not survive
+    net = NeuralNetClassifier(
+        MLP, module__n_features=4, module__n_outputs=3, max_epochs=1, verbose=0
+    )
+    net.initialize()
+    data, labels = RANDOM.numpy(), THREE.numpy()
+    for layer in (0, -1):
+        message = "because the mean loss is nan: .* such as logits in place of probabilities"
+        with pytest.warns(FlatnessWarning, match=message):
+            assert math.isnan(relative_flatness(net, data, labels, layer=layer))
+    with pytest.warns(FlatnessWarning, match="because the mean loss is nan"):
+        assert np.isnan(measure("neuron_flatness", net, data, labels)).all()
+    with pytest.warns(FlatnessWarning, match="because the mean loss is nan"):
+        terms, errors = relative_flatness(net, data, labels, per_sample=True, return_stderr=True)
+    assert np.isnan(terms).all()
+    assert np.isnan(errors).all()
+    # the last layer's closed form needs no labels, and without them there is no loss to see
+    assert math.isfinite(relative_flatness(MLP(4, 3), RANDOM, criterion=CE))
+
+
+class NormalizedHead(nn.Module):
+    """A network with unit features, as cosine heads have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6, bias=False), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(nn.functional.normalize(self.first(x)))
+
+
+def test_a_function_without_derivatives_is_named_as_the_cause():
+    torch.manual_seed(0)
+    net, data = NormalizedHead(), RANDOM.clone()
+    data[0] = 0  # whose features the network divides by their norm of 0
+    message = "derivative at some sample.* a norm or a square root at 0, .*normalize"
+    with pytest.warns(FlatnessWarning, match=message) as found:
+        assert math.isnan(relative_flatness(net, data, THREE, layer=0, criterion=CE))
+    assert len(found) == 1
+    with pytest.warns(FlatnessWarning, match=f"hessian_trace .*{message}"):
+        report = flatness_report(
+            net, data, THREE, criterion=CE, measures=["hessian_trace", "l2_norm"]
+        )
+    assert report["value"].isna().sum() == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # at the layer behind the function
+        assert relative_flatness(net, data, THREE, criterion=CE) > 0
+
+
+def test_the_scorer_says_it_in_its_own_words():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, verbose=0).fit(X, Y)
+    with torch.no_grad():
+        net.module_.hidden0.weight[0, 0] = math.nan
+    for name in ("relative_flatness", "eigenvalue_flatness"):
+        with pytest.warns(FlatnessWarning, match="its mean loss is nan") as found:
+            assert math.isnan(FlatnessScorer(name)(net, X, Y))
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net: relative_flatness(net, RANDOM, THREE, criterion=CE),
+        lambda net: flatness_report(net, RANDOM, THREE, criterion=CE),
+        lambda net: feature_robustness(net, RANDOM, THREE, 0.1, criterion=CE),
+        lambda net: reparameterize(net, [2.0, 0.5]),
+    ],
+    ids=["relative_flatness", "report", "robustness", "reparameterize"],
+)
+@pytest.mark.parametrize("part", ["all", "output"])
+def test_networks_on_the_meta_device_are_refused(use, part):
+    net = MLP(4, 3)
+    (net if part == "all" else net.output).to("meta")
+    with pytest.raises(ValueError, match="or a part of it, is on the meta device, where tensors"):
+        use(net)
