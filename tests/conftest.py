@@ -70,6 +70,17 @@ def sizes(monkeypatch):
 
 
 @pytest.fixture
+def few_are_many(monkeypatch):
+    """Return a function that lets heads of few classes be read in chunks of them, too."""
+
+    def change():
+        monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+        monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
+
+    return change
+
+
+@pytest.fixture
 def own_loop():
     """Nets train by skorch's loop and torch's autograd, and not by written out formulas."""
     with compare.own_loop():

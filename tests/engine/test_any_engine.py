@@ -141,53 +141,71 @@ def test_every_engine_gives_the_result_of_the_nets_own_loop(
     assert_same(expected, found, atol=1e-7)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(
-    ("weight", "clip"), [(0.0, None), (0.1, None), (10.0, 0.5)], ids=["plain", "penalty", "limit"]
-)
-@pytest.mark.parametrize("kind", NETS)
-def test_a_nets_own_loop_is_a_plain_torch_loop(kind, optimizer, weight, clip):
-    sizes = {"widths": [4, 5, N_OUTPUTS[kind]], "activation": nn.Tanh, "bias": True, "same": True}
+FREE = {"flatness_weight": 0.1, "flatness_clip": None}
+LIMITED = {"flatness_weight": 10.0, "flatness_clip": 0.5}
+LOOPS = [
+    *((kind, "Adam", own) for kind in NETS for own in ({"flatness_weight": 0.0}, FREE, LIMITED)),
+    *(("numbers", optimizer, LIMITED) for optimizer in OPTIMIZERS),
+    *(("classes", "SGD", {**LIMITED, "flatness_layer": layer}) for layer in (0, [1, -1], "all")),
+    ("classes", "SGD", {**FREE, "flatness_normalize": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
+@pytest.mark.parametrize(("kind", "optimizer", "own"), LOOPS)
+def test_a_nets_own_loop_is_a_plain_torch_loop(kind, optimizer, own, weighted):
+    widths = [4, 5, 5, N_OUTPUTS[kind]]
+    sizes = {"widths": widths, "activation": nn.Tanh, "bias": True, "same": True}
     X, y = task(kind, 30)
+    weights = np.arange(30) % 4 / 2 if weighted else None
     net = NETS[kind](
         Chain,
         **{f"module__{name}": value for name, value in sizes.items()},
         **OPTIMIZERS[optimizer],
+        **own,
         lr=0.01,
-        flatness_weight=weight,
-        flatness_clip=clip,
         batch_size=7,
         iterator_train__shuffle=False,
         train_split=None,
         max_epochs=3,
-        random_state=0,
         verbose=0,
-    ).initialize()
-    module = Chain(**sizes)
-    net.fit(X, y)
+    )
+    torch.manual_seed(3)
     with own_loop():
-        own = clone(net).set_params(max_epochs=0).fit(X, y)
-    module.load_state_dict(own.module_.state_dict())
+        net.fit(X, y, sample_weight=weights)
+
+    torch.manual_seed(3)
+    module = Chain(**sizes)
     arguments = {
         name.removeprefix("optimizer__"): value
         for name, value in OPTIMIZERS[optimizer].items()
         if name != "optimizer"
     }
     stepper = OPTIMIZERS[optimizer]["optimizer"](module.parameters(), lr=0.01, **arguments)
-    penalty = RelativeFlatnessPenalty(weight=weight, clip=clip)
-    inputs, labels = torch.from_numpy(X), torch.from_numpy(y)
-    labels = labels[:, None] if kind == "two classes" else labels
-    criterion, losses = net.criterion_, []
+    penalty = RelativeFlatnessPenalty(**{
+        name.removeprefix("flatness_"): value for name, value in own.items()
+    })
+    labels = torch.from_numpy(y)[:, None] if kind == "two classes" else torch.from_numpy(y)
+    batches = [torch.from_numpy(X).split(7), labels.split(7)]
+    batches.append(torch.as_tensor(np.ones(30) if weights is None else weights).split(7))
+    criterion, losses, terms = net.criterion_, [], []
+    each_of = type(criterion)(reduction="none")
     for _ in range(3):
-        for x, target in zip(inputs.split(7), labels.split(7), strict=True):
+        torch.empty((), dtype=torch.int64).random_()  # the data loader's draw
+        for x, target, weight in zip(*batches, strict=True):
             stepper.zero_grad()
             with penalty.capture(module):
                 output = module(x)
-            loss = criterion(output, target)
-            losses.append(loss.item())
-            (loss + penalty(criterion, output, target)).backward()
+            each = each_of(output, target).reshape(len(x), -1).mean(dim=1)
+            loss = weight @ each / weight.sum()
+            term = penalty(criterion, output, target, weight if weighted else None)
+            (loss + term).backward()
             stepper.step()
+            losses.append(loss.item())
+            terms.append(term.item())
     np.testing.assert_allclose(curve(net), losses, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(curve(net, "flatness_penalty"), terms, rtol=0, atol=1e-8)
     torch.testing.assert_close(net.module_.state_dict(), module.state_dict(), rtol=0, atol=1e-8)
 
 

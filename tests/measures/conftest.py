@@ -1,12 +1,12 @@
 import pytest
 
+from relflat_sk.measures._names import _REGISTERED
+
 
 @pytest.fixture
-def few_are_many(monkeypatch):
-    """Return a function that lets heads of few classes be read in chunks of them, too."""
-
-    def change():
-        monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-        monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
-
-    return change
+def registry():
+    """Forget what a test registers."""
+    before = dict(_REGISTERED)
+    yield
+    _REGISTERED.clear()
+    _REGISTERED.update(before)

@@ -18,6 +18,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._names import number_names
@@ -53,12 +54,19 @@ def value(name, net, X, y, **options):
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["measures", "fails"])
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"parameter_count"}))
-def test_the_network_is_given_back(name, fails):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in sorted(set(NAMES) - {"parameter_count"})),
+        *((name, {"layer": 0}) for name in LAYER_MEASURES),
+        ("relative_flatness", {"layer": 0, "method": "hutchinson", "n_probes": 2}),
+    ],
+)
+def test_the_network_is_given_back(name, options, fails):
     net, X, y = prepared(fails=fails)
     before = state_of(net)
     with pytest.raises((RuntimeError, ValueError)) if fails else nullcontext():
-        value(name, net, X, y, criterion=CE, batch_size=4)
+        value(name, net, X, y, criterion=CE, batch_size=4, **options)
     same(before, state_of(net))
 
 
@@ -114,8 +122,14 @@ def test_the_device_does_not_matter(device):
         assert value(name, net, X, y, criterion=CE) == pytest.approx(one, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - CHAINS - {"network_flatness"}))
-def test_memory_does_not_grow_with_the_data(name):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in sorted(set(NAMES) - CHAINS - {"network_flatness"})),
+        ("relative_flatness", {"method": "hutchinson", "n_probes": 2}),
+    ],
+)
+def test_memory_does_not_grow_with_the_data(name, options):
     """Each batch's graph and activations are freed before the next batch runs."""
     made, alive = [], []
 
@@ -132,8 +146,9 @@ def test_memory_does_not_grow_with_the_data(name):
             return self.out(h)
 
     inputs, labels = torch.randn(32, 4), torch.arange(32) % 3
-    layer = 0 if name in LAYER_MEASURES else -1
-    value(name, Watched(), inputs, labels, layer=layer, criterion=CE, batch_size=8)
+    for layer in (0, -1) if name in LAYER_MEASURES else (-1,):
+        value(name, Watched(), inputs, labels, layer=layer, criterion=CE, batch_size=8, **options)
+    assert len(alive) >= 4
     assert not any(alive)
 
 
@@ -196,8 +211,19 @@ CASES = {
         nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)),
         CLASSES,
     ),
+    "smoothed, ignoring": (
+        lambda: perceptron(nn.ReLU),
+        nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=2),
+        CLASSES,
+    ),
+    "probabilities": (
+        lambda: nn.Sequential(*perceptron(nn.ReLU), nn.Sigmoid()),
+        nn.BCELoss(torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)),
+        (VALUES > 0).double(),
+    ),
     "squares": (lambda: perceptron(nn.ReLU), nn.MSELoss(), VALUES),
     "huber": (lambda: perceptron(nn.Tanh), nn.HuberLoss(), VALUES),
+    "soft margin": (lambda: perceptron(nn.Tanh), nn.SoftMarginLoss(), VALUES.sign()),
     "convolutions": (convolutional, CE, CLASSES),
     "tokens": (tokens, CE, CLASSES),
 }
@@ -211,21 +237,20 @@ def make(case):
 
 @pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
-def test_weights_of_relative_flatness(case, layer, normalize):
+@pytest.mark.parametrize("name", ["relative_flatness", "normalized_relative_flatness"])
+def test_weights_of_relative_flatness(case, layer, name):
     net, criterion, y = make(case)
-    arguments = {"layer": layer, "criterion": criterion, "normalize": normalize}
-    weighted = relative_flatness(
-        net, X, y, sample_weight=COUNTS, method="exact", batch_size=4, **arguments
+    options = {"layer": layer, "criterion": criterion, "method": "exact", "batch_size": 4}
+    weighted, tripled = (
+        evaluate(name, net, X, y, sample_weight=times * COUNTS, **options) for times in (1, 3)
     )
-    repeated = relative_flatness(net, X[ROWS], y[ROWS], method="exact", **arguments)
-    assert weighted == pytest.approx(repeated, rel=1e-10)
-    plain = relative_flatness(net, X, y, method="exact", **arguments)
-    assert weighted != pytest.approx(plain, rel=1e-3)
-    tripled = relative_flatness(
-        net, X, y, sample_weight=3 * COUNTS, method="exact", batch_size=4, **arguments
-    )
-    assert tripled == pytest.approx(weighted, rel=1e-10)  # a mean: the scale does not matter
+    repeated = evaluate(name, net, X[ROWS], y[ROWS], **options)
+    assert weighted.value == pytest.approx(repeated.value, rel=1e-10)
+    assert weighted.risk == pytest.approx(repeated.risk, rel=1e-12)
+    assert weighted.constant_risk() == pytest.approx(repeated.constant_risk(), rel=1e-9)
+    assert weighted.value != pytest.approx(evaluate(name, net, X, y, **options).value, rel=1e-3)
+    # a mean: the scale does not matter
+    assert tripled.value == pytest.approx(weighted.value, rel=1e-10)
 
 
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])

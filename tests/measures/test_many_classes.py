@@ -56,8 +56,7 @@ def make(d, m, gain, n=6):
 
 
 @pytest.mark.parametrize("gain", [0.05, 20.0], ids=["flat", "confident"])
-@pytest.mark.parametrize(("d", "m"), [(7, 5), (100, 8), (50257, 9), (130_000, 4)],
-                         ids=lambda size: str(size))  # fmt: skip
+@pytest.mark.parametrize(("d", "m"), [(7, 5), (50257, 9)], ids=str)
 def test_float32_agrees_with_float64(d, m, gain):
     net, X, y = make(d, m, gain)
     expected = by_sums(net, X)

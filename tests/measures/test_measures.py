@@ -29,37 +29,22 @@ def make(case, n=11):
     return network(), criterion(), torch.randn(n, 5).double(), target(n), closed
 
 
-def last(net):
-    return [name for name, m in net.named_modules() if isinstance(m, nn.Linear)][-1]
+def layers(net):
+    return [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("batch_size", [11, 4], ids=["one batch", "uneven batches"])
-def test_last_layer_agrees_with_the_full_hessian(case, batch_size):
+def test_agrees_with_the_full_hessian_and_is_close_in_float32(case):
     net, criterion, X, y, closed = make(case)
-    found = evaluate("relative_flatness", net, X, y, criterion=criterion, batch_size=batch_size)
-    expected = oracles.relative_flatness(net, last(net), criterion, X, y)
-    assert found.value == pytest.approx(expected, rel=EXACT)
-    assert found.method == ("closed form" if closed else "exact")
-    assert found.stderr == 0.0
-    assert found.n_samples == 11
-    assert found.risk == pytest.approx(criterion(net(X), y).item(), rel=EXACT)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layer", [0, -2])
-def test_earlier_layers_agree_with_the_full_hessian(case, layer):
-    net, criterion, X, y, _ = make(case)
-    names = [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
-    expected = oracles.relative_flatness(net, names[layer], criterion, X, y)
-    value = relative_flatness(net, X, y, layer=layer, criterion=criterion, batch_size=4)
-    assert value == pytest.approx(expected, rel=EXACT)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_float32_is_close(case):
-    net, criterion, X, y, _ = make(case)
-    expected = relative_flatness(net, X, y, criterion=criterion)
+    for layer in (0, -2, -1):
+        expected = oracles.relative_flatness(net, layers(net)[layer], criterion, X, y)
+        for batch_size in (11, 4):  # one batch, uneven batches
+            options = {"layer": layer, "criterion": criterion, "batch_size": batch_size}
+            found = evaluate("relative_flatness", net, X, y, **options)
+            assert found.value == pytest.approx(expected, rel=EXACT)
+            assert found.method == ("closed form" if closed and layer == -1 else "exact")
+            assert (found.stderr, found.n_samples) == (0.0, 11)
+            assert found.risk == pytest.approx(criterion(net(X), y).item(), rel=EXACT)
     single = y.float() if y.is_floating_point() else y
     criterion = criterion.float() if isinstance(criterion, nn.Module) else criterion
     value = relative_flatness(net.float(), X.float(), single, criterion=criterion)
@@ -79,7 +64,7 @@ def test_flatness_is_one_of_the_mean_over_samples_whatever_the_reduction(case, r
             return mean_criterion(output, target)
         return loss / len(output)
 
-    expected = oracles.relative_flatness(net, last(net), mean, X, y)
+    expected = oracles.relative_flatness(net, layers(net)[-1], mean, X, y)
     if reduction == "none" and "weights" in case:
         expected *= criterion.weight[y].mean().item()
     assert relative_flatness(net, X, y, criterion=criterion) == pytest.approx(expected, rel=EXACT)
@@ -118,20 +103,6 @@ def test_a_saturated_network_underflows_gracefully():
     assert values == sorted(values, reverse=True)
 
 
-def test_hutchinson_brackets_the_exact_value():
-    net, criterion, X, y, _ = make("cross-entropy")
-    exact = relative_flatness(net, X, y, layer=0, criterion=criterion)
-    hits = 0
-    for seed in range(50):
-        value, stderr = relative_flatness(
-            net, X, y, layer=0, criterion=criterion, method="hutchinson", rtol=0.2,
-            random_state=seed, return_stderr=True,
-        )  # fmt: skip
-        assert 0 < stderr <= 0.2 * abs(value)
-        hits += abs(value - exact) <= 2 * stderr
-    assert hits >= 43  # 95% of 50, less 4 standard deviations
-
-
 def test_hutchinson_is_reproducible_and_works_normalised_and_in_closed_form():
     net, criterion, X, y, _ = make("cross-entropy")
     for settings_ in ({"layer": 0}, {"layer": -1}, {"normalize": True}):
@@ -143,11 +114,14 @@ def test_hutchinson_is_reproducible_and_works_normalised_and_in_closed_form():
             "max_passes": 10_000,
             **settings_,
         }
+        arguments["return_stderr"] = True
         one = relative_flatness(net, X, y, criterion=criterion, **arguments)
         two = relative_flatness(net, X, y, criterion=criterion, **arguments)
         assert one == two
-        assert one == pytest.approx(exact, rel=0.1)
-        assert one != exact
+        value, stderr = one
+        assert value == pytest.approx(exact, rel=0.1)
+        assert value != exact
+        assert 0 < stderr <= 0.05 * value
 
 
 def test_units_of_the_channels_do_not_matter_at_groups_of_a_curved_network():
@@ -161,14 +135,6 @@ def test_units_of_the_channels_do_not_matter_at_groups_of_a_curved_network():
     conv.weight.data /= units.reshape(2, 1, 2, 1).expand(2, 3, 2, 2).reshape(6, 2, 2)
     after = relative_flatness(net, X * units[:, None], y, **options)
     assert after == pytest.approx(before, rel=1e-10)
-
-
-def test_n_probes_caps_the_work():
-    net, criterion, X, y, _ = make("cross-entropy")
-    arguments = {"layer": 0, "criterion": criterion, "method": "hutchinson", "random_state": 0}
-    few = relative_flatness(net, X, y, n_probes=3, rtol=1e-9, return_stderr=True, **arguments)
-    many = relative_flatness(net, X, y, n_probes=300, rtol=1e-9, return_stderr=True, **arguments)
-    assert few[1] > 5 * many[1]
 
 
 # networks, layers and measures: random probes are drawn in each of their ways, and summed in each
@@ -194,14 +160,14 @@ def test_probes_are_unbiased_and_their_standard_errors_honest(name):
     exact = evaluate(*at, method="exact", **options).value
     found = [
         evaluate(*at, method="hutchinson", n_probes=8, rtol=1e-12, random_state=seed, **options)
-        for seed in range(100)
+        for seed in range(60)
     ]
     values, stderrs = np.array([(one.value, one.stderr) for one in found]).T
     spread = values.std(ddof=1)
-    assert abs(values.mean() - exact) <= 4 * spread / 200**0.5
+    assert abs(values.mean() - exact) <= 4 * spread / len(values) ** 0.5
     # of the ratio of variances 1 for normal values; the tails here are heavier
     assert 0.6 < (stderrs**2).mean() / spread**2 < 1.7
-    assert (np.abs(values - exact) < 4 * stderrs).mean() >= 0.99
+    assert (np.abs(values - exact) < 4 * stderrs).mean() >= 0.98
 
 
 def test_the_budget_is_kept(monkeypatch):
@@ -300,17 +266,6 @@ def test_a_lone_last_sample_squeezed_away():
         assert parts.risk == pytest.approx(whole.risk, rel=1e-12)
 
 
-def test_measure_by_name_is_the_same():
-    net, criterion, X, y, _ = make("cross-entropy")
-    for name, normalize in (
-        ("relative_flatness", False),
-        ("normalized_relative_flatness", True),
-    ):
-        assert relflat_sk.measure(name, net, X, y, criterion=criterion) == relative_flatness(
-            net, X, y, criterion=criterion, normalize=normalize
-        )
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][3]])
 def test_labels_may_be_left_out_where_they_do_not_matter(case):
     net, criterion, X, y, _ = make(case)
@@ -322,27 +277,6 @@ def test_labels_may_be_left_out_where_they_do_not_matter(case):
         assert relative_flatness(net, X, criterion=criterion) == pytest.approx(
             relative_flatness(net, X, y, criterion=criterion), rel=1e-12
         )
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["cross-entropy weights, smoothed, ignoring", "huber", "bce of sigmoid", "soft margin"],
-)
-def test_sample_weights_are_like_repeated_samples(case):
-    net, criterion, X, y, _ = make(case if case in CASES else "huber")
-    if case == "soft margin":
-        criterion, y = nn.SoftMarginLoss(), torch.sign(y)
-    counts = torch.tensor([1, 2, 0, 3, 1, 1, 0, 2, 1, 4, 1])
-    repeated = counts.repeat_interleave(counts) * 0
-    rows = torch.arange(11).repeat_interleave(counts)
-    assert len(rows) == len(repeated)
-    weighted = evaluate(
-        "relative_flatness", net, X, y, criterion=criterion, sample_weight=counts, batch_size=4
-    )
-    again = evaluate("relative_flatness", net, X[rows], y[rows], criterion=criterion)
-    assert weighted.value == pytest.approx(again.value, rel=1e-12)
-    assert weighted.risk == pytest.approx(again.risk, rel=1e-12)
-    assert weighted.constant_risk() == pytest.approx(again.constant_risk(), rel=1e-9)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -599,7 +599,9 @@ def test_parameters_are_counted_once():
     assert value("parameter_count", net, X, y) == count
     assert value("parameter_count", net, X, y, times_depth=True) == 2 * count
     shared = nn.Linear(3, 3)
-    assert value("parameter_count", nn.Sequential(shared, nn.ReLU(), shared), X) == 12
+    twice = nn.Sequential(shared, nn.ReLU(), shared)
+    assert value("parameter_count", twice, X) == 12
+    assert value("l2_norm", twice, X) == pytest.approx(shared.weight.norm().item())
 
 
 def test_weights_of_other_kinds_count_in_the_l2_norm_only():

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._names import _REGISTERED, find_measure, hold_functions
 from relflat_sk.measures._own import TAKEN, OwnMeasure
 
+pytestmark = pytest.mark.usefixtures("registry")
 X, Y = load_iris(return_X_y=True)
 MODEL = LogisticRegression(max_iter=1000).fit(X, Y)
 
@@ -54,15 +56,6 @@ def size_of_weights(model, X, y, *, order=2):
 
 def with_error(model, X, y):
     return torch.tensor(3.5, requires_grad=True), np.float32(0.25)
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch):
-    """Forget what a test registers."""
-    before = dict(_REGISTERED)
-    yield
-    _REGISTERED.clear()
-    _REGISTERED.update(before)
 
 
 def test_the_function_gets_model_and_data_as_they_were_passed():
@@ -125,7 +118,6 @@ def test_scores():
 
 
 def test_displays():
-    pytest.importorskip("matplotlib")
     display = LayerFlatnessDisplay.from_estimator(
         MODEL, X, Y, measures=["relative_flatness", with_error]
     )
@@ -143,27 +135,41 @@ def test_weights_and_seeds_reach_functions_that_take_them():
         measure(size_of_weights, MODEL, X, Y, sample_weight=weights)
 
 
-def test_a_module_is_in_evaluation_mode_and_returned_as_it_was():
-    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double().train()
-    inputs = torch.from_numpy(X)
-    modes, state = [], torch.get_rng_state()
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "fails"])
+def test_a_module_is_in_evaluation_mode_and_returned_as_it_was(fails):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
+    net.train(not fails)
+    first, second = net[0].weight, net[2].weight
+    first.grad = gradient = torch.ones_like(first)
+    second.requires_grad_(False)
+    before, state, modes = copy.deepcopy(net.state_dict()), torch.get_rng_state(), []
 
-    def rude(model, X, y, *, fails=False):
+    def rude(model, X, y):
         modes.append(model.training)
         model.train()
         torch.rand(3)
+        model(X).sum().backward()
+        model[0].weight.data.mul_(2)
+        model[2].weight = nn.Parameter(torch.zeros(3, 5))
+        model.half()
         if fails:
             raise RuntimeError("broken")
         return 1.0
 
-    options = {"criterion": nn.CrossEntropyLoss()}
-    assert measure(rude, net, inputs, torch.from_numpy(Y), **options) == 1.0
-    net.eval()
-    with pytest.raises(RuntimeError, match="broken"):
-        measure(rude, net, inputs, torch.from_numpy(Y), fails=True, **options)
-    assert modes == [False, False]
-    assert not net.training
+    with pytest.raises(RuntimeError, match="broken") if fails else nullcontext():
+        measure(
+            rude, net, torch.from_numpy(X), torch.from_numpy(Y), criterion=nn.CrossEntropyLoss()
+        )
+    assert modes == [False]
+    assert net.training is not fails
     assert torch.equal(torch.get_rng_state(), state)
+    assert net[0].weight is first
+    assert net[2].weight is second
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert first.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(first))
+    assert net[0].bias.grad is None
+    assert not second.requires_grad
 
 
 def test_names_hold_their_function_in_other_processes():
@@ -239,7 +245,6 @@ def test_a_table_of_minima_knows_the_columns_of_functions():
     assert rank_minima(minima, by=size_of_weights)["size_of_weights"].tolist() == [1.0, 2.0, 3.0]
     expected = correlate_measures(minima, "with_error", random_state=0)
     pd.testing.assert_frame_equal(correlate_measures(minima, with_error, random_state=0), expected)
-    pytest.importorskip("matplotlib")
     minima["param_random_labels"] = [0.0] * 3
     gap = FlatnessGapDisplay.from_minima(minima, size_of_weights, with_error)
     assert (gap.measure, gap.target) == ("size_of_weights", "with_error")
@@ -277,30 +282,7 @@ def test_all_arguments_behind_model_and_data_reach_the_function():
         measure(mine, MODEL, X, Y, rtol=0.1)
 
 
-def test_the_model_is_restored():
-    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
-    data, options = torch.from_numpy(X), {"criterion": nn.CrossEntropyLoss()}
-    first, second = net[0].weight, net[2].weight
-    first.grad = gradient = torch.ones_like(first)
-    second.requires_grad_(False)
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-
-    def rude(model, X, y):
-        model(X).sum().backward()
-        model[0].weight.data.mul_(2)
-        model[2].weight = nn.Parameter(torch.zeros(3, 5))
-        model.half()
-        return 1.0
-
-    assert measure(rude, net, data, torch.from_numpy(Y), **options) == 1.0
-    assert net[0].weight is first
-    assert net[2].weight is second
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert first.grad is gradient
-    assert torch.equal(gradient, torch.ones_like(first))
-    assert net[0].bias.grad is None
-    assert not second.requires_grad
-
+def test_the_attributes_of_an_estimator_are_restored():
     def trains(model, X, y):
         model.coef_ *= 2
         model.note_ = "not there before"

@@ -14,44 +14,41 @@ from tests.measures import shards
 from tests.processes import forkserver
 
 ALL = slice(None)
-RANKS = [0, 1]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    running = [forkserver().Process(target=shards.main, args=(rank, folder)) for rank in RANKS]
+    running = [forkserver().Process(target=shards.main, args=(rank, folder)) for rank in (0, 1)]
     for process in running:
         process.start()
     for process in running:
         process.join()
     assert [process.exitcode for process in running] == [0, 0]
-    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in RANKS]
+    return [pickle.loads((folder / f"{rank}.pkl").read_bytes()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("kind", ["tanh", "relu"])
-@pytest.mark.parametrize("rank", RANKS)
-def test_all_measures_and_their_errors_are_those_of_one_process(found, kind, rank):
-    # the residual of an eigenvalue is a difference that rounding alone can be
-    assert_frame_equal(found[rank][kind], shards.report(kind, ALL), rtol=1e-10, atol=1e-10)
+REPORTS = {
+    "tanh": lambda: shards.report("tanh", ALL),
+    "relu": lambda: shards.report("relu", ALL),
+    "weighted": lambda: shards.weighted(ALL),
+    "equal loss": lambda: shards.at_equal_loss(ALL),  # at the temperature of all data
+}
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_sample_weights(found, rank):
-    assert_frame_equal(found[rank]["weighted"], shards.weighted(ALL), rtol=1e-10)
+@pytest.mark.parametrize("what", REPORTS)
+def test_all_measures_and_their_errors_are_those_of_one_process(found, what):
+    expected = REPORTS[what]()
+    for one in found:
+        # the residual of an eigenvalue is a difference that rounding alone can be
+        assert_frame_equal(one[what], expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_the_temperature_is_that_of_all_data(found, rank):
-    assert_frame_equal(found[rank]["equal loss"], shards.at_equal_loss(ALL), rtol=1e-10)
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_scores_and_the_comparison_with_a_constant(found, rank):
-    value, warnings = found[rank]["scores"]
+def test_scores_and_the_comparison_with_a_constant(found):
     expected, expected_warnings = shards.score(shards.Y, ALL)
-    assert_allclose(value, expected, rtol=1e-10)
-    assert warnings == expected_warnings
+    for value, warnings in (one["scores"] for one in found):
+        assert_allclose(value, expected, rtol=1e-10)
+        assert warnings == expected_warnings
 
 
 def test_a_network_that_is_no_minimum(found):
@@ -61,27 +58,26 @@ def test_a_network_that_is_no_minimum(found):
     assert found[0]["no minimum"] == found[1]["no minimum"]
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_random_probes_are_pooled(found, rank):
+def test_random_probes_are_pooled(found):
     """The samples of each process have probes of their own, so that errors are independent."""
     first, second = shards.SHARDS
     parts = [shards.drawn(first, 5), shards.drawn(second, draw_seeds(5, 1)[0])]
     n = np.array([shards.CUT, shards.N - shards.CUT])
     values, stderrs = np.array(parts).T
     expected = n @ values / n.sum(), np.linalg.norm(n * stderrs) / n.sum()
-    assert_allclose(found[rank]["drawn"], expected, rtol=1e-10)
+    for one in found:
+        assert_allclose(one["drawn"], expected, rtol=1e-10)
 
 
 def test_noise_without_a_seed_is_shared(found):
     assert found[0]["unseeded"] == found[1]["unseeded"]
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_a_group_a_module_of_data_parallelism_and_a_data_loader(found, rank):
+def test_a_group_a_module_of_data_parallelism_and_a_data_loader(found):
     expected = relative_flatness(shards.network("relu"), shards.X, shards.Y, criterion=shards.CE)
-    assert_allclose(found[rank]["group"], expected, rtol=1e-10)
-    assert_allclose(found[rank]["loader"], expected, rtol=1e-10)
-    assert_allclose(found[rank]["errors"]["afterwards"], expected, rtol=1e-10)
+    for one in found:
+        for value in (one["group"], one["loader"], one["errors"]["afterwards"]):
+            assert_allclose(value, expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +111,6 @@ def test_a_group_a_module_of_data_parallelism_and_a_data_loader(found, rank):
         ),
         ("kind", "TypeError: process_group must be a group of torch.distributed, 'world' or", None),
         ("outside", None, "ValueError: process_group is a group that the calling process does"),
-    ],
-    ids=[
-        *["one process", "weights", "permuted", "buffers", "empty", "terms", "own", "order"],
-        *["ctrl-c", "kind", "outside"],
     ],
 )
 def test_errors_reach_all_processes(found, what, first, second):

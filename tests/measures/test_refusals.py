@@ -21,11 +21,12 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.measures._api import evaluate
-from relflat_sk.measures._names import _REGISTERED, find_measure
+from relflat_sk.measures._names import find_measure
 from tests.measures.nets import CE, make
 
-# networks with random weights are at no minimum
 pytestmark = [
+    pytest.mark.usefixtures("registry"),
+    # networks with random weights are at no minimum
     pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
 ]
@@ -350,15 +351,6 @@ REFUSED = [
         "RandomForestClassifier is not a network",
     ),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    """Forget what a call registers."""
-    before = dict(_REGISTERED)
-    yield
-    _REGISTERED.clear()
-    _REGISTERED.update(before)
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED, ids=[text for *_, text in REFUSED])

@@ -94,7 +94,7 @@ def test_values_and_error_bars_of_a_linear_regression(name, arguments, spread_of
     at, exact = network(net, MSE, X, y, batch_size=5), exact_rise(net, X, spread_of)
     found = [
         SHARPNESS_MEASURES[name](at, **arguments, n_draws=5, random_state=seed)
-        for seed in range(200)
+        for seed in range(100)
     ]
     errors = np.array([one.value - exact for one in found])
     stated = np.array([one.stderr for one in found])
@@ -403,13 +403,6 @@ def test_a_network_that_cannot_get_worse_is_flat():
     ).value == 0.0  # fmt: skip
 
 
-def test_diverged_weights_give_nan():
-    net, X, y = regression()
-    with torch.no_grad():
-        net.weight.fill_(torch.nan)
-    assert np.isnan(pac_bayes_flatness(network(net, MSE, X, y)).value)
-
-
 def test_weights_of_zero_are_disturbed_too():
     net, X, y = regression()
     with torch.no_grad():
@@ -516,23 +509,10 @@ def test_recurrent_layers_keep_their_weights(name):
     assert torch.backends.mkldnn.enabled
 
 
-def test_frozen_and_shared_weights_are_disturbed_like_others():
-    net, X, y = regression()
-    expected = expected_sharpness(network(net, MSE, X, y), random_state=0)
-    net.requires_grad_(False)
-    assert expected_sharpness(network(net, MSE, X, y), random_state=0) == expected
-
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Linear(3, 3)
-            self.two = nn.Linear(3, 3)
-            self.two.weight = self.one.weight
-
-        def forward(self, x):
-            return self.two(torch.tanh(self.one(x)))
-
-    at = network(Shared().double(), MSE, X, X)
+def test_shared_weights_are_disturbed_once():
+    net, X = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double(), regression()[1]
+    net[2].weight = net[0].weight
+    at = network(net, MSE, X, X)
     assert len(weights_of(at)) == 9 + 3 + 3
     assert keskar_sharpness(at).value > 0
 

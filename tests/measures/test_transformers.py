@@ -46,6 +46,7 @@ from tests.measures.nets import (
     untied,
 )
 from tests.measures.test_layer_kinds import assert_measures
+from tests.penalty.every_draw import evaluate as penalise
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -168,9 +169,7 @@ def test_attention_behind_the_last_layer():
     assert value == pytest.approx(oracles.kappa_of(H, W), rel=1e-8)
     penalty = published_penalty()
     for _ in range(3):
-        with penalty.capture(net):
-            output = net(X)
-        penalty(CE, output, y).backward()
+        penalise(penalty, net, CE, X, y).backward()
 
 
 def test_attention_before_the_measured_layer_stays_fused():
@@ -422,9 +421,7 @@ def test_hugging_face_gpt2():
             assert rows[one] == pytest.approx(oracles.TABLE_1[one](H, W), rel=1e-7)
     penalty = RelativeFlatnessPenalty("all", weight=1.0)
     for _ in range(2):
-        with penalty.capture(net):
-            out = net(X)
-        penalty(CE, out, y).backward()
+        penalise(penalty, net, CE, X, y).backward()
 
 
 def test_hugging_face_model():

@@ -1,9 +1,7 @@
 """What is recorded of a network, and that the network is given back as it was."""
 
-import weakref
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from joblib import Parallel, delayed
@@ -11,7 +9,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import (
-    FlatnessWarning,
     feature_robustness,
     flatness_report,
     label_constancy,
@@ -24,7 +21,6 @@ from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.network import Network, mean_loss, primary_output
 from relflat_sk._network.recording import Recorder, record_order, record_tail
-from relflat_sk.measures._api import evaluate
 
 CE = nn.CrossEntropyLoss()
 LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
@@ -88,35 +84,6 @@ def prepared(fails=False):
     return net, X, y
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"layer": 0},
-        {"layer": 0, "method": "hutchinson", "random_state": 0, "rtol": 0.5},
-        {"layer": 0, "method": "hutchinson", "n_probes": 2},
-        {"normalize": True},
-    ],
-)
-def test_the_network_is_given_back(arguments):
-    net, X, y = prepared()
-    before = state_of(net)
-    relative_flatness(net, X, y, criterion=CE, batch_size=4, **arguments)
-    same(before, state_of(net))
-
-
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_the_network_is_given_back_after_an_exception_in_the_middle(layer):
-    net, X, y = prepared(fails=True)
-    before = state_of(net)
-    with pytest.raises(RuntimeError, match="in the middle"):
-        relative_flatness(net, X, y, layer=layer, criterion=CE, batch_size=4)
-    same(before, state_of(net))
-    with pytest.raises(ValueError, match="X contains NaN"):
-        relative_flatness(net, X * torch.nan, y, layer=layer, criterion=CE)
-    same(before, state_of(net))
-
-
 def square_of_outputs(model, X, y):
     return model(X).square().sum().item()
 
@@ -168,41 +135,6 @@ def test_mean_loss_is_the_criterion_s_own_mean():
     assert mean_loss(network) == pytest.approx(criterion(net.eval()(X), y).item(), rel=1e-6)
     with pytest.raises(ValueError, match="y is needed to compute a loss"):
         mean_loss(Network(net, Loss(criterion), make_batches(X)))
-
-
-def test_memory_does_not_grow_with_the_data():
-    """Each batch's graph and activations are gone before the next one starts."""
-    made, alive = [], []
-
-    class Watched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.hidden = nn.Linear(4, 50)
-            self.out = nn.Linear(50, 3)
-
-        def forward(self, x):
-            alive.append(sum(ref() is not None for ref in made))
-            h = torch.tanh(self.hidden(x))
-            made.append(weakref.ref(h))
-            return self.out(h)
-
-    net = Watched()
-    X, y = torch.randn(64, 4), torch.arange(64) % 3
-    for arguments in ({}, {"layer": 0}, {"layer": 0, "method": "hutchinson", "n_probes": 2}):
-        relative_flatness(net, X, y, criterion=CE, batch_size=8, **arguments)
-    assert alive == [0] * 24
-
-
-def test_diverged_weights_give_nan():
-    net = nn.Sequential(nn.Linear(4, 3))
-    X, y = np.ones((5, 4)), [0, 1, 2, 0, 1]
-    with torch.no_grad():
-        net[0].weight.fill_(torch.nan)
-    found = evaluate("relative_flatness", net, X, y, criterion=CE)
-    assert np.isnan(found.value)
-    assert np.isnan(found.risk)
-    with pytest.warns(FlatnessWarning, match="is nan or infinite, because '0.weight' of the net"):
-        assert np.isnan(relative_flatness(net, X, y, criterion=CE, method="hutchinson"))
 
 
 def test_a_criterion_keeps_its_reduction():

@@ -11,7 +11,7 @@ from tests import oracles
 from tests.cases import published_penalty
 from tests.measures.nets import CE, HEADS, KINDS, FusedAttention, allowed
 from tests.measures.nets import make_fused as make
-from tests.penalty.every_draw import assert_right_on_average
+from tests.penalty.every_draw import assert_right_on_average, evaluate
 from tests.penalty.test_penalty import assert_slope_is_that_of_differences
 
 SEED = 7
@@ -47,9 +47,7 @@ def test_attention_stays_fused_where_no_second_derivative_is_needed():
     for layer in (-1, 2, "head"):
         penalty = published_penalty(layer)
         for _ in range(3):
-            with penalty.capture(net):
-                output = net(X)
-            penalty(CE, output, y).backward()
+            evaluate(penalty, net, CE, X, y).backward()
         assert net.allowed[-2:] == [before] * 2  # the first step finds the layers
     assert net.allowed[:3] == [before] * 3
     penalty = published_penalty("qkv")
@@ -98,7 +96,5 @@ def test_attention_with_added_keys():
     net, X, y = Attends(), torch.randn(6, 3, 4), torch.arange(6) % 3
     penalty = published_penalty("body")
     for _ in range(2):
-        with penalty.capture(net):
-            output = net(X)
-        penalty(CE, output, y).backward()
+        evaluate(penalty, net, CE, X, y).backward()
     assert net.body.weight.grad.any()

@@ -14,14 +14,9 @@ from tests.hugging_face import GPT2
 from tests.measures.nets import CE
 from tests.measures.test_many_classes import Sizes, by_sums, make
 from tests.penalty import test_penalty as small
+from tests.penalty.every_draw import evaluate
 
 SOFTMAX = [name for name in small.CLOSED if "cross-entropy" in name]
-
-
-@pytest.fixture
-def few_are_many(monkeypatch):
-    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
 
 
 @pytest.mark.parametrize("gain", [0.05, 20.0], ids=["flat", "confident"])
@@ -30,9 +25,7 @@ def few_are_many(monkeypatch):
 def test_value_and_gradient_in_float32(d, m, gain, normalize):
     net, X, y = make(d, m, gain)
     penalty = published_penalty(normalize=normalize)
-    with penalty.capture(net):
-        output = net(X)
-    value = penalty(CE, output, y)
+    value = evaluate(penalty, net, CE, X, y)
     name = "normalized_relative_flatness" if normalize else "relative_flatness"
     assert value.item() == pytest.approx(by_sums(net, X)[name] / (2 * m), rel=1e-4)
     value.backward()
@@ -110,7 +103,7 @@ NETS = {
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
 @pytest.mark.parametrize("case", NETS)
-def test_few_and_many_classes_are_penalised_alike(case, normalize, weighted, monkeypatch):
+def test_few_and_many_classes_are_penalised_alike(case, normalize, weighted, few_are_many):
     net, X, y, *criterion = NETS[case]()
     criterion = criterion[0] if criterion else CE
     weights = torch.arange(len(X)).double() % 3 if weighted else None
@@ -130,13 +123,12 @@ def test_few_and_many_classes_are_penalised_alike(case, normalize, weighted, mon
         return found
 
     expected = value_and_gradients()
-    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._losses.curvature._ROWS", {False: 3, True: 3})
+    few_are_many()
     torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("few_are_many")
-def test_two_penalties_of_one_forward_pass():
+def test_two_penalties_of_one_forward_pass(few_are_many):
+    few_are_many()
     net, X, y = make(6, 5, 2.0)
     gradients = []
     for weights in [(1.0, 2.0), (3.0,)]:
@@ -150,9 +142,9 @@ def test_two_penalties_of_one_forward_pass():
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.usefixtures("few_are_many")
-def test_loss_and_penalty_are_differentiated_apart():
+def test_loss_and_penalty_are_differentiated_apart(few_are_many):
     """The gradient of the loss alone has nothing of a penalty that was differentiated before."""
+    few_are_many()
     net, X, y = make(6, 5, 2.0)
     parameters, penalty = list(net.parameters()), published_penalty()
     plain = torch.autograd.grad(CE(net(X), y), parameters)
@@ -222,7 +214,7 @@ def test_a_step_makes_few_more_arrays_of_the_weights_size_than_without_penalty(c
 
 
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
-def test_few_and_many_classes_have_the_same_second_derivatives(normalize, monkeypatch):
+def test_few_and_many_classes_have_the_same_second_derivatives(normalize, few_are_many):
     net, X, y = make(6, 5, 2.0)
     net, X = net.double(), X.double()
 
@@ -235,18 +227,16 @@ def test_few_and_many_classes_have_the_same_second_derivatives(normalize, monkey
         return torch.autograd.grad(sum(slope.square().sum() for slope in slopes), parameters)
 
     expected = second_derivatives()
-    monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
+    few_are_many()
     torch.testing.assert_close(second_derivatives(), expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.usefixtures("few_are_many")
-def test_bfloat16_weights_get_gradients_of_their_type():
+def test_bfloat16_weights_get_gradients_of_their_type(few_are_many):
+    few_are_many()
     net, X, y = make(6, 5, 2.0)
     net.bfloat16()
     penalty = published_penalty()
-    with penalty.capture(net):
-        output = net(X.bfloat16())
-    value = penalty(CE, output, y)
+    value = evaluate(penalty, net, CE, X.bfloat16(), y)
     assert value.dtype == torch.float32
     value.backward()
     assert all(p.grad.dtype == torch.bfloat16 for p in net.parameters())

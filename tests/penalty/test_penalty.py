@@ -13,7 +13,7 @@ from relflat_sk import (
 )
 from tests import oracles
 from tests.cases import CASES, published_penalty
-from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
+from tests.penalty.every_draw import assert_right_on_average, evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
 
@@ -126,25 +126,6 @@ def test_normalized_is_theorem_4(case):
     )
     value = evaluate(published_penalty(normalize=True), net, criterion, X, y)
     assert value.item() == pytest.approx(truth / (2 * layer.in_features), rel=EXACT)
-
-
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_weights_are_repetitions_for_the_normalized_penalty(layer):
-    net, criterion, X, y = make("cross-entropy")
-    times = torch.arange(len(y)) % 3  # some samples do not count
-    X[times == 0] += 5
-    penalty = published_penalty(layer, normalize=True)
-    repeated = X.repeat_interleave(times, dim=0), y.repeat_interleave(times)
-
-    def mean(X, y, **options):
-        def step():
-            return evaluate(penalty, net, criterion, X, y, **options).item()
-
-        return mean_of_all_draws(step, len(X))
-
-    expected = mean(*repeated)
-    assert mean(X, y, sample_weight=times.double()) == pytest.approx(expected, rel=EXACT)
-    assert mean(X, y) != pytest.approx(expected, rel=0.1)  # the weights matter
 
 
 def test_normalized_ignores_rounding_noise_on_a_constant_feature():

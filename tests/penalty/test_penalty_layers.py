@@ -141,20 +141,27 @@ def test_a_language_model_head_is_exact(classes_second):
     assert_right_on_average(published_penalty("body"), net, CE, X, y, truth)
 
 
-@pytest.mark.parametrize("layer", [-1, 0, "all"])
-@pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh", "conv"])
-def test_a_weight_of_two_is_the_same_sample_twice(layer, kind):
+@pytest.mark.parametrize(
+    ("kind", "layer", "normalize"),
+    [
+        *((kind, layer, False) for kind in ("mlp relu", "mlp tanh", "conv") for layer in (-1, 0)),
+        ("conv", "all", False),
+        ("mlp tanh", -1, True),
+        ("mlp tanh", 0, True),
+    ],
+)
+def test_a_weight_of_two_is_the_same_sample_twice(kind, layer, normalize):
     net, X, y = make(kind)
     weight = torch.tensor([2.0, 1, 0, 1, 3, 1, 1]).double()
-    twice = weight.long()
-    penalty = published_penalty(layer)
+    X[weight == 0] += 5
+    penalty = published_penalty(layer, normalize=normalize)
 
-    def step():
-        return evaluate(penalty, net, CE, *repeated).item()
+    def mean(X, y):
+        return mean_of_all_draws(lambda: evaluate(penalty, net, CE, X, y).item(), len(X))
 
-    repeated = X.repeat_interleave(twice, 0), y.repeat_interleave(twice)
-    truth = mean_of_all_draws(step, len(repeated[0]))
+    truth = mean(*(one.repeat_interleave(weight.long(), 0) for one in (X, y)))
     assert_right_on_average(penalty, net, CE, X, y, truth, sample_weight=weight)
+    assert mean(X, y) != pytest.approx(truth, rel=0.1)  # the weights matter
 
 
 def test_a_frozen_prefix_can_still_be_penalised():

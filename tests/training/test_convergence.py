@@ -12,12 +12,12 @@ from skorch.callbacks import Callback, EarlyStopping
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from relflat_sk import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._convergence import gradient_norm
 from tests.training import common
-from tests.training.common import INDEX, NAMES, SIZES, Classifier, Net, Regressor, X, dataset
+from tests.training.common import INDEX, NAMES, Classifier, Net, Regressor, X, dataset
 
 FLOAT32 = 1e-5
 TARGETS = torch.tensor(INDEX)
@@ -266,7 +266,6 @@ def test_on_a_net_with_a_criterion_of_its_own():
 
 
 def test_on_data_sets():
-
     pairs = list(zip(X, INDEX, strict=True))
     for samples in (Subset(pairs, range(42)), dataset()):
         net = make(StopAtLoss(0.3), StopAtGradientNorm(1e-9), module=Dropping).fit(samples)
@@ -292,21 +291,6 @@ def test_clone_pickle_and_parameters(callback):
     assert f"callbacks__{name}__every" in fresh.get_params()
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "0.1", None], ids=str)
-def test_refuses_goals(value):
-    with pytest.raises(ValueError, match="loss must be a finite positive number, got"):
-        make(StopAtLoss(value)).fit(X, NAMES)
-    with pytest.raises(ValueError, match="tol must be a finite positive number, got"):
-        make(StopAtGradientNorm(value)).fit(X, NAMES)
-
-
-@pytest.mark.parametrize("callback", [StopAtLoss, StopAtGradientNorm])
-@pytest.mark.parametrize("every", [0, -2, 1.5, True, "1"])
-def test_refuses_intervals(callback, every):
-    with pytest.raises(ValueError, match="every must be a positive integer, got"):
-        make(callback(every=every)).fit(X, NAMES)
-
-
 def test_repr_shows_the_goal():
     assert repr(StopAtLoss(0.01)) == "StopAtLoss(0.01)"
     assert repr(clone(StopAtLoss(0.5, every=5))) == "StopAtLoss(0.5, every=5)"
@@ -318,18 +302,3 @@ def test_nets_that_differ_in_their_seeds_warn_once_at_a_line(recwarn):
     for seed in range(3):
         make(StopAtLoss(1e-6), max_epochs=1, random_state=seed).fit(X, NAMES)
     assert len(recwarn) == 1
-
-
-class Once(IterableDataset):
-    def __init__(self, X):
-        self.samples = zip(torch.tensor(X), torch.arange(len(X)) % 3, strict=True)
-
-    def __iter__(self):
-        return self.samples
-
-
-@pytest.mark.parametrize("callback", [StopAtLoss(0.1), StopAtGradientNorm(0.1)])
-def test_refuses_a_stream_that_can_be_read_once(callback):
-    net = make(callback, **SIZES)
-    with pytest.raises(ValueError, match=r"0.1\) measures all training data .* stream Once"):
-        net.fit(Once(X), None)

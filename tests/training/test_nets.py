@@ -28,7 +28,6 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.training._after_fit import _has_collapsed
-from tests.cases import published_penalty
 from tests.training.common import (
     INDEX,
     LABELS,
@@ -51,55 +50,7 @@ FLOAT32 = 1e-5
 STILL = {"optimizer": torch.optim.SGD, "lr": 1e-30, "flatness_clip": None}
 
 
-# -- what a step minimises ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layer", "normalize", "limit"),
-    [
-        (-1, False, {"weight": 2.0}),
-        (-1, True, {"weight": 2.0}),
-        ([1, -1], False, {"weight": 2.0}),
-        ("all", False, {"weight": 2.0}),
-        ("output", False, {"weight": 200.0, "clip": 0.5}),
-    ],
-    ids=["last", "normalised", "several", "all", "limited"],
-)
-@pytest.mark.usefixtures("own_loop")
-def test_one_step_is_that_of_a_plain_torch_loop(layer, normalize, limit):
-    net = make(
-        flatness_weight=limit["weight"],
-        flatness_layer=layer,
-        flatness_normalize=normalize,
-        flatness_clip=limit.get("clip"),
-        module__hidden_layer_sizes=(6, 5),
-        optimizer=torch.optim.SGD,
-        lr=0.1,
-        batch_size=-1,
-        max_epochs=1,
-        random_state=None,
-        iterator_train__shuffle=False,
-        optimizer__fused=False,
-    )
-    torch.manual_seed(3)
-    net.fit(X, NAMES)
-
-    torch.manual_seed(3)
-    module, criterion = MLP(4, 3, (6, 5)), nn.CrossEntropyLoss()
-    torch.empty((), dtype=torch.int64).random_()  # the data loader's draw
-    penalty = published_penalty(layer, normalize, **limit)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with penalty.capture(module):
-        output = module(torch.tensor(X))
-    loss = criterion(output, torch.tensor(INDEX))
-    term = penalty(criterion, output, torch.tensor(INDEX))
-    (loss + term).backward()
-    optimizer.step()
-
-    assert_close(net.module_.state_dict(), module.state_dict(), rtol=0, atol=0)
-    assert net.history[0, "train_loss"] == pytest.approx(loss.item(), rel=1e-7)
-    assert net.history[0, "flatness_penalty"] == pytest.approx(term.item(), rel=1e-7)
-    assert net.history[0, "flatness_clipped"] == ("clip" in limit)
+# -- what a step minimises, see tests/engine/test_any_engine.py ----------------------------
 
 
 def test_makes_one_forward_pass_per_step():

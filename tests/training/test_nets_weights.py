@@ -15,7 +15,6 @@ from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback, Checkpoint, EpochScoring
 from skorch.dataset import ValidSplit
 from torch import nn
-from torch.testing import assert_close
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from relflat_sk import StopAtLoss, relative_flatness
@@ -89,22 +88,6 @@ def test_weights_are_repetitions_where_a_batch_holds_all_data(name):
     assert history["flatness_penalty"] == pytest.approx(other["flatness_penalty"], rel=1e-9)
     with pytest.raises(AssertionError):  # and they make a difference
         same(weighted, make(kind, **params).fit(X, y), rtol=1e-6, atol=1e-6)
-
-
-def test_a_batch_s_mean_is_over_the_weights_in_it():
-    params = {"iterator_train__shuffle": False, "lr": 0.5}
-    net = make(batch_size=16, max_epochs=1, flatness_weight=0, **params)
-    net.fit(X, NAMES, sample_weight=WEIGHTS)
-    module = make(max_epochs=0).fit(X, NAMES).module_
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    for rows in (slice(0, 16), slice(16, 32), slice(32, 42)):
-        weight = torch.tensor(WEIGHTS[rows]).double()
-        log_p = module(torch.tensor(X[rows])).log_softmax(dim=1)
-        losses = -log_p[torch.arange(len(weight)), torch.tensor(INDEX[rows])]
-        optimizer.zero_grad()
-        ((weight * losses).sum() / weight.sum()).backward()
-        optimizer.step()
-    assert_close(net.module_.state_dict(), module.state_dict(), rtol=1e-10, atol=1e-12)
 
 
 def test_equal_weights_change_nothing():

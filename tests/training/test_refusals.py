@@ -16,6 +16,7 @@ from relflat_sk import (
     FlatnessWarning,
     FleetTrainer,
     LayerNotFoundError,
+    StopAtGradientNorm,
     StopAtLoss,
     relative_flatness,
 )
@@ -90,7 +91,6 @@ def test_data(kind, inputs, y, message):
     [
         ({"flatness_weight": np.nan}, ValueError, "must be a finite number, got nan"),
         ({"flatness_weight": np.inf}, ValueError, "flatness_weight must be a finite"),
-        ({"flatness_weight": np.nan}, ValueError, "flatness_weight must be a finite"),
         ({"flatness_weight": "1"}, ValueError, "flatness_weight must be a finite"),
         ({"flatness_warmup": -1}, ValueError, "flatness_warmup must be a finite"),
         ({"flatness_warmup": True}, ValueError, "flatness_warmup must be a finite"),
@@ -116,6 +116,22 @@ def test_data(kind, inputs, y, message):
         ({"criterion__weight": {0: 1.0, 1: 2.0}}, TypeError, "criterion__weight must be .*got {0"),
         ({"criterion__weight": [1.0, 2.0]}, ValueError, r"weight has 2 .* classes \['x', 'y', 'z"),
         ({"callbacks": StopAtLoss(0.1)}, TypeError, "must be a list, such as .* got StopAtLoss"),
+        (
+            {"callbacks": [StopAtLoss(0)]},
+            ValueError,
+            "loss must be a finite positive number, got 0",
+        ),
+        ({"callbacks": [StopAtLoss(every=0)]}, ValueError, "every must be a positive integer, got"),
+        (
+            {"callbacks": [StopAtGradientNorm("0.1")]},
+            ValueError,
+            "tol must be a finite positive number, got '0.1'",
+        ),
+        (
+            {"callbacks": [StopAtGradientNorm(every=1.5)]},
+            ValueError,
+            "every must be a positive integer, got 1.5",
+        ),
         (
             {"flatness_wieght": 1, "epochs": 3},
             ValueError,
