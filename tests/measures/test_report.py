@@ -54,7 +54,10 @@ def test_eigenvalues_that_do_not_converge_warn(monkeypatch, n_found):
 @pytest.mark.parametrize("kind", ["conv", "mlp tanh"])
 def test_report_has_every_layer_and_measure(kind):
     net, X, y = make(kind)
-    report = flatness_report(net, X, y, criterion=CE, batch_size=4, random_state=0, rtol=1e-6)
+    quick = {"n_draws": 2, "n_steps": 2}
+    report = flatness_report(
+        net, X, y, criterion=CE, batch_size=4, random_state=0, rtol=1e-6, **quick
+    )
     assert list(report.columns) == [
         "measure", "layer", "position", "value", "stderr", "method", "n_samples", "invariance",
     ]  # fmt: skip
@@ -220,6 +223,8 @@ def test_measures_are_invariant_where_the_table_says_same(factors, seed):
 
 # enough noise on small weights to tell it from noise on the others
 PARAMS = {
+    "adaptive_sharpness": {"n_steps": 3},
+    "keskar_sharpness": {"n_steps": 3},
     "pac_bayes_flatness": {"n_draws": 5},
     "pac_bayes_magnitude_flatness": {"eps": 0.05, "risk": "loss", "n_draws": 5},
     "takeuchi_criterion": {"ridge": 1.0},  # mixing changes it only because of the ridge

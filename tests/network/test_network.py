@@ -59,7 +59,7 @@ def state_of(net):
         [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()],
         ["forward" in vars(m) for m in net.modules()],
         torch.is_grad_enabled(),
-        id(net.last),
+        [id(buffer) for buffer in net.buffers()],
     ]
     return {name: None if one is None else one.clone() for name, one in tensors.items()}, others
 

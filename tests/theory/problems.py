@@ -46,17 +46,3 @@ def rotations(n):
     angles = 2 * torch.pi * torch.arange(n).double() / n
     rows = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=1)
     return rows.reshape(n, 2, 2)
-
-
-def state_of(net):
-    """Weights and buffers as text, modes, gradients, hooks and forwards of a network."""
-    return [
-        (
-            module.training,
-            [repr(tensor.tolist()) for tensor in module.state_dict().values()],
-            [(p.grad, p.requires_grad) for p in module.parameters()],
-            len(module._forward_hooks) + len(module._forward_pre_hooks),
-            "forward" in vars(module),
-        )
-        for module in net.modules()
-    ]

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import LayerNotFoundError, theory
-from tests.theory.problems import CE, state_of
+from tests.network.test_network import same, state_of
+from tests.theory.problems import CE
 
 # arguments of each function beside model, data and criterion
 FUNCTIONS = {
@@ -58,15 +59,14 @@ def test_network_and_random_states_stay_as_they_were_also_after_an_exception(nam
         arguments["random_state"] = 0
     net = Counting()
     before = state_of(net)
-    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    numpy_state = np.random.get_state()[1].copy()  # noqa: NPY002
     run(name, net, **arguments)
-    assert state_of(net) == before
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    same(before, state_of(net))
+    assert (np.random.get_state()[1] == numpy_state).all()  # noqa: NPY002
     net.last, net.n_runs = net.n_runs - 1, 0
     with pytest.raises(RuntimeError, match="as announced"):
         run(name, net, **arguments)
-    assert state_of(net) == before
+    same(before, state_of(net))
 
 
 @pytest.mark.parametrize("name", RANDOM)
