@@ -38,14 +38,15 @@ def train_row(
     seed: int,
     optimizer: str = "SGD",
     *,
+    goal: float = 0.01,
     quick: bool = False,
 ) -> dict[str, float]:
-    """Train a LeNet-5 until its loss is 0.01, and measure at the last layer."""
+    """Train a LeNet-5 until its loss is the goal, and measure at the last layer."""
     X, y, *_ = data
     net = RelativeFlatnessRegularizedClassifier(
         InitializedLeNet5, module__kind=kind, flatness_weight=0, lr=lr, batch_size=batch_size,
         optimizer=getattr(torch.optim, optimizer), max_epochs=8 if quick else 400,
-        callbacks=[StopAtLoss(0.01)], random_state=seed, verbose=0,
+        callbacks=[StopAtLoss(goal)], random_state=seed, verbose=0,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

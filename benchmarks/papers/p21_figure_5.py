@@ -4,7 +4,8 @@
     python -m benchmarks.papers.p21_figure_5 --quick      # a minute
 
 The paper has 110 minima over initialisations, rates, batch sizes and optimisers, and prints no
-coefficients in its text: relative flatness has the largest, the Fisher-Rao norm the smallest.
+coefficients in its text: relative flatness has the largest, the Fisher-Rao norm the smallest. As in
+the authors' code, training ends at a mean loss of 0.1.
 """
 
 import sys
@@ -17,6 +18,7 @@ from benchmarks.papers._common import Minima, bootstrap, correlation, finish, lo
 from benchmarks.papers._lenet import OF_NETWORK, train_row
 
 MEASURES = ["relative_flatness", "hessian_trace", *OF_NETWORK]
+GOAL = 0.1
 RATES = {"SGD": 0.02, "Adam": 0.001, "RMSprop": 0.0005}
 
 
@@ -38,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for (run,) in minima.todo(runs[: 4 if arguments.quick else None]):
         name, size, faster, kind, seed = run.values()
         lr = RATES[name] * faster
-        minima.add(run | train_row(data, size, lr, kind, seed, name, quick=arguments.quick))
+        minima.add(
+            run | train_row(data, size, lr, kind, seed, name, goal=GOAL, quick=arguments.quick)
+        )
     every = minima.frame()
-    frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
+    frame = every[every["train_loss"] <= (9 if arguments.quick else 1.5 * GOAL)]
 
     def lead(other: str) -> Callable[[pd.DataFrame], float]:
         def of(rows: pd.DataFrame) -> float:
