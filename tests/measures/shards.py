@@ -121,28 +121,22 @@ def errors(rank):
     normed[1].running_mean += rank  # as data parallelism leaves it
     none = slice(0, 0) if rank else rows
     part = dist.new_group([0])
-    return {
-        "one process": error(lambda: relative_flatness(network("relu"), X[rows], broken, **world)),
-        "weights": error(lambda: relative_flatness(other, X[rows], Y[rows], **world)),
-        "permuted": error(lambda: relative_flatness(permuted, X[rows], Y[rows], **world)),
-        "buffers": error(lambda: relative_flatness(normed, X[rows], Y[rows], **world)),
-        "empty": error(lambda: relative_flatness(network("relu"), X[none], Y[none], **world)),
-        "terms": error(
-            lambda: relative_flatness(network("relu"), X[rows], Y[rows], per_sample=True, **world)
-        ),
-        "own": error(lambda: measure(own_measure, network("relu"), X[rows], Y[rows], **world)),
-        "order": error(
-            lambda: measure(
-                ["l2_norm", "fisher_rao_norm"][rank], network("relu"), X[rows], Y[rows], **world
-            )
-        ),
-        "ctrl-c": error(
-            lambda: relative_flatness(Interrupted(rank), X[rows], Y[rows], layer="last", **world)
-        ),
-        "kind": error(lambda: relative_flatness(network("relu"), X, Y, process_group=3)),
-        "outside": error(lambda: relative_flatness(network("relu"), X, Y, process_group=part)),
-        "afterwards": relative_flatness(network("relu"), X[rows], Y[rows], **world),
+    net, data, name = network("relu"), (X[rows], Y[rows]), ["l2_norm", "fisher_rao_norm"][rank]
+    calls = {
+        "one process": lambda: relative_flatness(net, X[rows], broken, **world),
+        "weights": lambda: relative_flatness(other, *data, **world),
+        "permuted": lambda: relative_flatness(permuted, *data, **world),
+        "buffers": lambda: relative_flatness(normed, *data, **world),
+        "empty": lambda: relative_flatness(net, X[none], Y[none], **world),
+        "terms": lambda: relative_flatness(net, *data, per_sample=True, **world),
+        "own": lambda: measure(own_measure, net, *data, **world),
+        "order": lambda: measure(name, net, *data, **world),
+        "ctrl-c": lambda: relative_flatness(Interrupted(rank), *data, layer="last", **world),
+        "kind": lambda: relative_flatness(net, X, Y, process_group=3),
+        "outside": lambda: relative_flatness(net, X, Y, process_group=part),
     }
+    found = {what: error(call) for what, call in calls.items()}
+    return {**found, "afterwards": relative_flatness(net, *data, **world)}
 
 
 class Interrupted(nn.Module):

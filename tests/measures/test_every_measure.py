@@ -202,6 +202,17 @@ def tokens():
     )
 
 
+class ClassesSecond(nn.Module):
+    def forward(self, z):
+        return z.transpose(1, 2)
+
+
+def labelled_tokens():
+    """A label for each of two positions."""
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), ClassesSecond()
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), *layers)
+
+
 CASES = {
     "softmax": (lambda: perceptron(nn.ReLU), CE, CLASSES),
     "smooth": (lambda: perceptron(nn.Tanh), CE, CLASSES),
@@ -226,6 +237,7 @@ CASES = {
     "soft margin": (lambda: perceptron(nn.Tanh), nn.SoftMarginLoss(), VALUES.sign()),
     "convolutions": (convolutional, CE, CLASSES),
     "tokens": (tokens, CE, CLASSES),
+    "labelled tokens": (labelled_tokens, CE, torch.stack([CLASSES, CLASSES.roll(1)], dim=1)),
 }
 
 

@@ -19,7 +19,16 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from tests import oracles
 from tests.hugging_face import LoraLayer, conv1d
-from tests.measures.nets import CE, HEADS_OF_CLASSES, PROBLEMS, allowed, dense, make, measure_all
+from tests.measures.nets import (
+    CE,
+    HEADS_OF_CLASSES,
+    NETS,
+    PROBLEMS,
+    allowed,
+    dense,
+    make,
+    measure_all,
+)
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -27,7 +36,7 @@ EXACT = 1e-8
 CASES = [(name, layer) for name, build in PROBLEMS.items() for layer in build().all_layers()]
 
 
-def assert_measures(problem, layer):
+def assert_measures(problem, layer, whitened=False):
     """Compare all measures of a layer, and their terms, with the dense Hessian."""
     X, y, rtol = problem.X, problem.y, problem.rtol
     H, W = problem.hessian(layer)
@@ -50,6 +59,14 @@ def assert_measures(problem, layer):
         expected, rel=rtol, abs=1e-14
     )
     assert found.risk == pytest.approx(problem.risk(), rel=max(rtol, 1e-12))
+    options["method"] = "exact"
+    neurons = measure("neuron_flatness", problem.net, X, y, **options)
+    assert neurons == pytest.approx(np.array(oracles.rho(H, W)), rel=rtol, abs=1e-12)
+    if whitened:
+        groups = getattr(problem.net.get_submodule(layer), "groups", 1)
+        expected = oracles.whitened_flatness(H, W, oracles.patches(problem.net, layer, X), groups)
+        found = measure("whitened_flatness", problem.net, X, y, **options)
+        assert found == pytest.approx(expected, rel=rtol)
     assert allowed() == before
     if problem.is_mean:
         assert_terms(problem, layer, W, int(np.argmax(oracles.rho(H, W))), options)
@@ -60,9 +77,7 @@ def assert_terms(problem, layer, W, neuron, options):
     each = problem.hessian(layer, oracles.weight_hessians)
     table = {**oracles.TABLE_1, "neuron_flatness_max": lambda H, W: oracles.rho(H, W)[neuron]}
     for name, oracle in table.items():
-        terms = measure(
-            name, problem.net, problem.X, problem.y, per_sample=True, method="exact", **options
-        )
+        terms = measure(name, problem.net, problem.X, problem.y, per_sample=True, **options)
         expected = np.array([oracle(H, W) for H in each])
         assert terms == pytest.approx(expected, rel=problem.rtol, abs=1e-11), name
         assert terms.dtype == np.float64
@@ -70,7 +85,7 @@ def assert_terms(problem, layer, W, neuron, options):
 
 @pytest.mark.parametrize(("name", "layer"), CASES, ids=["-".join(case) for case in CASES])
 def test_every_measure_agrees_with_the_dense_hessian(name, layer):
-    assert_measures(PROBLEMS[name](), layer)
+    assert_measures(PROBLEMS[name](), layer, whitened=name in NETS)
 
 
 # chunks of classes depend on the criterion, and on whether there is a closed form

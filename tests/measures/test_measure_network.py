@@ -1,4 +1,4 @@
-"""How many passes over the data measures take together, and which of them apply."""
+"""How many passes over the data measures take together."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
 from relflat_sk.measures._layer_measures import TRACE_LIKE
 from relflat_sk.measures._measure_network import NETWORK_WIDE, measure_network
-from relflat_sk.measures._names import number_names
 from tests.measures.nets import CE, make
 
 # networks with random weights are at no minimum
@@ -95,24 +94,3 @@ def test_a_network_may_change_from_batch_to_batch():
     assert found["layer", names[0]].value == pytest.approx(
         expected["layer", "relative_flatness"].value, rel=1e-10
     )
-
-
-def test_every_measure_is_found_by_name():
-    network = counted("mlp relu", n=30)
-    network.module.net[4].weight.data *= 3
-    names = [name for name in number_names() if name not in NETWORK_WIDE]
-    names.append("network_flatness")
-    found = measure_network(network, names, [0, -1], random_state=0)
-    layers = ["net.0", "net.4"]
-    assert set(found) == {
-        (layer, name) for name in names for layer in ([""] if name in NETWORK_WIDE else layers)
-    }
-
-
-def test_measures_that_do_not_apply():
-    network = counted("mlp tanh")
-    with pytest.raises(ValueError, match="there is no path norm"):
-        measure_network(network, ["l1_path_norm"], [-1])
-    found = measure_network(network, ["l1_path_norm"], [-1], tolerated=(ValueError,))
-    assert found["", "l1_path_norm"].method == "none"
-    assert "there is no path norm" in str(found["", "l1_path_norm"].error)

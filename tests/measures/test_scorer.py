@@ -726,12 +726,6 @@ def test_no_random_initialisation_passes(data_set, epochs):
     assert not passed
 
 
-def test_an_infinite_loss_is_reported():
-    ridge = Ridge().fit(X, TARGET)
-    with pytest.warns(FlatnessWarning, match="its mean loss is inf; has training"):
-        assert math.isnan(SCORER(ridge, X, np.full(len(X), 1e200)))
-
-
 @pytest.mark.parametrize("non_minimum", ["reject", "warn"])
 def test_without_labels_the_check_is_left_out_with_a_warning(non_minimum):
     model = net().fit(X, Y)
@@ -881,6 +875,17 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
 def test_refuses_unfitted_estimators(model, data):
     with pytest.raises(NotFittedError):
         FlatnessScorer(data=data)(clone(model), X, Y)
+
+
+def test_a_monitor_records_the_flatness_of_each_iteration():
+    callback = pytest.importorskip("sklearn.callback", reason="scikit-learn has them from 1.9 on")
+    monitor = callback.ScoringMonitor(scoring={"flatness": FlatnessScorer(non_minimum="accept")})
+    LogisticRegression(max_iter=6).set_callbacks(monitor).fit(X, Y)
+    rows = [row for row in monitor.get_logs().data if row["task_name"] == "lbfgs-iter"]
+    assert len(rows) == 6
+    for n_iterations in (2, 6):
+        expected = -relative_flatness(LogisticRegression(max_iter=n_iterations).fit(X, Y), X, Y)
+        assert rows[n_iterations - 1]["flatness"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_scikit_learns_own_cross_validation_takes_the_scorer():

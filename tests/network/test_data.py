@@ -252,7 +252,10 @@ def test_outputs_that_do_not_fit(net, message):
     ("weights", "message"),
     [
         (np.ones(3), r"must have shape \(12,\), one weight per sample, got \(3,\)"),
-        (-np.ones(N), "must be finite, not negative, and not all zero"),
+        (np.ones((N, 1)), r"must have shape \(12,\)"),
+        (1.0, r"must have shape \(12,\)"),
+        (np.r_[-1.0, np.ones(N - 1)], "must be finite, not negative, and not all zero"),
+        (np.r_[np.nan, np.ones(N - 1)], "must be finite, not negative, and not all zero"),
         (np.zeros(N), "must be finite, not negative, and not all zero"),
     ],
 )

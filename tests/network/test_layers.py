@@ -69,13 +69,6 @@ def test_positions_count_in_forward_order():
     assert find_layer(net, -1) == "a"  # as registered
 
 
-def test_one_forward_pass_per_batch():
-    net, calls = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double(), []
-    net[0].register_forward_hook(lambda *_: calls.append(1))
-    relative_flatness(net, X, Y, criterion=CE, batch_size=4)
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
@@ -107,13 +100,6 @@ def test_layers_with_other_weights_are_refused_by_name(layer):
     net = nn.Sequential(layer, nn.Linear(2, 2))
     with pytest.raises(TypeError, match=f"not defined at a {type(layer).__name__}"):
         relative_flatness(net, torch.tensor([1, 2]), torch.tensor([0, 1]), layer="0", criterion=CE)
-
-
-def test_parametrized_layers_are_measured_at_their_effective_weight():
-    net = Net(chain)
-    plain = relative_flatness(net, X, Y, criterion=CE)
-    parametrizations.weight_norm(net.b)
-    assert relative_flatness(net, X, Y, criterion=CE) == pytest.approx(plain, rel=1e-12)
 
 
 # -- links ----------------------------------------------------------------------------------

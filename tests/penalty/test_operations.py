@@ -1,6 +1,7 @@
 """How many multiplications a training step takes, where their number decides its time."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ STEPS = {
 }
 
 
+@cache
 def count_step(network, penalty=None):
     """Count the multiplications of a step; the first one finds the layers."""
     torch.manual_seed(0)

