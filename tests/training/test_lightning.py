@@ -1,12 +1,11 @@
 """The callback for Lightning, against a plain loop with the same batches."""
 
-import sys
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import RelativeFlatnessPenalty, relative_flatness
 
@@ -144,11 +143,6 @@ def test_measurements_are_made_every_few_epochs_or_never():
     assert found == [False, True, True, False]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([(X[0], Y[0])])
-
-
 FLAT = {"network": "model"}
 WRONG = {
     "no network": ({"network": "body"}, {}, "'body' is no submodule .*'model', 'not_called'"),
@@ -168,18 +162,10 @@ def test_trainings_without_a_penalty_are_refused_and_leave_the_module_as_it_was(
     assert not module.model._forward_hooks
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (TensorDataset(X, X, Y), "pair of inputs and target, got a list of 3"),
-        (Stream(), "training data are a Stream. Pass a map-style"),
-    ],
-    ids=["triples", "stream"],
-)
-def test_data_that_cannot_be_measured_are_refused(data, message):
+def test_batches_that_are_no_pairs_are_refused():
     callback = LightningFlatnessCallback(CRITERION, network="model", weight=0)
-    with pytest.raises(ValueError, match=message):
-        fit(Classifier(), callback, data=data)
+    with pytest.raises(ValueError, match="pair of inputs and target, got a list of 3"):
+        fit(Classifier(), callback, data=TensorDataset(X, X, Y))
 
 
 def test_several_callbacks_give_the_module_its_own_step_back():
@@ -209,21 +195,3 @@ def test_a_skipped_step_stays_skipped():
     with pytest.warns(UserWarning, match="returned `None`"):
         fit(module, LightningFlatnessCallback(CRITERION, network="model", every=None))
     assert torch.equal(module.model[0].weight, network()[0].weight)
-
-
-def test_arguments_are_checked():
-    with pytest.raises(ValueError, match="every must be a positive integer or None, got 0"):
-        LightningFlatnessCallback(CRITERION, every=0)
-    with pytest.raises(ValueError, match="clip must be a finite positive number or None"):
-        LightningFlatnessCallback(CRITERION, clip=-1)
-
-
-def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch):
-    import relflat_sk.training as door
-
-    monkeypatch.delitem(sys.modules, "relflat_sk.training._lightning")
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    with pytest.raises(ImportError, match=r'pip install "relflat_sk\[lightning\]"'):
-        _ = door.LightningFlatnessCallback
-    with pytest.raises(AttributeError, match="no attribute 'LightningCallback'"):
-        _ = door.LightningCallback

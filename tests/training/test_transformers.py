@@ -1,16 +1,13 @@
 """The callback for Hugging Face's Trainer, against a plain loop with the same batches."""
 
 import copy
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset
 
-import relflat_sk.training as door
 from relflat_sk import RelativeFlatnessPenalty, relative_flatness
 
 pytest.importorskip("transformers")
@@ -24,7 +21,6 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from relflat_sk.training import TransformersFlatnessCallback
 
@@ -221,11 +217,6 @@ class Failing(BertForSequenceClassification):
         raise ArithmeticError
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(rows(CLASSES))
-
-
 def test_a_failing_model_is_recorded_no_longer():
     model = Failing(classifier().config)
     with pytest.raises(ArithmeticError):
@@ -315,33 +306,3 @@ def test_models_that_are_not_called_themselves_are_refused(compiled, n_gpu, mess
     with pytest.raises(ValueError, match=message):
         TransformersFlatnessCallback().on_train_begin(args, None, None)
     TransformersFlatnessCallback(weight=0).on_train_begin(args, None, None)
-
-
-def test_samples_that_are_grouped_by_length_are_measured_like_others():
-    data = [{**row, "input_ids": row["input_ids"][:length]} for row, length in zip(
-        rows(CLASSES), [2, 6, 3, 6, 2, 2, 3, 6, 2, 3], strict=True)]  # fmt: skip
-    sampler = LengthGroupedSampler(2, data)
-
-    class Grouped(InOrder):
-        def _get_train_sampler(self, *args):
-            return sampler
-
-    flat, plain = (TransformersFlatnessCallback(weight=0) for _ in range(2))
-    arguments = {"max_steps": 5, "per_device_train_batch_size": 1, "learning_rate": 0.0}
-    grouped = fit(classifier(), data, flat, trainer=Grouped, **arguments)
-    in_order = fit(classifier(), data, plain, **arguments)
-    found, expected = (entries(trainer, "relative_flatness") for trainer in (grouped, in_order))
-    assert len(found) == 1
-    assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_stream_cannot_be_measured():
-    with pytest.raises(ValueError, match="training data are a .*Pass a map-style"):
-        fit(classifier(), Stream(), TransformersFlatnessCallback(weight=0), max_steps=1)
-
-
-def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch):
-    monkeypatch.delitem(sys.modules, "relflat_sk.training._transformers")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r'pip install "relflat_sk\[transformers\]"'):
-        _ = door.TransformersFlatnessCallback

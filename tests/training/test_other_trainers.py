@@ -1,4 +1,6 @@
-"""The samples on which callbacks for other trainers measure are those that are trained on."""
+"""What the callbacks for other trainers share: arguments, extras, and the measured samples."""
+
+import sys
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -13,7 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from relflat_sk.training._other_trainers import rows_in_order
+import relflat_sk.training as door
+from relflat_sk.training._other_trainers import FlatTraining, rows_in_order
 
 DATA = TensorDataset(torch.arange(10.0), torch.arange(10))
 SOME = [7, 2, 5]
@@ -56,6 +60,22 @@ def test_only_the_samples_of_a_subset_are_measured(wrap):
     assert numbers(DataLoader(DATA, batch_sampler=batches)) == SOME
 
 
+def test_samples_that_are_grouped_by_length_are_measured_in_their_order():
+    library = pytest.importorskip("transformers.trainer_pt_utils")
+    sampler = library.LengthGroupedSampler(2, lengths=[2, 6, 3, 6, 2, 2, 3, 6, 2, 3])
+    assert numbers(DataLoader(DATA, sampler=sampler)) == list(range(10))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(DATA)
+
+
+def test_a_stream_cannot_be_measured():
+    with pytest.raises(ValueError, match="training data are a Stream. Pass a map-style"):
+        numbers(DataLoader(Stream()))
+
+
 class NoSampler:
     dataset = DATA
 
@@ -91,3 +111,27 @@ def test_samplers_that_may_leave_samples_out_need_a_data_set(kind):
     with pytest.raises(ValueError, match=rf"but the {name}.* of the training .*Pass them as data"):
         numbers(loader)
     assert numbers(loader, DATA) == list(range(10))
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="every must be a positive integer or None, got 0"):
+        FlatTraining(-1, 1.0, 0.5, every=0, dataset=None)
+    with pytest.raises(ValueError, match="clip must be a finite positive number or None"):
+        FlatTraining(-1, 1.0, -1, every=1, dataset=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "library"),
+    [
+        ("LightningFlatnessCallback", "_lightning", "lightning.pytorch"),
+        ("TransformersFlatnessCallback", "_transformers", "transformers"),
+    ],
+)
+def test_without_the_extra_the_error_says_how_to_install_it(name, module, library, monkeypatch):
+    monkeypatch.delitem(sys.modules, f"relflat_sk.training.{module}", raising=False)
+    monkeypatch.setitem(sys.modules, library, None)
+    extra = library.removesuffix(".pytorch")
+    with pytest.raises(ImportError, match=rf'pip install "relflat_sk\[{extra}\]"'):
+        getattr(door, name)
+    with pytest.raises(AttributeError, match="no attribute 'LightningCallback'"):
+        _ = door.LightningCallback
