@@ -28,7 +28,8 @@ class ByHand:
         self.head = nn.Linear(100, 10)
         self.parameters = [*self.body.parameters(), *self.head.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=0.003, fused=True)
-        self.steps, self.n, self.typical, self.squares, self.n_squares = 0, 0, 0.0, 0.0, 0.0
+        self.steps, self.n = 0, 0
+        self.typical, self.squares, self.n_squares, self.mean = 0.0, 0.0, 0.0, 0.0
 
     def norm(self, value: Tensor) -> Tensor:
         """Compute the norm of a gradient."""
@@ -53,7 +54,9 @@ class ByHand:
         self.steps += 1
         ratio = (self.squares / self.n_squares) ** 0.5
         largest = torch.minimum(CLIP / 2 * gain, 2 * CLIP * self.typical / ratio)
-        share = (largest / penalty.detach()).clamp(0, 1)
+        size = penalty.detach()
+        self.mean = self.mean + 0.03 * (size - self.mean)
+        share = (largest / torch.maximum(size, self.mean)).clamp(0, 1)
         self.optimizer.zero_grad()
         (loss + share * penalty).backward()
         self.optimizer.step()

@@ -4,8 +4,13 @@ A dead network is perfectly flat, so that the published objective ``loss + weigh
 it as an attractor: with a large weight, training ends there. With the weighted penalty ``P`` and a
 limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the differentiation,
 
-.. math:: s = \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{|P|},\;
-    2 c \frac{G}{\|\nabla P\|}\Bigr) .
+.. math:: s = \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{R},\; 2 c \frac{G}{\rho R}\Bigr), \qquad
+    R = \max(|P|, \overline{|P|}) .
+
+**Size.** :math:`R` is the penalty of the batch, or its moving average over steps where that is
+larger. With :math:`|P|` alone, a batch with a small penalty would be scaled up to the same step as
+one with a large penalty, and training would follow the noise of such batches. At a first layer and
+a high learning rate, networks with a large weight ended sharper than without penalty.
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
@@ -17,9 +22,8 @@ average over steps. So no step is larger than those that training has shown to b
 loss's gradient of the same step would vanish at a minimum, which is where flatness is decided.
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
-first 8 steps and in every 8th step. :math:`\|\nabla P\|` stands for :math:`|P|` times the root mean
-square of the ratios of both that were measured, each of which counts for 0.9 times as much as the
-next one. Where it was the last ratio, steps between measurements could be 20 times as long as
+first 8 steps and in every 8th step. :math:`\rho` is the root mean square of the measured ratios
+:math:`\|\nabla P\| / |P|`, each of which counts for 0.9 times as much as the next one. Where it was the last ratio, steps between measurements could be 20 times as long as
 allowed, which ended networks at a high learning rate. Where it was the largest ratio, the penalty
 at a first layer hardly made it flatter.
 
@@ -42,8 +46,10 @@ _EVERY = 8
 _DECAY = 0.999
 # how slowly the ratios of the norms to the penalties are forgotten, at each measurement
 _MEMORY = 0.9
+# how much of the penalty's average a step replaces
+_NEWEST = 0.03
 # what a limit knows of past steps
-_COUNTED, _MEASURED = ("steps", "_n_norms"), ("_typical", "_squares", "_n_squares", "_most")
+_COUNTED, _MEASURED = ("steps", "_n_norms"), ("_typical", "_squares", "_n_squares", "_most", "_mean")
 
 
 class PenaltyLimit:
@@ -62,6 +68,7 @@ class PenaltyLimit:
         self._squares: Any = 0.0
         self._n_squares: Any = 1e-30
         self._most: Any = 0.0  # the largest penalty over half of `clip`, by the gradients
+        self._mean: Any = 0.0  # the penalty's size; at first, that of each batch counts
 
     @classmethod
     def stack(cls, limits: Sequence["PenaltyLimit"], like: Any) -> "PenaltyLimit":
@@ -127,9 +134,11 @@ class PenaltyLimit:
             self._n_squares = xp.where(usable, number, self._n_squares)
             self._most = 4 * self._typical * (self._n_squares / self._squares) ** 0.5
         self.steps = self.steps + 1
+        mean = self._mean + _NEWEST * (size - self._mean)
+        self._mean = xp.where(mean < xp.inf, mean, self._mean)
         largest = gain.clip(max=self._most) * (0.5 * self.clip)
         # where there is no penalty, there is nothing to limit
-        return xp.where(size > 0, largest / size, 1.0).clip(0, 1)
+        return xp.where(size > 0, largest / xp.maximum(size, self._mean), 1.0).clip(0, 1)
 
 
 def _as_kind(values: Any, like: Any) -> Any:

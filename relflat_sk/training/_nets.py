@@ -141,17 +141,18 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     With the limit `flatness_clip`, the penalty :math:`P = \lambda \kappa / (2 m)` of a step is
     multiplied by
 
-    .. math:: \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{|P|},\;
-        2 c \frac{G}{\|\nabla P\|}\Bigr) ,
+    .. math:: \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{R},\; 2 c \frac{G}{\rho R}\Bigr) , \qquad
+        R = \max(|P|, \overline{|P|}) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
-    batch, and :math:`G` a moving average of :math:`\|\nabla L\|` over the steps. A network that
-    has learned nothing gets no penalty, and no step is larger than training has shown to be
-    stable. The limit does not vanish at a minimum, where flatness is decided. The norms are those
-    over all parameters. They take two backward passes, in the first 8 steps and in every 8th step.
-    For :math:`\|\nabla P\|`, a step takes :math:`|P|` times the root mean square of the ratios of
-    both that were measured, of which the last ten or so count. The criterion is called once more
-    in each step, for the mean output.
+    batch, :math:`G` a moving average of :math:`\|\nabla L\|` over the steps, and :math:`\rho` the
+    root mean square of :math:`\|\nabla P\| / |P|`. A network that has learned nothing gets no
+    penalty, and no step is larger than training has shown to be stable. The limit does not vanish
+    at a minimum, where flatness is decided. :math:`R` is at least the moving average of the
+    penalty over about 30 steps, so that batches with a small penalty are not scaled up. The norms
+    are those over all parameters. They take two backward passes, in the first 8 steps and in every
+    8th step; of :math:`\rho`, the last ten measurements or so count. The criterion is called once
+    more in each step, for the mean output.
 
     References
     ----------

@@ -48,26 +48,29 @@ class PlainLimit:
     """The formula, number by number, with all norms that were taken in a list."""
 
     def __init__(self, clip):
-        self.clip, self.steps, self.norms, self.ratios = clip, 0, [], []
+        self.clip, self.norms, self.ratios, self.sizes = clip, [], [], []
 
     def __call__(self, gain, penalty, norms):
         """The share; `norms` are those of the gradients of loss and penalty."""
-        if self.steps < 8 or self.steps % 8 == 0:
+        step = len(self.sizes)
+        if step < 8 or step % 8 == 0:
             of_loss, of_penalty = norms
             self.norms.append(of_loss)
             if penalty:
                 self.ratios.append(of_penalty / abs(penalty))
-        self.steps += 1
+        self.sizes.append(abs(penalty))
         if penalty == 0:
             return 1.0
         ages = range(len(self.norms))[::-1]
         typical = np.average(self.norms, weights=[0.999**age for age in ages])
+        mean = sum(0.03 * 0.97**age * size for age, size in enumerate(self.sizes[::-1]))
+        size = max(abs(penalty), mean)
         by_gradient = np.inf
         if self.ratios:
             weights = [0.9**age for age in range(len(self.ratios))[::-1]]
             ratio = np.average(np.square(self.ratios), weights=weights) ** 0.5
-            by_gradient = 2 * self.clip * typical / (ratio * abs(penalty))
-        by_value = self.clip / 2 * gain / abs(penalty)
+            by_gradient = 2 * self.clip * typical / (ratio * size)
+        by_value = self.clip / 2 * gain / size
         return min(1.0, max(0.0, min(by_value, by_gradient)))
 
 
