@@ -23,9 +23,10 @@ loss's gradient of the same step would vanish at a minimum, which is where flatn
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
 first 8 steps and in every 8th step. :math:`\rho` is the root mean square of the measured ratios
-:math:`\|\nabla P\| / |P|`, each of which counts for 0.9 times as much as the next one. Where it was the last ratio, steps between measurements could be 20 times as long as
-allowed, which ended networks at a high learning rate. Where it was the largest ratio, the penalty
-at a first layer hardly made it flatter.
+:math:`\|\nabla P\| / |P|`, each of which counts for 0.9 times as much as the next one. Where it was
+the last ratio, steps between measurements could be 20 times as long as allowed, which ended
+networks at a high learning rate. Where it was the largest ratio, the penalty at a first layer
+hardly made it flatter.
 
 There is one formula for one net or several, over arrays of NumPy or torch.
 """
@@ -49,7 +50,8 @@ _MEMORY = 0.9
 # how much of the penalty's average a step replaces
 _NEWEST = 0.03
 # what a limit knows of past steps
-_COUNTED, _MEASURED = ("steps", "_n_norms"), ("_typical", "_squares", "_n_squares", "_most", "_mean")
+_COUNTED = "steps", "_n_norms"
+_MEASURED = "_typical", "_squares", "_n_squares", "_most", "_mean"
 
 
 class PenaltyLimit:
