@@ -118,7 +118,7 @@ def temperature(net, y, loss, share):
 def test_every_measure_is_that_of_the_tempered_loss(case, share, layer):
     net, criterion, y, loss = train(case)
     T = temperature(net, y, loss, share)
-    options = {"layer": layer, "criterion": criterion, "at_loss": share, "batch_size": 7}
+    options = {"layer": layer, "criterion": criterion, "at_loss": share, "batch_size": 16}
     layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
     H, W = oracles.weight_hessian(net, layers[layer], lambda out, y: loss(out, y, T), X, y)
     rel = 1e-5 if case == "probabilities" else 1e-8  # the oracle undoes a sigmoid
@@ -151,7 +151,7 @@ OF_NETWORK = {
 def test_measures_of_the_whole_network(case, name):
     net, criterion, y, loss = train(case)
     T = temperature(net, y, loss, 0.1)
-    options = {"random_state": 0, "batch_size": 7, **OF_NETWORK[name]}
+    options = {"random_state": 0, "batch_size": 16, **OF_NETWORK[name]}
     found = measure(name, net, X, y, criterion=criterion, at_loss=0.1, **options)
     tempered = measure(name, net, X, y, criterion=lambda out, y: loss(out, y, T), **options)
     assert found == pytest.approx(tempered, rel=1e-6)

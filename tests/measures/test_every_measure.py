@@ -1,4 +1,4 @@
-"""What holds for every measure: of batches, precision, devices, sample weights and the network."""
+"""What holds for every measure: of batches, precision, sample weights and the network."""
 
 import weakref
 from contextlib import nullcontext
@@ -111,15 +111,6 @@ def test_batches_do_not_matter_for_any_criterion(name, case):
         value(name, net, data, target, criterion=criterion, batch_size=size) for size in (11, 4)
     )
     assert one == pytest.approx(two, rel=1e-6, nan_ok=True)
-
-
-def test_the_device_does_not_matter(device):
-    net, X, y = chain()
-    net, X = net.double(), X.double()
-    expected = {name: value(name, net, X, y, criterion=CE) for name in NAMES}
-    net.to(device)
-    for name, one in expected.items():
-        assert value(name, net, X, y, criterion=CE) == pytest.approx(one, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def assert_measures(problem, layer, whitened=False):
     """Compare all measures of a layer, and their terms, with the dense Hessian."""
     X, y, rtol = problem.X, problem.y, problem.rtol
     H, W = problem.hessian(layer)
-    options = {"layer": layer, "criterion": problem.criterion, "batch_size": 2}
+    two = (len(y) + 1) // 2  # batches
+    options = {"layer": layer, "criterion": problem.criterion, "batch_size": two}
     closed = problem.all_layers()[-1:] if problem.closed is None else problem.closed
     method = "closed form" if layer in closed else "exact"
     before = allowed()

@@ -35,7 +35,6 @@ from sklearn.model_selection import (
     cross_val_score,
     cross_validate,
     learning_curve,
-    validation_curve,
 )
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
@@ -194,19 +193,6 @@ def splits(search, *names):
     return [results[key] for key in results if key.startswith("split") and key.endswith(names)]
 
 
-def halve(resource):
-    return HalvingGridSearchCV(
-        net(),
-        {"batch_size": [8, 16, 32]},
-        resource=resource,
-        min_resources=50 if resource == "n_samples" else 3,
-        max_resources="auto" if resource == "n_samples" else 9,
-        scoring=Checked(),
-        random_state=0,
-        **FOLDS,
-    )
-
-
 def validated():
     results = cross_validate(net(), X, Y, scoring=SEVERAL, return_train_score=True, **FOLDS)
     return [results[key] for key in results if key.endswith(("flat", "first"))]
@@ -219,11 +205,13 @@ TOOLS = {
         net(), X, Y, train_sizes=[0.5, 1.0], shuffle=True, random_state=0, scoring=Checked(),
         **FOLDS,
     )[1:],
-    "validation_curve": lambda: validation_curve(
-        net(), X, Y, param_name="max_epochs", param_range=[5, 10], scoring=Checked(), **FOLDS
+    "halving": lambda: splits(
+        HalvingGridSearchCV(
+            net(), {"batch_size": [8, 16, 32]}, min_resources=50, scoring=Checked(),
+            random_state=0, **FOLDS,
+        ),
+        "score",
     ),
-    "halving by n_samples": lambda: splits(halve("n_samples"), "score"),
-    "halving by max_epochs": lambda: splits(halve("max_epochs"), "score"),
 }  # fmt: skip
 
 

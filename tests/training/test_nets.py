@@ -540,7 +540,7 @@ def test_epoch_scoring_of_labels_of_any_kind(kind, y, scoring):
         for name in scoring
         for train in (False, True)
     ]
-    net = make(kind, callbacks=callbacks, max_epochs=30, train_split=ValidSplit(4)).fit(X, y)
+    net = make(kind, callbacks=callbacks, train_split=ValidSplit(4)).fit(X, y)
     assert all(np.isfinite(net.history[:, name]).all() for name, _ in callbacks)
     if kind is not Regressor:
         _, valid = ValidSplit(4)(net.get_dataset(X, y))
