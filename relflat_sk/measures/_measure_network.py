@@ -379,8 +379,10 @@ def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
     advice = "If training has diverged, train again, with a lower learning rate for example."
     if parameter is not None:
         cause = f"{parameter!r} of the network contains nan or infinite numbers"
-    elif not names.keys() & CURVATURES.union([GRADIENT_NORM]) or not one.summary.has_labels:
+    elif not names.keys() & CURVATURES.union([GRADIENT_NORM]):
         return
+    elif not one.summary.has_labels:
+        cause = "features or outputs of the network are nan or too large at some sample"
     elif not math.isfinite(one.risk):
         cause = (
             f"the mean loss is {one.risk}: the network's outputs are too large, or not of the kind "

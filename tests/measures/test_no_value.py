@@ -368,6 +368,8 @@ def test_overflowing_outputs_warn():
         net.output.weight.mul_(1e30)
     with pytest.warns(FlatnessWarning, match="the mean loss is nan: .* outputs are too large"):
         assert not math.isfinite(relative_flatness(net, RANDOM, THREE, criterion=CE))
+    with pytest.warns(FlatnessWarning, match="because features or outputs .* are nan or too large"):
+        assert math.isnan(relative_flatness(net, RANDOM, criterion=CE))
 
 
 def test_without_a_loss_there_is_no_curvature():
