@@ -2,9 +2,8 @@
 A sweep of batch sizes
 ======================
 
-A search trains every candidate to the same loss on all training data, ranks the minima by
-flatness, and keeps the flattest. Held-out data serve only to see how well the ranking predicts
-the generalisation gap.
+A search trains every candidate to the same loss on all training data, and ranks the minima by
+flatness. Held-out data serve only to see how well the ranking predicts the generalisation gap.
 """
 
 import matplotlib.pyplot as plt

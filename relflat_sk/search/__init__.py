@@ -1,4 +1,4 @@
-"""Search for flat minima: train candidates, rank them by flatness, predict with the flattest."""
+"""Search for flat minima: train candidates, rank them by flatness, predict with their mean."""
 
 from relflat_sk.search._flattest_within import flattest_within
 from relflat_sk.search._objective import MinimaObjective

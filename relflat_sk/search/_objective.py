@@ -148,7 +148,7 @@ class MinimaObjective:
 
     See Also
     --------
-    FlatMinimaSearch : Runs such trials and predicts with the flattest minimum.
+    FlatMinimaSearch : Runs such trials and predicts with the minima.
     rank_minima : Rank the trials of a study.
 
     Notes

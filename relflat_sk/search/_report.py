@@ -87,7 +87,7 @@ def _summary(search: Any) -> str:
     )
     parts = [
         f"{len(minima)} candidates were each trained once on all the data, in "
-        f"{minima['seconds'].sum():.4g} s altogether; {found}",
+        f"{minima['seconds'].sum():.4g} s altogether; {found}" + _say_what_predicts(search),
         describe_goal(search),
     ]
     depths, losses = ranked["depth"], ranked["train_loss"]
@@ -99,6 +99,13 @@ def _summary(search: Any) -> str:
     items = "".join(f"<li>{html.escape(reason)}</li>" for reason in _left_out(minima))
     reasons = f"<p>Left out of the ranking:</p><ul>{items}</ul>" if items else ""
     return "".join(f"<p>{html.escape(part)}</p>" for part in parts) + reasons
+
+
+def _say_what_predicts(search: Any) -> str:
+    """Say whether the search predicts with the mean of minima or with one."""
+    if hasattr(search, "ensemble_"):
+        return f" The search predicts with the mean of {len(search.ensemble_.estimators)}."
+    return " The search predicts with this one." * hasattr(search, "best_estimator_")
 
 
 def describe_goal(search: Any) -> str:

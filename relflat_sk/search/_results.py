@@ -8,7 +8,9 @@ import optuna
 import pandas as pd
 from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import rankdata
+from skorch import NeuralNet
 
+from relflat_sk._models.network_of import final_estimator
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import STATES, attributes_of, is_complete, table_of_trials
@@ -223,21 +225,6 @@ class _Held(NamedTuple):
     estimator: Any
 
 
-class AllSoFar:
-    """The estimators of all candidates."""
-
-    def __init__(self) -> None:
-        self._estimators: dict[int, Any] = {}
-
-    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
-        """Hold the estimator of a trial."""
-        self._estimators[trial.number] = estimator
-
-    def estimator(self, number: int) -> Any:
-        """Return the estimator of a trial."""
-        return self._estimators.get(number)
-
-
 class FlattestSoFar:
     """The estimators of the candidates that may rank first.
 
@@ -279,3 +266,33 @@ class FlattestSoFar:
         deeper = min((depth for depth in flatter if depth >= one.depth), default=np.inf)
         shallower = max((depth for depth in flatter if depth <= one.depth), default=0.0)
         return deeper <= (self.band or 1.0) * shallower
+
+
+class AllSoFar(FlattestSoFar):
+    """The estimators of all minima, or of the first candidate as long as there is none."""
+
+    def __init__(self, by: str, depth_band: float | None) -> None:
+        super().__init__(by, depth_band)
+        self.minima: dict[int, Any] = {}
+
+    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
+        """Hold the estimator of a trial if it is a minimum, as lean as it can be."""
+        if is_minimum(trial):
+            _forget_training(estimator)
+            self.minima[trial.number] = estimator
+        super().offer(trial, estimator)
+
+    def estimator(self, number: int) -> Any:
+        """Return the estimator of a trial."""
+        return self.minima.get(number, super().estimator(number))
+
+
+def _forget_training(estimator: Any) -> None:
+    """Free what a net needs to train only: together several times its weights."""
+    net = None if estimator is None else final_estimator(estimator)
+    if isinstance(net, NeuralNet):
+        net.module_.zero_grad()
+        for epoch in net.history_:
+            epoch["batches"] = []
+        if hasattr(net, "optimizer_"):
+            net.optimizer_.state.clear()

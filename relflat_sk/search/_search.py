@@ -1,10 +1,11 @@
-"""Search for flat minima: train every candidate on all the data, rank them, keep the flattest."""
+"""Search for flat minima: train every candidate on all the data, rank and average them."""
 
 import copy
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from optuna.samplers import NSGAIIISampler, NSGAIISampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 from sklearn import get_config
-from sklearn.base import BaseEstimator, MetaEstimatorMixin, is_regressor
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, is_classifier, is_regressor
 from sklearn.ensemble import VotingClassifier, VotingRegressor
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils import get_tags
@@ -24,7 +25,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk._checks import check_integer
-from relflat_sk._models.network_of import describe
+from relflat_sk._models.network_of import describe, final_estimator
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
@@ -120,52 +121,90 @@ class Choice(NamedTuple):
     reason: str
 
 
-def _average(estimators: Mapping[int, Any]) -> Any:
+class _MeanRegressor(VotingRegressor):
+    """Averages predictions of any shape; VotingRegressor takes those of one target."""
+
+    def predict(self, X: Any) -> Any:
+        """Average the predictions of the members."""
+        return np.mean([member.predict(X) for member in self.estimators_], axis=0)
+
+
+def _has_mean(estimator: Any, y: Any = None) -> bool:
+    """Return whether networks trained by an estimator predict what their mean predicts alone.
+
+    A threshold of probabilities is no part of a mean, and several labels of a sample have none.
+    """
+    if is_regressor(estimator):
+        return True
+    if not (is_classifier(estimator) and hasattr(estimator, "predict_proba")):
+        return False
+    params = estimator.get_params()
+    steps = last_prefix(estimator).split("__")
+    prefixes = ["__".join([*steps[:i], ""]) for i in range(len(steps))]
+    limits = {str(params.get(f"{prefix}threshold", "auto")) for prefix in prefixes}
+    return limits <= {"auto", "0.5"} and not _has_columns(y)
+
+
+def _has_columns(y: Any) -> bool:
+    """Return whether a sample has several labels or values. Shapes: `y` (n,) or (n, k)."""
+    shape = y.shape if hasattr(y, "shape") else np.asarray(y).shape
+    return len(shape) > 1 and shape[1] > 1
+
+
+def _average(estimators: Mapping[int, Any], y: Any) -> Any:
     """Return the estimators of trials as one that averages their predictions."""
     members = [(f"trial{number}", FrozenEstimator(one)) for number, one in estimators.items()]
     first, *others = estimators.values()
-    if is_regressor(first):
-        ensemble, targets = VotingRegressor(members), [0.0]
-    elif hasattr(first, "predict_proba") and np.ndim(getattr(first, "classes_", 0)) == 1:
-        ensemble, targets = VotingClassifier(members, voting="soft"), first.classes_
-        if not all(np.array_equal(one.classes_, targets) for one in others):
+    for one in (first, *others):
+        if not _has_mean(one, y) or getattr(final_estimator(one), "multilabel_", False):
             raise ValueError(
-                "an ensemble averages probabilities of the same classes, and some candidates were "
-                "trained on data that lack a class. Average the predictions of "
-                "get_estimator(trial) yourself."
+                "an ensemble averages probabilities of single labels without a threshold, or "
+                f"predictions of regressors, and {describe(one)} has no such predictions here. "
+                "Average the predictions of get_estimator(trial) yourself."
             )
-    else:
+    if is_regressor(first):
+        return _MeanRegressor(members).fit(None, [0.0])  # frozen members learn nothing
+    ensemble = VotingClassifier(members, voting="soft").fit(None, first.classes_)
+    if not all(np.array_equal(one.classes_, ensemble.classes_) for one in (first, *others)):
         raise ValueError(
-            f"an ensemble averages probabilities of classes or predictions of a number, and "
-            f"{describe(first)} has neither. Average the predictions of "
+            "an ensemble averages probabilities of the same sorted classes, and some candidates "
+            "have others, or were trained on data that lack a class. Average the predictions of "
             "get_estimator(trial) yourself."
         )
-    return ensemble.fit(None, targets)  # frozen members learn nothing
+    return ensemble
 
 
-def _if_best_has(method: str) -> Callable[[Any], Any]:
+def _if_available(method: str) -> Callable[[Any], Any]:
     """Make a method available if what the search predicts with has the method."""
 
     def is_there(search: Any) -> bool:
         if not search.refit:
             raise AttributeError(
                 f"{method} is not available in a search with refit=False, which keeps no "
-                "estimator. Set refit=True and fit again."
+                "estimator. Set refit='mean' or True, and fit again."
             )
-        return hasattr(search._predictor(search.estimator), method)
+        if method == "decision_function" and search._predicts_with_mean():
+            raise AttributeError(
+                "decision_function is of one network, and the search predicts with the mean of "
+                "all minima. Take best_estimator_.decision_function, or set refit=True."
+            )
+        return hasattr(getattr(search, "best_estimator_", search.estimator), method)
 
     return available_if(is_there)  # type: ignore[no-any-return]
 
 
-def _of_best(method: str, summary: str, returns: str) -> Any:
+def _predicting(method: str, summary: str, returns: str) -> Any:
     """Make a method that calls that of what the search predicts with."""
 
     def call(self: Any, X: Any) -> Any:
-        check_is_fitted(self, "best_estimator_")
-        return getattr(self._predictor(), method)(X)
+        model = self._predictor()
+        if method == "predict_log_proba" and not hasattr(model, method):
+            with np.errstate(divide="ignore"):
+                return np.log(model.predict_proba(X))
+        return getattr(model, method)(X)
 
     call.__name__ = method
-    call.__doc__ = f"""{summary} with the flattest minimum, or the mean of all; see `refit`.
+    call.__doc__ = f"""{summary} with the mean of all minima, or the flattest; see `refit`.
 
         Parameters
         ----------
@@ -176,23 +215,24 @@ def _of_best(method: str, summary: str, returns: str) -> Any:
         -------
         {returns}
         """
-    return _if_best_has(method)(call)
+    return _if_available(method)(call)
 
 
 MEAN = "mean"  # of all minima's predictions
 # parameters that change the steps of training, but neither the network nor the loss at its end
 _OF_STEPS = {"batch_size", "lr", "lr_scaling", "learning_rate_init", "momentum", "random_state"}
-# attributes of the best estimator that the search has as well
-_OF_BEST = ("classes_", "n_features_in_", "feature_names_in_")
+_PREDICTORS = ("best_estimator_", "ensemble_")
+# attributes of what the search predicts with that the search has as well
+_OF_PREDICTOR = ("classes_", "n_features_in_", "feature_names_in_")
 
 
 class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
-    """Train every candidate once, on all the data, and keep the flattest minimum.
+    """Train every candidate once, on all the data, rank the minima by flatness, and average them.
 
     `GridSearchCV` fits each candidate k times on parts of the data, and the winner once more on
-    all of it. This search fits each candidate once, on all of it, and chooses by a measure of
-    flatness on the training data: no data are held out. It is a scikit-learn estimator, so it
-    predicts with the network it has chosen, and works in pipelines and cross-validation.
+    all of it. This search fits each candidate once, on all of it, and ranks by a measure of
+    flatness on the training data: no data are held out. It is a scikit-learn estimator: it
+    predicts with the mean of all minima, or with the flattest, see `refit`.
 
     Parameters
     ----------
@@ -252,11 +292,14 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         10, differ by at most 1% of the drop from the best constant prediction's loss. Estimators
         of scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not
         change them, and with a loss they must have reached it, too.
-    refit : bool or "mean", default=True
-        What the search predicts with. True: `best_estimator_`, the flattest minimum. "mean":
-        `ensemble_`, the mean prediction of all minima, which generalises better than any way to
-        choose one of them (``docs/does_it_help.md``). False: nothing. Estimators of an earlier
-        session are restored from saved weights, or trained again, but not after Ctrl-C.
+    refit : bool or "mean", default="mean"
+        What the search predicts with. "mean": `ensemble_`, the mean prediction of all minima,
+        which generalises better than any way to choose one of them (``docs/does_it_help.md``).
+        It takes the time and memory of all networks. Estimators whose predictions have no mean
+        predict as with True: classifiers without `predict_proba`, with a threshold or several
+        labels of a sample, and what is neither classifier nor regressor. True:
+        `best_estimator_`, the flattest minimum; the search holds the one to three networks that
+        may rank first. False: nothing.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
         candidate trains. If None, each candidate has a seed from torch's random state. The study
@@ -276,14 +319,16 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     best_estimator_ : estimator
         The flattest minimum, trained on all of X; the deepest candidate if none is a minimum.
     ensemble_ : VotingClassifier or VotingRegressor
-        All minima, as `get_ensemble` returns them; with ``refit="mean"``. Its `predict`,
-        `predict_proba` and `score` are those of the search.
+        All minima, with ``refit="mean"``; its `named_estimators_` are named by their trials. It
+        has what this search trained, what saved weights restore, and `best_estimator_`, which
+        alone is trained again if need be. A warning says how many minima are left out.
     best_params_ : dict
         The parameters of `best_estimator_`.
     best_score_ : float
         Minus its measure: greater is flatter, as scikit-learn's scores are.
     refit_time_ : float
-        Seconds that it took to provide `best_estimator_`, almost 0 if it was trained in `fit`.
+        Seconds that it took to provide what the search predicts with, almost 0 if all of it was
+        trained in `fit`.
     best_index_ : int
         Its index in `cv_results_`.
     cv_results_ : dict
@@ -292,7 +337,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     study_ : optuna.Study
         The study. It also holds interrupted trials, which the tables leave out.
     classes_ : ndarray of shape (n_classes,)
-        Class labels of `best_estimator_`, if it is a classifier.
+        Class labels, if the estimator is a classifier.
     n_features_in_ : int
         Number of features in X.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
@@ -321,6 +366,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     machine is gone: ``RDBStorage(url, heartbeat_interval=60)``. A search that has nothing left to
     train, while others still train, ranks what is finished, and warns with the number of the rest.
 
+    Members of `ensemble_` that are nets of skorch are held without gradients, the state of their
+    optimizers and the records of single batches: a network of 10 MB takes 10 MB.
+
     Examples
     --------
     >>> from sklearn.datasets import load_iris
@@ -330,7 +378,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     >>> search.fit(X, y).best_params_
     {'C': 0.5}
 
-    The table holds all candidates, and the search predicts with the flattest:
+    The table holds all candidates, and the search predicts with the mean of both:
 
     >>> search.minima_[["param_C", "converged", "rank"]].values.tolist()
     [[0.5, True, 1], [1.0, True, 2]]
@@ -354,7 +402,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         fleet: int | str | None = None,
         artifact_store: Any = None,
         goal: Any = "auto",
-        refit: bool | str = True,
+        refit: bool | str = MEAN,
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
@@ -430,7 +478,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         KeyboardInterrupt
             On Ctrl-C before any candidate is finished.
         """
-        for name in ("best_estimator_", "ensemble_", "refit_time_", *_OF_BEST):
+        for name in (*_PREDICTORS, "refit_time_", *_OF_PREDICTOR):
             self.__dict__.pop(name, None)
         rng = None if self.random_state is None else as_random_state(self.random_state)
         # an objective draws its seed first, the search that of its sampler second
@@ -471,11 +519,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 quiet=quiet, fleet=self.fleet, deadline=deadline, callbacks=called,
                 file=file_of(self.storage),
             )  # fmt: skip
-            held = (
-                AllSoFar()
-                if self.refit == MEAN
-                else FlattestSoFar(objective.names[0], objective.depth_band)
-            )
+            averages = self.refit == MEAN and _has_mean(self.estimator, y)
+            kind = AllSoFar if averages else FlattestSoFar
+            held = kind(objective.names[0], objective.depth_band)
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
                 guard.known[trial.number] = trial
@@ -539,13 +585,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
         The study of ``docs/does_it_help.md`` compared ways to choose on twelve data sets, with and
         without wrong labels, classes and values, 90 to 800 samples. These made no difference to
-        the rule; what the candidates differ in did. The rule never suggests the flattest: held-out
-        data choose a better network.
+        the rule; what the candidates differ in did. The rule never suggests the flattest
+        (``refit=True``): held-out data choose a better network.
 
         Parameters
         ----------
         y : array-like of shape (n,) or (n, n_outputs), optional
-            The labels or values to train on, if there may be several outputs.
+            The labels to train on, if a sample may have several.
         one_network : bool, default=False
             Whether predictions must come from a single network.
 
@@ -553,8 +599,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         -------
         Choice
             A named tuple of `way` and `reason`. The way is "mean", the mean prediction of all
-            minima (``refit="mean"``); "mean of the best held out", of the five candidates with
-            the smallest loss on held-out data, trained again on all data; or "best held out".
+            minima, with which the search predicts by default; "mean of the best held out", of
+            the five candidates with the smallest loss on held-out data, trained again on all
+            data; or "best held out".
 
         Examples
         --------
@@ -570,8 +617,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         space.check(self.estimator)
         if one_network:
             return Choice("best held out", "held-out data choose a better network than flatness")
-        if np.ndim(y) > 1 and np.shape(y)[1] > 1:
-            return Choice("best held out", "predictions of several outputs are not averaged")
+        if not _has_mean(self.estimator, y):
+            return Choice("best held out", "predictions of this estimator have no mean")
         names = {name.rpartition("__")[2] for name in space.entries}
         if space.function is None and names <= _OF_STEPS:
             return Choice("mean", "candidates of one architecture and loss are about as good")
@@ -650,14 +697,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         -------
         VotingClassifier or VotingRegressor
             Of scikit-learn. A classifier averages probabilities, a regressor predictions. Each
-            member comes from `get_estimator`, which may train it again, but not after a search
-            with ``refit="mean"``.
+            member comes from `ensemble_` or from `get_estimator`, which may train it again.
 
         Raises
         ------
         ValueError
-            If there are not so many trained minima, or these are no classifiers with
-            probabilities of the same classes, and no regressors of one target.
+            If there are not so many trained minima, or their predictions have no mean, see
+            `refit`.
 
         Examples
         --------
@@ -672,7 +718,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self, "minima_")
         check_integer("k", k, minimum=1, optional=True)
         numbers = self._first_trials(k)
-        return _average({n: self.get_estimator(n, X, y, **fit_params) for n in numbers})
+        members = {n: self.get_estimator(n, X, y, **fit_params) for n in numbers}
+        return _average(members, self._objective_of(X, y, fit_params).y)
 
     def _first_trials(self, k: int | None) -> list[int]:
         """Return the trials of the first k minima; if None, the first and all that converged."""
@@ -764,28 +811,28 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         file.write_text(render(self), encoding="utf-8")
         return file
 
-    predict = _of_best(
+    predict = _predicting(
         "predict",
         "Predict",
         "ndarray of shape (n,) or (n, n_outputs)\n            Predicted labels or values.",
     )
-    predict_proba = _of_best(
+    predict_proba = _predicting(
         "predict_proba",
         "Predict class probabilities",
         "ndarray of shape (n, n_classes)\n            In the order of `classes_`.",
     )
-    predict_log_proba = _of_best(
+    predict_log_proba = _predicting(
         "predict_log_proba",
         "Predict natural logarithms of class probabilities",
         "ndarray of shape (n, n_classes)\n            In the order of `classes_`.",
     )
-    decision_function = _of_best(
+    decision_function = _predicting(
         "decision_function",
         "Compute the decision function",
         "ndarray of shape (n,) or (n, n_classes)\n            As the estimator returns it.",
     )
 
-    @_if_best_has("score")
+    @_if_available("score")
     def score(self, X: Any, y: Any = None) -> float:
         """Score what the search predicts with, see `refit`.
 
@@ -799,14 +846,21 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         Returns
         -------
         float
-            Accuracy for classifiers, R2 for regressors, unless the estimator has another score.
+            Accuracy for classifiers and R2 for regressors; with ``refit=True``, what the
+            estimator's own `score` returns.
         """
-        check_is_fitted(self, "best_estimator_")
         return float(self._predictor().score(X, y))
 
-    def _predictor(self, default: Any = None) -> Any:
+    def _predictor(self) -> Any:
         """Return what the search predicts with."""
-        return getattr(self, "ensemble_", getattr(self, "best_estimator_", default))
+        check_is_fitted(self, _PREDICTORS, all_or_any=any)
+        return self.ensemble_ if hasattr(self, "ensemble_") else self.best_estimator_
+
+    def _predicts_with_mean(self) -> bool:
+        """Return whether the search averages, or is going to when it is fitted."""
+        if hasattr(self, "best_estimator_") or hasattr(self, "ensemble_"):
+            return hasattr(self, "ensemble_")
+        return self.refit == MEAN and _has_mean(self.estimator)
 
     def get_metadata_routing(self) -> MetadataRouter:
         """Return which arguments of `fit` the estimator asks for.
@@ -845,50 +899,56 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self.best_params_ = objective.space.values(trials[best])
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
 
-    def _refit(
-        self, objective: MinimaObjective, held: AllSoFar | FlattestSoFar, interrupted: bool
-    ) -> None:
-        """Set what the search predicts with; train again only if there is no other way.
+    def _refit(self, objective: MinimaObjective, held: FlattestSoFar, interrupted: bool) -> None:
+        """Set what the search predicts with.
 
-        After Ctrl-C nothing is trained, and what an earlier session trained may be missing.
+        Only the flattest is trained again, if an earlier session trained it, but not after Ctrl-C.
         """
-        best = int(self.minima_["trial"].iloc[0])
-        numbers = self._first_trials(None) if self.refit == MEAN else [best]
+        best, *others = self._first_trials(None)
         trials = self.study_.get_trials(deepcopy=False)
-        found = {}
-        for number in numbers:
-            estimator = held.estimator(number)
-            may_be_had = not interrupted or has_weights(objective, trials[number])
-            if estimator is None and may_be_had:  # an earlier session trained it
-                estimator, problem = provide(objective, trials[number])
-                if problem:
-                    what = "best_estimator_" if number == best else "a member of ensemble_"
-                    warn(f"{what} is not the network of the table: {problem}")
-            if estimator is not None:
-                found[number] = estimator
-        self._predict_with(found, numbers)
-
-    def _predict_with(self, found: Mapping[int, Any], numbers: Sequence[int]) -> None:
-        """Set the attributes of what the search predicts with, from estimators by trial."""
-        best, *_ = numbers
-        if best in found:
-            self.best_estimator_ = found[best]
-        missing = [number for number in numbers if number not in found]
-        if missing:
-            name = "best_estimator_" if best in missing else "ensemble_"
+        estimator = held.estimator(best)
+        if estimator is None and (not interrupted or has_weights(objective, trials[best])):
+            estimator, problem = provide(objective, trials[best])
+            if problem:
+                warn(f"best_estimator_ is not the network of the table: {problem}")
+        if estimator is None:
             warn(
-                f"the interrupted search has no {name}: an earlier session trained the minima of "
-                f"trials {missing}, and saved no weights. Fit again, or train one by "
-                f"get_estimator({missing[0]})."
+                "the interrupted search has no best_estimator_: an earlier session trained trial "
+                f"{best}, and saved no weights. Fit again, or train it by get_estimator({best})."
             )
-        elif self.refit == MEAN:
-            try:
-                self.ensemble_ = _average(found)
-            except ValueError as error:
-                warn(f"the search predicts with the flattest minimum only: {error}")
-        for name in _OF_BEST:
-            if hasattr(getattr(self, "best_estimator_", None), name):
-                setattr(self, name, getattr(self.best_estimator_, name))
+        else:
+            self.best_estimator_ = estimator
+        if isinstance(held, AllSoFar):
+            found = {} if estimator is None else {best: estimator}
+            for number in others:
+                member = held.estimator(number)
+                if member is None and has_weights(objective, trials[number]):
+                    with suppress(ValueError):  # of files that are damaged or gone
+                        member, _ = provide(objective, trials[number], retrain=False)
+                if member is not None:
+                    found[number] = member
+            self._set_ensemble(found, objective.y, 1 + len(others))
+        model = getattr(self, "best_estimator_", getattr(self, "ensemble_", None))
+        for name in _OF_PREDICTOR:
+            if hasattr(model, name):
+                setattr(self, name, getattr(model, name))
+
+    def _set_ensemble(self, found: Mapping[int, Any], y: Any, n_minima: int) -> None:
+        """Average the minima that are at hand."""
+        if not found:
+            return
+        try:
+            self.ensemble_ = _average(found, y)
+        except ValueError as error:
+            warn(f"the search predicts with the flattest minimum only: {error}")
+            return
+        if len(found) < n_minima:
+            warn(
+                f"the search predicts with the mean of {len(found)} of {n_minima} minima: other "
+                "sessions or processes trained the rest, and their weights were not saved or "
+                "cannot be read. Give the search an artifact_store before it trains, or train "
+                "them again by get_ensemble()."
+            )
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Add the flattest minima to what notebooks show of an estimator."""

@@ -84,7 +84,7 @@ def test_flatness_against_loss(sampler):
 def test_several_objectives_are_resumed(tmp_path):
     parameters = {"storage": f"sqlite:///{tmp_path / 'minima.db'}", "study_name": "sweep"}
     search_for_both(4, **parameters).fit(X, Y)
-    search = search_for_both(8, **parameters).fit(X, Y)
+    search = search_for_both(8, refit=False, **parameters).fit(X, Y)
     assert len(search.minima_) == 8
     single = search_for_both(9, sampler=TPESampler(seed=0), **parameters)
     with pytest.raises(ValueError, match=r"its directions are \['minimize', 'minimize'\]"):

@@ -10,9 +10,11 @@ import torch
 from optuna.trial import TrialState, create_trial
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
+from sklearn.model_selection import FixedThresholdClassifier
 from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import Pipeline
 
-from relflat_sk import FlatnessWarning
+from relflat_sk import FlatnessWarning, StopAtLoss
 from relflat_sk.search import _search as search_module
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._remeasure import OF_FLEETS
@@ -60,7 +62,8 @@ def fit_and_remember(search, monkeypatch):
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
     estimator, space = ESTIMATORS[kind]
-    search = make_search(estimator, space, artifact_store=tmp_path if kept else None)
+    store = tmp_path if kept else None
+    search = make_search(estimator, space, artifact_store=store, refit=True)
     found = fit_and_remember(search, monkeypatch)
     if kept:
         monkeypatch.setattr(MinimaObjective, "_train", None)
@@ -74,7 +77,7 @@ def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kept", [True, False], ids=["weights", "trained again"])
 def test_minima_of_a_fleet(kept, tmp_path):
     store = tmp_path if kept else None
-    search = make_search(make_net(), SIZES, fleet=3, artifact_store=store).fit(X, Y)
+    search = make_search(make_net(), SIZES, fleet=3, artifact_store=store, refit=True).fit(X, Y)
     for number, loss in search.minima_[["trial", "train_loss"]].itertuples(index=False):
         found = search.get_estimator(number).predict_proba(X)
         again = -np.log(found[np.arange(len(Y)), Y]).mean()
@@ -82,7 +85,7 @@ def test_minima_of_a_fleet(kept, tmp_path):
 
 
 def test_a_pickled_search_needs_its_data():
-    search = make_search(make_net(), SIZES).fit(X, Y)
+    search = make_search(make_net(), SIZES, refit=True).fit(X, Y)
     number = int(search.minima_["trial"][2])
     expected = search.get_estimator(number).predict_proba(X)
     copied = pickle.loads(pickle.dumps(search))
@@ -100,7 +103,7 @@ def unseeded(**parameters):
     # wide enough that any seed trains it
     wide = make_net(module__hidden_layer_sizes=(50,))
     # and no band of depths, which would leave out different minima for different seeds
-    return make_search(wide, SIZES, random_state=None, **parameters)
+    return make_search(wide, SIZES, random_state=None, **{"refit": True, **parameters})
 
 
 @NO_MINIMA
@@ -126,7 +129,8 @@ def test_a_resumed_search_without_a_random_state_trains_its_best_network_again(s
     worker.start()
     worker.join()
     assert worker.exitcode == 0
-    np.testing.assert_array_equal(unseeded(**stored).fit(X, Y).predict_proba(X), np.load(path))
+    again = unseeded(**stored).fit(X, Y)
+    np.testing.assert_array_equal(again.predict_proba(X), np.load(path))
 
 
 @NO_MINIMA
@@ -144,7 +148,7 @@ def test_torchs_random_state_decides_where_there_is_no_other():
 
 def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     """Another version of a library, or another machine, may train another network."""
-    search = make_search(make_net(), SIZES, **stored).fit(X, Y)
+    search = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
     train = MinimaObjective._train
     monkeypatch.setattr(
         MinimaObjective, "_train", lambda self, params, seed: train(self, params, seed + 1)
@@ -152,7 +156,7 @@ def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
-    again = make_search(make_net(), SIZES, **stored)
+    again = make_search(make_net(), SIZES, refit=True, **stored)
     with pytest.warns(FlatnessWarning, match="best_estimator_ is not the network of the table"):
         again.fit(X, Y)
 
@@ -176,7 +180,7 @@ def test_the_time_to_refit(stored, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: float(len(trained)))
     monkeypatch.setattr(search_module, "time", clock)
     first = make_search(make_net(), SIZES, **stored).fit(X, Y)
-    again = make_search(make_net(), SIZES, **stored).fit(X, Y)
+    again = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
     assert (first.refit_time_, again.refit_time_) == (0, 1)
     assert not hasattr(copy.copy(first).set_params(refit=False).fit(X, Y), "refit_time_")
 
@@ -223,11 +227,14 @@ def test_an_ensemble_averages_the_probabilities_of_the_flattest(labels):
     assert ensemble.score(X, labels) > 0.8
 
 
-def test_an_ensemble_averages_the_predictions_of_regressors():
-    search = make_search(Ridge(), {"alpha": [1.0, 1.1, 1.2]}).fit(X, TARGET)
+@pytest.mark.parametrize("columns", [(), (1,), (2,)])
+def test_an_ensemble_averages_the_predictions_of_regressors(columns):
+    targets = np.stack([TARGET, -TARGET], axis=1)[:, : columns[0]] if columns else TARGET
+    search = make_search(Ridge(), {"alpha": [1.0, 1.1, 1.2]}).fit(X, targets)
     flattest = search.minima_["trial"].iloc[:2]
     expected = np.mean([search.get_estimator(n).predict(X) for n in flattest], axis=0)
     np.testing.assert_allclose(search.get_ensemble(2).predict(X), expected, rtol=1e-12)
+    assert search.score(X, targets) > 0.9
 
 
 MEANS = {
@@ -243,7 +250,7 @@ def test_a_search_predicts_with_the_mean_of_all_minima(kind, stored, tmp_path, m
     estimator, name, targets, method = MEANS[kind]
     space = {name: [1.0, 1.1, 1.2]} | ({"max_iter": [1, 1000]} if name == "C" else {})
     kept = {**stored, "artifact_store": tmp_path / "weights"}
-    search = make_search(estimator, space, refit="mean", **kept).fit(X, targets)
+    search = make_search(estimator, space, **kept).fit(X, targets)
     monkeypatch.setattr(MinimaObjective, "_train", None)  # nothing is trained from here on
     minima = search.minima_.loc[search.minima_["converged"], "trial"]
     assert len(minima) == len(space[name])  # those that were stopped early are none
@@ -255,23 +262,92 @@ def test_a_search_predicts_with_the_mean_of_all_minima(kind, stored, tmp_path, m
     assert search.score(X, targets) == search.ensemble_.score(X, targets)
     # the flattest alone is there as well, and what does not average is not
     np.testing.assert_array_equal(search.best_estimator_.predict(X), members[0].predict(X))
-    assert not hasattr(search, "decision_function")
+    for one in (search, clone(search)):
+        assert not hasattr(one, "decision_function")
+    if kind == "classifier":
+        logarithms = np.log(search.predict_proba(X))
+        np.testing.assert_array_equal(search.predict_log_proba(X), logarithms)
     alone = search.set_params(refit=True).fit(X, targets)
     of_best = getattr(members[0], method)(X)
     np.testing.assert_allclose(getattr(alone, method)(X), of_best, rtol=1e-6)
     assert not hasattr(alone, "ensemble_")
 
 
-def test_a_search_predicts_with_the_flattest_where_predictions_have_no_mean():
-    scores = SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0)
-    search = make_search(scores, {"alpha": [0.1, 0.11]}, refit="mean")
-    with pytest.warns(FlatnessWarning, match=r"flattest minimum only: .*SGDClassifier.* neither"):
-        search.fit(X, Y)
+NO_MEANS = {  # estimator, labels
+    "scores": (SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0), Y),
+    "labels": (MLPClassifier((6,), max_iter=3000, tol=1e-2), np.stack([Y == 0, Y == 1], axis=1)),
+    "threshold": (FixedThresholdClassifier(LogisticRegression(), threshold=0.2), Y == 0),
+    "threshold in a pipeline": (
+        Pipeline([("one", FixedThresholdClassifier(LogisticRegression(), threshold=0.2))]), Y == 0),
+}  # fmt: skip
+
+
+@NO_MINIMA
+@pytest.mark.parametrize("kind", NO_MEANS)
+def test_a_search_predicts_with_the_flattest_where_predictions_have_no_mean(kind):
+    estimator, labels = NO_MEANS[kind]
+    name = next(n for n in estimator.get_params() if n.endswith(("alpha", "C")))
+    search = make_search(estimator, {name: [0.1, 0.11]}).fit(X, labels)  # warnings are errors
     np.testing.assert_array_equal(search.predict(X), search.best_estimator_.predict(X))
+    assert not hasattr(search, "ensemble_")
+    assert hasattr(search, "decision_function") == hasattr(estimator, "decision_function")
+    assert search.suggest_choice(labels).way == "best held out"
+    with pytest.raises(ValueError, match="an ensemble averages probabilities of single labels"):
+        search.get_ensemble(2)
+
+
+def test_members_of_an_ensemble_have_the_same_classes():
     few = Y != 2
     two, three = LogisticRegression().fit(X[few], Y[few]), LogisticRegression().fit(X, Y)
     with pytest.raises(ValueError, match="trained on data that lack a class"):
-        _average({0: three, 1: two})
+        _average({0: three, 1: two}, Y)
+
+
+def members_of(search):
+    return set(search.ensemble_.named_estimators_)
+
+
+def test_a_resumed_search_averages_what_is_at_hand(stored, monkeypatch):
+    trained, train = [], MinimaObjective._train
+    monkeypatch.setattr(MinimaObjective, "_train", lambda *args: trained.append(1) or train(*args))
+    assert members_of(logistic(n_trials=2, **stored).fit(X, Y)) == {"trial0", "trial1"}
+    with pytest.warns(FlatnessWarning, match=r"mean of 2 of 3 minima: .*get_ensemble\(\)"):
+        again = logistic(**stored).fit(X, Y)
+    assert again.minima_["trial"][0] == 0  # trained again
+    assert members_of(again) == {"trial0", "trial2"}
+    before = len(trained)
+    everything = again.get_ensemble()  # trains what is left out
+    assert len(trained) == before + 1
+    expected = logistic().fit(X, Y).predict_proba(X)
+    np.testing.assert_allclose(everything.predict_proba(X), expected, rtol=1e-12)
+
+
+def test_a_resumed_search_leaves_out_damaged_weights(stored, tmp_path):
+    kept = {**stored, "artifact_store": tmp_path / "weights"}
+    search = logistic(**kept).fit(X, Y)
+    middle = search.study_.trials[int(search.minima_["trial"][1])].user_attrs["artifact_id"]
+    (tmp_path / "weights" / middle).write_bytes(b"damaged")
+    with pytest.warns(FlatnessWarning, match="with the mean of 2 of 3 minima"):
+        again = logistic(**kept).fit(X, Y)
+    assert members_of(again) == {f"trial{search.minima_['trial'][i]}" for i in (0, 2)}
+
+
+@NO_MINIMA
+def test_members_are_held_without_what_only_training_needs():
+    space = {"batch_size": [8, 16], "max_epochs": [1, 60]}
+    net = make_net(callbacks=[StopAtLoss(0.4)], optimizer=torch.optim.Adam)
+    search = make_search(piped(net), {f"net__{k}": v for k, v in space.items()}).fit(X, Y)
+    reached = search.minima_.loc[search.minima_["converged"], "trial"]
+    assert members_of(search) == {f"trial{number}" for number in reached}
+    assert len(reached) == 2
+    for number in reached:
+        member = search.get_estimator(number)[-1]
+        assert all(weight.grad is None for weight in member.module_.parameters())
+        assert member.optimizer_.state == {}
+        assert not any(member.history[:, "batches"])
+        before = member.history[-1, "train_loss"]
+        assert len(member.history) > 1
+        assert member.partial_fit(X, Y).history[-1, "train_loss"] < before  # it trains on
 
 
 @pytest.mark.parametrize(
@@ -299,12 +375,9 @@ def test_an_ensemble_of_all_minima_leaves_out_who_ranks_before_one_without_a_mea
     assert members == [f"trial{numbers[0]}", f"trial{numbers[2]}"]
 
 
-def test_an_ensemble_needs_trained_minima_with_probabilities():
+def test_an_ensemble_needs_trained_minima():
     search = logistic().fit(X, Y)
     with pytest.raises(ValueError, match="k=4 minima are asked for, and 3 candidates"):
         search.get_ensemble(4)
     with pytest.raises(ValueError, match="k must be a positive integer or None, got 0"):
         search.get_ensemble(0)
-    scores = SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0)
-    with pytest.raises(ValueError, match=r"averages probabilities .*SGDClassifier.* has neither"):
-        make_search(scores, {"alpha": [0.1, 0.11]}).fit(X, Y).get_ensemble(2)

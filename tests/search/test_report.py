@@ -86,7 +86,7 @@ def test_the_page_holds_everything(search, text):
     expected = [f"{value:.4g}" for value in search.minima_["relative_flatness"][:3]]
     assert [row[column] for row in rows] == [*expected, ""]
     assert {"relative_flatness", "train_loss"} == {row[0] for row in correlations[1:]}
-    assert ["refit", "True"] in settings
+    assert ["refit", "mean"] in settings
     assert "torch" in [name for name, _ in versions]
     assert ["class_weight", "None"] in estimator
     assert ["max_iter", "1000"] in estimator
@@ -94,6 +94,7 @@ def test_the_page_holds_everything(search, text):
     assert page.tags.count("img") == 3
     assert "trained once on all the data" in text
     assert "3 of them are minima that are ranked. The flattest is trial 0, with C = 0.3" in text
+    assert "The search predicts with the mean of 3." in text
     # it loads nothing, and runs nothing that a candidate wrote
     assert text.startswith("<!DOCTYPE html>")
     assert "default-src 'none'" in text
