@@ -341,7 +341,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=TASKS, metavar="DATASET", help=str([*TASKS]))
+    names = str([*TASKS]).replace("%", "%%")
+    parser.add_argument("--only", nargs="+", choices=TASKS, metavar="DATASET", help=names)
     parser.add_argument("--space", nargs="+", choices=SPACES)
     parser.add_argument("--parts", nargs="+", choices=ORDER, help="parts of the work")
     parser.add_argument("--splits", type=int, default=20, help="train-test splits (default: 20)")
