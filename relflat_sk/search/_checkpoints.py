@@ -6,7 +6,7 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,20 @@ def _read_file(path: Path) -> Weights:
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
+        kinds = []
+        with suppress(ValueError):  # an older format, whose types cannot be listed
+            kinds = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        listed = f" ({', '.join(kinds)})" if kinds else ""
         raise ValueError(
-            f"{str(path)!r} holds other objects than tensors, and loading these may run code: "
-            f"{str(error).splitlines()[0]} If you trust the file, load it by torch.load(path, "
-            "weights_only=False), and pass the state dict in it."
+            f"{str(path)!r} holds other objects than tensors{listed}, and loading these may run "
+            "code. If you trust the file, call rank_models within "
+            "torch.serialization.safe_globals([...]) with these types, or pass the state dict in "
+            "what torch.load(path, weights_only=False) returns."
+        ) from error
+    except (EOFError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"{str(path)!r} cannot be read: it is no file of torch.save, or was not written to its "
+            "end. Remove it, or save it again."
         ) from error
     inside = found if isinstance(found, Mapping) else {}
     found = next((inside[name] for name in _ENTRIES if is_weights(inside.get(name))), found)

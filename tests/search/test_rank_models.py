@@ -360,9 +360,15 @@ def test_files_without_weights_are_refused(tmp_path):
         {"state_dict": build().state_dict(), "other": LogisticRegression()}, tmp_path / "a.pt"
     )
     torch.save([1, 2], tmp_path / "b.pt")
+    torch.save(LogisticRegression(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "a.pt").read_bytes()
+    for name, content in {"half.pt": whole[:999], "text.pt": b"hello", "none.pt": b""}.items():
+        (tmp_path / name).write_bytes(content)
     (tmp_path / "empty").mkdir()
     for name, match in {
-        "a.pt": "holds other objects than tensors",
+        "a.pt": r"than tensors \(sklearn.linear_model._logistic.LogisticRegression\), and",
+        "old.pt": "than tensors, and loading these may run code",
+        **dict.fromkeys(("half.pt", "text.pt", "none.pt"), "no file of torch.save, or was not"),
         "b.pt": "holds no state dict, but list",
         "empty": "is no checkpoint",
     }.items():
