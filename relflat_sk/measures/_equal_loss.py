@@ -80,12 +80,15 @@ class EqualLoss:
         Totals of the pass at temperature 1.
     reason : str
         Why there is no such temperature; empty if there is one.
+    lowest : float
+        The smallest share that the network reaches, where that is the reason; else nan.
     """
 
     network: Network
     recorded: Network
     own: Summary
     reason: str = ""
+    lowest: float = math.nan
 
 
 def at_equal_loss(
@@ -109,7 +112,7 @@ def at_equal_loss(
         try:
             temperature = recording.temperature(own, share, constant)
         except _NotReachedError as error:
-            return EqualLoss(network, network, own, str(error))
+            return EqualLoss(network, network, own, str(error), error.lowest)
     tempered = {one.name: getattr(network, one.name) for one in fields(network) if one.init}
     tempered["loss"] = network.loss.at_temperature(temperature)
     kept = recording.has_all("passes")
@@ -119,7 +122,11 @@ def at_equal_loss(
 
 
 class _NotReachedError(Exception):
-    """The loss is reached at no temperature."""
+    """The loss is reached at no temperature; a share of `lowest` is the smallest, if there is."""
+
+    def __init__(self, message: str, lowest: float = math.nan) -> None:
+        super().__init__(message)
+        self.lowest = lowest
 
 
 @dataclass(frozen=True)
@@ -307,5 +314,6 @@ class _Newton:
             f"{1 / beta:.3g}, which is {lowest / self.constant:.3g} of the best constant "
             f"prediction's {self.constant:.4g}, more than the {self.target / self.constant:.3g} "
             "that at_loss asks for. So it has not fitted these data: train it longer, measure it "
-            "on its training data, or compare at a larger share"
+            "on its training data, or compare at a larger share",
+            lowest / self.constant,
         )

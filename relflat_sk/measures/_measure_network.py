@@ -27,7 +27,7 @@ from relflat_sk.measures._layer_measures import (
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._predictions import PREDICTION_MEASURES
-from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
+from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.measures._takeuchi import TAKEUCHI
@@ -229,9 +229,9 @@ def _without_value(
 ) -> Found:
     """Return nan for all measures of a network that reaches the loss at no temperature."""
     keys = [(layer, name) for layer in equal.own.layer_weights for name in of_layers]
-    own: Summary = equal.own
+    own, none = equal.own, (math.nan, math.nan, "none")
     return {
-        key: Flatness(math.nan, math.nan, "none", equal.network, own, own=own, reason=reason)
+        key: Flatness(*none, equal.network, own, own=own, reason=reason, lowest=equal.lowest)
         for key in [*keys, *(("", name) for name in whole)]
     }
 

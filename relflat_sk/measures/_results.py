@@ -133,6 +133,8 @@ class Flatness:
         Totals of the network itself, if the value is that of the network at a temperature.
     reason : str
         Why the network has no value at the loss of `at_loss`; empty if it has one.
+    lowest : float
+        The smallest `at_loss` at which it has one, if it has none at this; else nan.
     error : Exception, optional
         Why there is no value, which is nan then.
 
@@ -158,6 +160,7 @@ class Flatness:
     neuron_stderrs: NDArray[np.float64] | None = None
     own: Summary | None = None
     reason: str = ""
+    lowest: float = math.nan
     error: Exception | None = None
 
     @property

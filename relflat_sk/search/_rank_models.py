@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
+from math import ceil, isnan
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import KEPT, CallError, failure_record
 from relflat_sk.search._goal import record_verdict
 from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
-from relflat_sk.search._results import list_reasons, listed, warn_if_few_fit
+from relflat_sk.search._results import WRONG_LABELS, list_reasons, listed, warn_if_few_fit
 
 _PLAIN = str | int | float | bool | None  # values of parameters that are columns
 
@@ -109,7 +110,8 @@ def rank_models(  # noqa: PLR0913
     -----
     FlatnessWarning
         If models are no minima, or cannot be measured, or so few reach the loss at which they are
-        compared that flatness misleads: wrong labels, for example.
+        compared that they are compared at another one, or that flatness misleads: wrong labels,
+        for example.
 
     See Also
     --------
@@ -123,6 +125,13 @@ def rank_models(  # noqa: PLR0913
     must have ended at their goal, by their solver or on a plateau, as in a search. All minima are
     compared by a measure at equal loss, such as the default, and those of similar depth by
     others; `rank_minima` takes the table with another `depth_band`.
+
+    The default compares models where the loss is 5% of the best constant prediction's. After a
+    short fine-tuning, few models reach this loss at any temperature. If fewer than half of those
+    that are better than a constant do, all are compared at the smallest share of the loss that half
+    of them reach, in full per cents: a warning and ``table.attrs["at_loss"]`` say which. This takes
+    a second round over the models, which an iterator does not allow; to choose the share, pass
+    ``FlatnessScorer("comparable_flatness", measure_params={"at_loss": 0.3})``.
 
     With low-rank adapters of PEFT, the name of the adapted layer, such as ``"...query"``, is that
     of a layer with the merged weight ``W + s B A``, whose flatness compares with that of the base
@@ -172,17 +181,25 @@ def rank_models(  # noqa: PLR0913
     data = TrainingData(X, y, X, y, sample_weight=sample_weight)
     task = _Task(data, X_test, y_test, measuring, seed)
     target = None if module is None else find_module(module)
-    rows: list[dict[str, Any]] = []
+    by = str(measuring.names[0])
+    default = measuring.default_share(by)
     with nullcontext() if target is None else restored(target):
-        for label, item in _named(models):
-            model, has_record = _load(label, item, module, target)
-            rows.append(
-                {"model": label, "trial": len(rows)} | task.measure(model, has_record, label)
+        rows = task.measure_all(models, module, target)
+        share = None if default is None else _share_of_half(rows, by)
+        if share is not None:
+            once = isinstance(models, Iterator)
+            what = "Pass a list in place of an iterator, and they are" if once else "They are"
+            warn(
+                f"fewer than half of the models reach {default:g} of the best constant "
+                f"prediction's loss, at which they are compared by default. {what} compared at "
+                f"{share:g}, which half of them reach. A cause are short trainings; another is "
+                f"{WRONG_LABELS}"
             )
-            del model, item  # or this model would be in memory together with the next
-    if not rows:
-        raise ValueError("there are no models to rank: models is empty.")
-    return _rank(rows, measuring, task.units)
+            if not once:
+                measuring.take_at(by, share)
+                rows = task.measure_all(models, module, target)
+                task.units["at_loss"] = share
+    return _rank(rows, measuring, task.units, warned=share is not None)
 
 
 @dataclass(frozen=True)
@@ -194,7 +211,22 @@ class _Task:
     y_test: Any
     measuring: Measuring
     seed: int
-    units: dict[Any, str] = field(default_factory=dict)  # attributes of the table
+    units: dict[Any, Any] = field(default_factory=dict)  # attributes of the table
+
+    def measure_all(
+        self, models: Any, module: Any, target: nn.Module | None
+    ) -> list[dict[str, Any]]:
+        """Measure one model after the other, and return their rows of the table."""
+        rows: list[dict[str, Any]] = []
+        for label, item in _named(models):
+            model, has_record = _load(label, item, module, target)
+            rows.append(
+                {"model": label, "trial": len(rows)} | self.measure(model, has_record, label)
+            )
+            del model, item  # or this model would be in memory together with the next
+        if not rows:
+            raise ValueError("there are no models to rank: models is empty.")
+        return rows
 
     def measure(self, model: Any, has_record: bool, label: str) -> dict[str, Any]:
         """Measure one model, and return its row of the table."""
@@ -213,6 +245,7 @@ class _Task:
                     record |= measure_held_out(model, record["train_loss"], self.data, *held_out)
                     trained = model if has_record else network.module
                     record_verdict(record, trained, None, found, ranking)
+                    record["lowest"] = found[ranking[0]].lowest
         except CallError as error:
             raise ValueError(f"{label!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:
@@ -270,9 +303,27 @@ def _parameters(model: Any) -> dict[str, Any]:
     return {f"{PARAM_PREFIX}{name}": value for name, value in plain.items()}
 
 
-def _rank(rows: list[dict[str, Any]], measuring: Measuring, units: dict[Any, str]) -> pd.DataFrame:
+def _share_of_half(rows: list[dict[str, Any]], by: str) -> float | None:
+    """Find a share of the loss that half of the models reach; None if they reach the present one.
+
+    Models that are no better than a constant do not count.
+    """
+    lowest = [
+        row["lowest"] if isnan(row[by]) else 0.0
+        for row in rows
+        if row.get("depth", 0.0) > 1 and not (isnan(row[by]) and isnan(row["lowest"]))
+    ]
+    half = sorted(lowest)[(len(lowest) - 1) // 2] if lowest else 0.0
+    return ceil(100 * half) / 100 if 0 < half <= 0.99 else None
+
+
+def _rank(
+    rows: list[dict[str, Any]], measuring: Measuring, units: dict[Any, Any], warned: bool
+) -> pd.DataFrame:
     """Return the ranked table; warn of models that are no minima or have no value."""
     labels = [row.pop("model") for row in rows]
+    for row in rows:
+        row.pop("lowest", None)
     if all(row["state"] == "failed" for row in rows):
         reasons = list_reasons(pd.DataFrame(rows))
         raise ValueError(f"none of {len(rows)} models can be measured:\n{reasons}")
@@ -289,5 +340,6 @@ def _rank(rows: list[dict[str, Any]], measuring: Measuring, units: dict[Any, str
         )
     by = str(measuring.names[0])
     band = measuring.depth_band(by)
-    warn_if_few_fit(table, by, band)
+    if not warned:
+        warn_if_few_fit(table, by, band)
     return rank_minima(table, by, depth_band=band)

@@ -22,6 +22,10 @@ from relflat_sk.search._weights import last_prefix
 # With wrong labels, fewer of the networks that have learned (are so deep) reach the loss, and
 # flatness orders them worse than chance: benchmarks.worth.selection.
 FEW_FIT, LEARNED = 0.4, 2.0
+WRONG_LABELS = (
+    "that labels are wrong, and then flatness orders networks worse than chance. Choose by "
+    "held-out data, or average the predictions of all (docs/does_it_help.md)."
+)
 
 
 def listed(measure: Any) -> list[Any]:
@@ -131,9 +135,8 @@ def warn_if_few_fit(table: pd.DataFrame, by: str, depth_band: float | None) -> N
     n = int(learned[by].notna().sum())
     if 0 < n < FEW_FIT * len(learned):
         warn(
-            f"only {n} of {len(learned)} networks reach the loss at which they are compared. That "
-            "is so with wrong labels, where flatness orders networks worse than chance. Choose by "
-            "held-out data, or average the predictions of all (docs/does_it_help.md)."
+            f"only {n} of {len(learned)} networks reach the loss at which they are compared. A "
+            f"cause is {WRONG_LABELS}"
         )
 
 

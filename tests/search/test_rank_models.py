@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import math
 import weakref
 
 import matplotlib.pyplot as plt
@@ -19,6 +20,7 @@ from relflat_sk import (
     MinimaRankingDisplay,
     correlate_measures,
     granulated_kendall,
+    measure,
     rank_minima,
     rank_models,
     relative_flatness,
@@ -275,22 +277,48 @@ def scale_head(weights, factor):
 # -- models without a value ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("n_right", "n_bad", "warns"), [(1, 0, True), (2, 3, False)])
-def test_a_warning_says_that_few_networks_reach_the_loss(n_right, n_bad, warns, recwarn):
+@pytest.mark.parametrize(("n_right", "n_bad"), [(1, 0), (0, 3), (2, 3), (0, 0)])
+@pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
+def test_models_are_compared_at_a_loss_that_half_of_them_reach(n_right, n_bad, recwarn):
     x = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
     bias = {"right": 0.0, "wrong for two": -1.0, "bad": -9.0}  # the last one has not learned
     counts = {"right": n_right, "wrong for two": 2, "bad": n_bad}
     models = {
-        f"{name} {i}": {"weight": torch.tensor([[0.0], [10.0]]), "bias": torch.tensor([0.0, shift])}
-        for name, shift in bias.items()
+        f"{name} {i}": {"weight": torch.tensor([[0.0], [10.0 + i]]), "bias": torch.tensor([0, at])}
+        for name, at in bias.items()
         for i in range(counts[name])
     }
     y = (x[:, 0] > 0).astype(int)
-    rank_models(models, x, y, module=nn.Linear(1, 2), criterion=CE)
+    net, share = nn.Linear(1, 2), None
+    if n_right < 2:  # by trying many temperatures of the better one of two that err
+        net.load_state_dict(models["wrong for two 1"])
+        z, betas = net(torch.tensor(x)).detach(), torch.logspace(-2, 1, 2000)
+        lowest = min(float(CE(beta * z, torch.tensor(y))) for beta in betas) / np.log(2)
+        share = math.ceil(100 * lowest) / 100
+    options = {"module": net, "criterion": CE}
+    tables = (
+        rank_models(models, x, y, **options),
+        rank_models(iter(models.values()), x, y, **options),
+    )
     texts = [str(one.message) for one in recwarn]
-    found = [text for text in texts if "reach the loss at which they are compared" in text]
-    assert len(found) == warns
-    assert all(text.startswith("only 1 of 3 networks") for text in found)
+    texts = [text for text in texts if "which half of them reach" in text]
+    assert len(texts) == (0 if share is None else 2)
+    assert [table.attrs.get("at_loss") for table in tables] == [share, None]
+    assert tables[0]["comparable"].sum() == n_right + (share is not None)
+    assert tables[1]["comparable"].sum() == n_right
+    for name, found in zip(tables[0]["model"], tables[0]["comparable_flatness"], strict=True):
+        if np.isfinite(found):
+            net.load_state_dict(models[name])
+            expected = measure(
+                "comparable_flatness", net, x, y, criterion=CE, at_loss=share or 0.05
+            )
+            assert found == pytest.approx(expected)
+    if share:
+        assert f"They are compared at {share}, which" in texts[0]
+        assert f"Pass a list in place of an iterator, and they are compared at {share}," in texts[1]
+    own = FlatnessScorer("comparable_flatness", measure_params={"at_loss": 0.05})
+    table = rank_models(models, x, y, measure=own, **options)  # as the user says
+    assert table["comparable"].sum() == n_right
 
 
 def test_models_without_a_value_rank_last_with_a_reason(steps):
