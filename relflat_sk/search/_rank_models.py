@@ -192,7 +192,7 @@ def rank_models(  # noqa: PLR0913
             warn(
                 f"fewer than half of the models reach {default:g} of the best constant "
                 f"prediction's loss, at which they are compared by default. {what} compared at "
-                f"{share:g}, which half of them reach. A cause are short trainings; another is "
+                f"{share:g}, which half of them reach. One cause is a short training; another is "
                 f"{WRONG_LABELS}"
             )
             if not once:
