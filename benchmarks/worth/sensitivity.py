@@ -148,7 +148,7 @@ def main() -> int:
         for bits, found in pd.concat(tables).groupby("bits", sort=False):
             cells = [*summarize(found), f"{np.median(costs):.2f}"]
             rows.append([name, f"{loss:.3f}", str(bits), *cells])
-            print(*rows[-1], flush=True)
+            print(*rows[-1], file=sys.stderr)
     print(table(rows))
     return 0
 
