@@ -59,7 +59,7 @@ def test_quick_run_prints_ratios_and_budgets(module, ratio):
     assert rest.endswith("not judged (quick)")
 
 
-@pytest.mark.slow
+@pytest.mark.scale
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
@@ -75,7 +75,7 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
     assert float(run(f"benchmarks.costs.{module}", *arguments)) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.scale
 def test_networks_of_other_libraries():
     printed = run("benchmarks.costs.networks", "--quick", "--only", "llama")
     rows = [line.split() for line in printed.splitlines() if line.startswith("llama")]
@@ -83,7 +83,6 @@ def test_networks_of_other_libraries():
     assert all(float(row[5]) <= 51 for row in rows)
 
 
-@pytest.mark.slow
 @pytest.mark.scale
 @pytest.mark.parametrize("module", MINIMA)
 def test_quick_run_counts_minima(module):

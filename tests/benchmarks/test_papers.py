@@ -14,7 +14,6 @@ SCRIPTS = sorted(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.scale
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_goes_on_where_the_last_one_ended(script, tmp_path, capsys):

@@ -295,7 +295,7 @@ def test_rows_of_a_unit_are_replaced(tmp_path):
     assert (found.groupby(["space", "split"]).size() == [1, 3, 3, 3]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.scale
 def test_an_interrupted_study_goes_on(tmp_path):
     options = ("--quick", "--store", tmp_path / "store", "--results", tmp_path / "rows.csv")
     first = run("benchmarks.worth.selection", *options, "--space", "equal")

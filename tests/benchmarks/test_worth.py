@@ -1,12 +1,13 @@
-"""Smoke runs of the benchmarks of worth: rescaling, Gaussians, tuned methods, large weights."""
+"""Smoke runs of the benchmarks of worth, each night: they print, draw and go on."""
 
 import optuna
 import pytest
 
 from tests.benchmarks.commands import run
 
+pytestmark = pytest.mark.scale
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     ("module", "options", "line"),
     [
@@ -28,14 +29,12 @@ def test_quick_runs_of_the_theory_print_and_draw(module, options, line, tmp_path
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_quick_runs_of_the_guarantee_print_bounds_that_hold():
     printed = run("benchmarks.worth.pac_bayes", "--quick", "--seeds", "2")
     assert "the bound is above the true error for 2 of 2 seeds" in printed
     assert "not judged (quick)" in printed
 
 
-@pytest.mark.slow
 def test_an_interrupted_tuning_continues(tmp_path):
     storage = f"sqlite:///{tmp_path / 'trials.db'}"
     methods = ("SAM", "flatness, all layers")
@@ -57,7 +56,6 @@ def test_an_interrupted_tuning_continues(tmp_path):
     assert "Difference to SAM with the same seeds" in text
 
 
-@pytest.mark.slow
 def test_an_interrupted_study_of_weights_continues(tmp_path):
     results = tmp_path / "results.jsonl"
     options = ("--quick", "--problem", "wine", "--results", results)
@@ -72,12 +70,10 @@ def test_an_interrupted_study_of_weights_continues(tmp_path):
     assert len(results.read_text().splitlines()) == len(saved) + 2 * 3 * (1 + 2)
 
 
-@pytest.mark.slow
 def test_a_quick_run_of_defaults():
     assert "diabetes    ours, no penalty" in run("benchmarks.worth.defaults", "--quick")
 
 
-@pytest.mark.slow
 def test_a_quick_run_of_checkpoints_compares_all_ways():
     printed = run("benchmarks.worth.checkpoints", "--quick", "--tasks", "digits")
     assert "1 runs with 3 checkpoints each" in printed

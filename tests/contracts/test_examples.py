@@ -10,8 +10,11 @@ from tests.processes import run_script
 
 ROOT = Path(__file__).parents[2]
 GALLERY = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
-# half of the gallery's time; the nightly builds run all, as `make docs` does
-LONG = {"plot_adapters", "plot_displays", "plot_fine_tuning", "plot_limit"}
+# most of the gallery's time; the nightly builds run all, as `make docs` does
+LONG = {
+    *("plot_adapters", "plot_displays", "plot_fine_tuning", "plot_label_noise", "plot_layers"),
+    *("plot_lightning", "plot_limit", "plot_rank_classifiers", "plot_trainer"),
+}
 
 
 # of peft, beside a newer version of transformers

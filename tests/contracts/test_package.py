@@ -28,28 +28,40 @@ OPTIONAL = {
 }
 
 
-def test_packages_are_imported_when_they_are_used_and_without_side_effects():
-    code = (
-        "import sys, relflat_sk\n"
-        "assert 'torch' not in sys.modules\n"
-        "import torch, numpy as np\n"
-        "state = np.random.get_state()[1].copy()\n"
-        "before = torch.get_rng_state(), state, torch.get_default_dtype()\n"
-        "assert 'relflat_sk.measures' not in sys.modules\n"
-        "relflat_sk.relative_flatness\n"
-        "assert 'relflat_sk.measures' in sys.modules\n"
-        "[getattr(relflat_sk, name) for name in relflat_sk.__all__]\n"
-        "assert torch.equal(before[0], torch.get_rng_state())\n"
-        "assert (before[1] == np.random.get_state()[1]).all()\n"
-        "assert before[2] == torch.get_default_dtype()\n"
-        "print(*sys.modules)\n"
-        "import matplotlib, pandas as pd\n"
-        "matplotlib.use('Agg')\n"
-        "minima = pd.DataFrame({'relative_flatness': [1., 2.], 'generalization_gap': [1., 2.]})\n"
-        "relflat_sk.FlatnessGapDisplay.from_minima(minima)\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    imported = {name.partition(".")[0] for name in run.stdout.split()}
+IN_A_FRESH_INTERPRETER = f"""
+import importlib, json, sys
+import relflat_sk
+assert 'torch' not in sys.modules
+import torch, numpy as np
+state = np.random.get_state()[1].copy()
+before = torch.get_rng_state(), state, torch.get_default_dtype()
+assert 'relflat_sk.measures' not in sys.modules
+relflat_sk.relative_flatness
+assert 'relflat_sk.measures' in sys.modules
+doors = ['', *('.' + one for one in {DOORS} + ('exceptions',))]
+modules = [importlib.import_module('relflat_sk' + one) for one in doors]
+doors = [[sorted(vars(m)), dir(m), m.__all__] for m in modules]
+[getattr(relflat_sk, name) for name in relflat_sk.__all__]
+assert torch.equal(before[0], torch.get_rng_state())
+assert (before[1] == np.random.get_state()[1]).all()
+assert before[2] == torch.get_default_dtype()
+print(json.dumps([[*sys.modules], doors]))
+import matplotlib, pandas as pd
+matplotlib.use('Agg')
+minima = pd.DataFrame({{'relative_flatness': [1., 2.], 'generalization_gap': [1., 2.]}})
+relflat_sk.FlatnessGapDisplay.from_minima(minima)
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """The modules that are imported for all public names, and what the doors hold."""
+    command = [sys.executable, "-c", IN_A_FRESH_INTERPRETER]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def test_packages_are_imported_when_they_are_used_and_without_side_effects(fresh):
+    imported = {name.partition(".")[0] for name in fresh[0]}
     assert "relflat_sk" in imported
     assert not imported & OPTIONAL
 
@@ -69,14 +81,8 @@ def test_doors_lead_to_every_public_name():
     assert set(relflat_sk.__all__) <= behind | {"exceptions", *DOORS}
 
 
-def test_doors_hold_public_names_only():
-    code = "import importlib, json\n"
-    code += "import relflat_sk\n"
-    code += f"doors = ['', *('.' + one for one in {DOORS} + ('exceptions',))]\n"
-    code += "modules = [importlib.import_module('relflat_sk' + one) for one in doors]\n"
-    code += "print(json.dumps([[sorted(vars(m)), dir(m), m.__all__] for m in modules]))\n"
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    for held, shown, public in json.loads(run.stdout):
+def test_doors_hold_public_names_only(fresh):
+    for held, shown, public in fresh[1]:
         assert {name for name in held if not name.startswith("_")} <= set(public)
         assert {name for name in shown if not name.startswith("_")} == set(public)
 
