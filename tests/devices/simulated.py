@@ -23,7 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from tests.devices.networks import GeneratorOfTheCPU
 
-__all__ = ["DEVICE", "Counts", "count", "simulated_device"]
+__all__ = ["DEVICE", "Counts", "active_counts", "count", "simulated_device"]
 
 _setup_privateuseone_for_python_backend("sim")
 DEVICE = torch.device("sim:0")
@@ -67,6 +67,11 @@ class Counts:
 
 
 _active = []
+
+
+def active_counts():
+    """Return what is being counted, the innermost last."""
+    return _active
 
 
 @contextmanager
