@@ -35,15 +35,6 @@ def test_a_grid_search_finds_the_same(sizes, fleet):
     assert_same(together.best_estimator_, alone.best_estimator_)
 
 
-def test_nets_of_cross_validation_are_the_same(sizes):
-    found = [cross_validate(make_net(), *data(), return_estimator=True)["estimator"]]
-    with fleet_training(3):
-        found.append(cross_validate(make_net(), *data(), return_estimator=True)["estimator"])
-    assert max(sizes) == 3
-    for one, other in zip(*found, strict=True):
-        assert_same(one, other)
-
-
 def test_a_search_inside_of_a_fit_runs_in_order(sizes):
     search = GridSearchCV(make_net(max_epochs=1), {"lr": [0.003, 0.03]}, cv=2)
     alone = cross_validate(search, *data(), cv=3)["test_score"]

@@ -461,8 +461,9 @@ class Residual(nn.Module):
         return self.last(h + self.act(self.second(h)))
 
 
-@pytest.mark.parametrize("layer", [0, [1, 0], "all"], ids=str)
-@pytest.mark.parametrize("act", [torch.relu, torch.tanh], ids=["relu", "tanh"])
+@pytest.mark.parametrize(
+    ("layer", "act"), [(0, torch.tanh), ([1, 0], torch.relu), ("all", torch.tanh)]
+)
 def test_penalties_at_earlier_layers_of_residual_networks(layer, act):
     probes = 1 + (layer == "all")
     settings = {"flatness_layer": layer, "flatness_probes": probes, "module__act": act}
@@ -504,9 +505,15 @@ UNUSED = {
 }
 
 
-@pytest.mark.parametrize("layer", [-1, -2])
-@pytest.mark.parametrize("optimizer", ["Nesterov", "Adam", "AdamW"])
-@pytest.mark.parametrize("module", UNUSED)
+@pytest.mark.parametrize(
+    ("module", "optimizer", "layer"),
+    [
+        (PartlyUsed, "Nesterov", -1),
+        (PartlyUsed, "Adam", -2),
+        (Scaled, "AdamW", -1),
+        (Scaled, "Nesterov", -2),
+    ],
+)
 def test_parameters_without_gradient_stay_as_they_are(module, optimizer, layer):
     settings = {"flatness_layer": layer, **OPTIMIZERS[optimizer]}
     for net in compare(classifiers(2, module=module, max_epochs=2, **settings)):

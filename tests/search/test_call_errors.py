@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import optuna
 import pytest
+import torch
 from optuna.artifacts import FileSystemArtifactStore
-from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
@@ -100,25 +100,35 @@ def test_memory_is_a_matter_of_the_candidate():
     assert search.minima_["state"].tolist() == ["complete", "complete", "failed"]
 
 
-def test_an_error_of_the_storage_is_no_failure_of_the_candidate(stored, monkeypatch):
-    """The storage fails for a moment, while a candidate is recorded."""
-    write = optuna.Trial.set_user_attr
-    failed = []
+class RunsOut(LogisticRegression):
+    """Runs out of memory in the way that class_weight names."""
 
-    def fail_once(trial, name, value):
-        if name == "train_loss" and trial.number == 1 and not failed:
-            failed.append(trial.number)
-            raise KeyError("no record exists")
-        write(trial, name, value)
+    def fit(self, X, y):
+        if self.class_weight == "numpy":
+            raise MemoryError("Unable to allocate 3. PiB for an array")
+        if self.class_weight == "torch":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 PiB")
+        return super().fit(X, y)
 
-    monkeypatch.setattr(optuna.Trial, "set_user_attr", fail_once)
-    search = logistic(SPACE, **stored)
-    with pytest.raises(RuntimeError, match="the storage of study 'sweep' failed: KeyError"):
-        search.fit(X, Y)
-    # what was finished is at hand
-    assert [trial.state for trial in search.study_.trials] == [TrialState.COMPLETE, TrialState.FAIL]
-    monkeypatch.undo()
-    assert search.fit(X, Y).minima_["state"].tolist() == ["complete"] * 3
+
+@NO_MINIMA
+def test_running_out_of_memory_does_not_end_the_sweep():
+    search = logistic({"class_weight": ["numpy", "torch", None]}, RunsOut(max_iter=1000)).fit(X, Y)
+    table = search.minima_.set_index("param_class_weight")
+    assert table["state"].tolist() == ["complete", "failed", "failed"]
+    assert table["reason"]["numpy"] == "MemoryError: Unable to allocate 3. PiB for an array"
+    assert table["reason"]["torch"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert search.best_params_ == {"class_weight": None}
+
+
+@NO_MINIMA
+def test_memory_of_a_device_is_given_back_after_a_failure(monkeypatch):
+    """A large candidate fills torch's cache, which the next one may need."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    space = {"class_weight": ["torch", None]}
+    logistic(space, RunsOut(max_iter=1000), refit=False).fit(X, Y)
+    assert len(emptied) == 1
 
 
 def test_the_objective_records_no_failure_of_the_call(tmp_path):

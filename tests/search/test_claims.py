@@ -36,6 +36,7 @@ from relflat_sk.search._claims import (
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import SearchStudy, log_level, open_storage
 from relflat_sk.search._workers import Sweep, train_in_processes
+from tests.search.storages import FILES
 
 X, Y = load_iris(return_X_y=True)
 C = [0.3, 0.5, 1.0]
@@ -48,12 +49,18 @@ def grid(points=POINTS):
     return Plan(CHOICES, points)
 
 
-@pytest.fixture(params=["memory", "sqlite", "journal", "postgresql"])
+@pytest.fixture
 def storage(request, tmp_path):
-    places = {"memory": None, "sqlite": tmp_path / "minima.db", "journal": tmp_path / "minima.log"}
-    if request.param == "postgresql":
+    """A journal, or the storage of the kind that the test names."""
+    kind = getattr(request, "param", "journal")
+    if kind == "postgresql":
         return open_storage(request.getfixturevalue("postgresql").url)
-    return open_storage(places[request.param])
+    return open_storage(tmp_path / FILES[kind] if kind in FILES else None)
+
+
+on_every_storage = pytest.mark.parametrize(
+    "storage", ["memory", *FILES, "postgresql"], indirect=True
+)
 
 
 @pytest.fixture
@@ -94,6 +101,7 @@ def add_running(study, point, **attributes):
 # -- claims ------------------------------------------------------------------------------------
 
 
+@on_every_storage
 def test_every_point_of_a_grid_is_claimed_once(study):
     while trial := claim(study, grid(), "a"):
         finish(study, trial)
@@ -118,6 +126,7 @@ def test_draws_of_earlier_versions_count(study):
     assert [one.number for one in Plan({}, n_trials=4).left(study.trials)] == [0, 2]
 
 
+@on_every_storage
 @pytest.mark.parametrize("plan", [grid(), Plan(CHOICES, n_trials=3)], ids=["grid", "draws"])
 def test_the_last_of_two_at_the_same_moment_withdraws(study, plan, monkeypatch):
     """Both find the same candidate free, and both add a trial for it."""
@@ -149,6 +158,7 @@ def test_running_trials_of_others_are_left_alone(study):
     assert states(study) == ["RUNNING"] * 3
 
 
+@on_every_storage
 def test_abandoned_trials_are_taken_over(study):
     """Of a process that is gone, a zombie, an id that was used again, and this thread."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -229,6 +239,7 @@ def test_a_worker_leaves_the_trials_of_its_own_sweep_to_the_sweep(study):
     assert claim_elsewhere(study, grid(POINTS[:1]), "b").params == POINTS[0]
 
 
+@on_every_storage
 def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
     """Another machine may give it up while this one sleeps, before its record or after it."""
     study = optuna.create_study(storage=storage)
@@ -357,6 +368,7 @@ def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     assert not study.trials
 
 
+@on_every_storage
 def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
     """The process died after the last attribute, before the trial was complete."""
     study = optuna.create_study(storage=storage, study_name="sweep")

@@ -6,9 +6,8 @@ import sqlite3
 import subprocess
 import threading
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 
-import numpy as np
 import optuna
 import pytest
 from optuna.storages import JournalStorage, RDBStorage
@@ -21,7 +20,6 @@ from relflat_sk import FlatMinimaSearch, rank_minima
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._study import open_storage
-from tests.processes import forkserver
 from tests.search.storages import FILES
 
 X, Y = load_iris(return_X_y=True)
@@ -75,11 +73,16 @@ def assert_goes_on(storage, n_kept):
     assert_complete(search)
 
 
+@cache
+def table_without_faults():
+    search = make_search(None, None, LogisticRegression(max_iter=1000)).fit(X, Y)
+    return search.minima_[["param_C", "relative_flatness", "train_loss", "state"]]
+
+
 def assert_complete(search):
     """Each candidate was found once, and the table is that of a search without a fault."""
-    expected = make_search(None, None).fit(X, Y).minima_
-    columns = ["param_C", "relative_flatness", "train_loss", "state"]
-    assert search.minima_[columns].equals(expected[columns])
+    expected = table_without_faults()
+    assert search.minima_[list(expected)].equals(expected)
     assert sorted(params_of_minima(search.study_)) == CHOICES
 
 
@@ -343,7 +346,7 @@ def test_a_server_that_restarts(request, tmp_path):
         FAULT.update(at=2, what=lambda: (faults.pop()(), FAULT.update(at=4)))
         assert_complete(make_search(place.storage).fit(X, Y))
     assert not faults
-    assert len(TRAINED) == 2 * len(CHOICES)  # once each, and once each for the comparison
+    assert len(TRAINED) == len(CHOICES)
 
 
 @pytest.mark.filterwarnings("ignore:The existing lock file has not been released:UserWarning")
@@ -362,7 +365,7 @@ def test_what_a_process_leaves_that_is_killed_while_it_writes_to_a_journal(tmp_p
     assert_goes_on(path, n_kept=3)
 
 
-# -- storages that a user opens, many at once ----------------------------------------------------
+# -- storages that a user opens -------------------------------------------------------------------
 
 
 def test_storages_that_a_user_opened_are_used_as_they_are(request, tmp_path):
@@ -384,28 +387,3 @@ def test_options_of_a_user_stay(postgresql):
     storage = open_storage(f"{postgresql.url}&options=-c lock_timeout=7s")
     with storage.engine.connect() as connection:
         assert connection.exec_driver_sql("SHOW lock_timeout").scalar() == "7s"
-
-
-N_PROCESSES = 5
-MANY = np.linspace(0.1, 2.0, 2 * N_PROCESSES).tolist()
-
-
-def work(make_storage, barrier):
-    barrier.wait(600)
-    make_search(make_storage(), estimator=LogisticRegression(max_iter=1000), choices=MANY).fit(X, Y)
-
-
-@pytest.mark.slow
-def test_many_processes_at_once(make_storage):
-    """All begin at the same moment, with no study and no file before."""
-    context = forkserver()
-    start = context.Barrier(N_PROCESSES)
-    workers = [context.Process(target=work, args=(make_storage, start)) for _ in range(N_PROCESSES)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0] * N_PROCESSES
-    study = optuna.load_study(study_name="sweep", storage=open_storage(make_storage()))
-    assert sorted(params_of_minima(study)) == MANY
-    assert not [trial for trial in study.trials if "failed" in trial.user_attrs]

@@ -1,4 +1,4 @@
-"""A search that trains its candidates together finds what one finds that trains one by one."""
+"""Searches and studies that train nets together find what those find that train one by one."""
 
 import logging
 import os
@@ -12,9 +12,12 @@ import optuna
 import pandas as pd
 import pytest
 import torch
+from joblib import Parallel, delayed
 from optuna.distributions import FloatDistribution
+from optuna.samplers import GridSampler, RandomSampler
 from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import ParameterGrid
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
@@ -22,8 +25,12 @@ from torch import nn
 
 from relflat_sk import (
     FlatMinimaSearch,
+    MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
+    fleet_training,
+    optimize_study,
+    rank_minima,
     relative_flatness,
 )
 from relflat_sk.minima._table import attributes_of
@@ -53,9 +60,11 @@ def make_search(estimator=None, space=SPACE, **arguments):
     return FlatMinimaSearch(estimator or make_net(), space, **arguments)
 
 
-def table(search):
-    """The table of minima, without times and in the order of the parameters."""
-    minima = search.minima_.drop(columns=["trial", "seconds"], errors="ignore")
+def table(found):
+    """The minima of a search or a study, without times and in the order of the parameters."""
+    minima = found.minima_ if isinstance(found, FlatMinimaSearch) else rank_minima(found)
+    dropped = ["trial", "seconds", "rank", "artifact_id", "in_fleet"]
+    minima = minima.drop(columns=dropped, errors="ignore")
     parameters = [name for name in minima if name.startswith("param_")]
     return minima.sort_values(parameters).reset_index(drop=True)
 
@@ -296,6 +305,115 @@ def test_a_net_with_dropout_is_trained_again_in_a_fleet():
         assert found == pytest.approx(before, rel=1e-4)
 
 
-def test_the_size_is_checked():
-    with pytest.raises(ValueError, match="fleet must be a positive integer, 'auto' or None"):
-        make_search(fleet="many").fit(X, y)
+# -- studies of one's own ------------------------------------------------------------------------
+
+
+def make_objective(space=SPACE, **arguments):
+    callbacks = arguments.pop("callbacks", [StopAtLoss(0.8)])
+    arguments = {"random_state": 0, "X_test": X[:20], "y_test": y[:20]} | arguments
+    return MinimaObjective(make_net(callbacks=callbacks), X, y, space, **arguments)
+
+
+def make_study(sampler=None, pruner=None, **arguments):
+    """A study without Optuna's usual pruner, whose decisions depend on the order of trials."""
+    sampler = sampler or GridSampler(SPACE, seed=0)
+    pruner = pruner or optuna.pruners.NopPruner()
+    return optuna.create_study(sampler=sampler, pruner=pruner, **arguments)
+
+
+@pytest.fixture(scope="module")
+def study_alone():
+    study = make_study()
+    study.optimize(make_objective(), n_trials=N)
+    return study
+
+
+def test_the_trials_are_the_same_and_weights_are_saved(tmp_path, study_alone, sizes):
+    objective = make_objective(artifact_store=str(tmp_path / "weights"))
+    study = make_study(storage=f"sqlite:///{tmp_path / 'minima.db'}")
+    optimize_study(study, objective, n_trials=5, fleet=4)
+    optimize_study(study, objective, n_trials=N - 5, fleet=4)
+    assert max(sizes) > 1
+    assert_same(study, study_alone)
+    assert all(attributes_of(trial)["in_fleet"] for trial in study.trials)
+    trial = study.best_trial
+    restored = objective._restore(trial.params, trial)
+    loss = -np.log(restored.predict_proba(X)[np.arange(len(y)), y]).mean()
+    assert loss == pytest.approx(trial.user_attrs["train_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("n_trials", "fleet"), [(None, 1), (N, None)])
+def test_the_sampler_or_the_number_ends_the_study(n_trials, fleet, study_alone, sizes):
+    study = make_study()
+    optimize_study(study, make_objective(), n_trials, fleet=fleet)
+    assert fleet or not sizes  # a net by itself is in no fleet
+    assert_same(study, study_alone)
+
+
+def test_ask_and_tell_in_turns(study_alone, sizes):
+    """Functions of one's own run inside of fleet_training."""
+    study, objective = make_study(RandomSampler(seed=0)), make_objective()
+    for point in ParameterGrid(SPACE):
+        study.enqueue_trial(point)
+
+    def one():
+        trial = study.ask()
+        study.tell(trial, objective(trial))
+
+    with fleet_training(4):
+        Parallel()(delayed(one)() for _ in range(N))
+    assert max(sizes) > 1
+    assert_same(study, study_alone)
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_a_timeout_and_callbacks_can_end_it():
+    study, seen = make_study(RandomSampler(seed=0)), []
+
+    def stop(view, trial):
+        assert view.study_name == study.study_name
+        seen.append(trial.number)
+        if len(seen) == 3:
+            view.stop()
+
+    optimize_study(study, make_objective(), timeout=1e-9)
+    assert not study.trials
+    optimize_study(study, make_objective(), callbacks=[stop], fleet=2)
+    assert len(study.trials) in (3, 4)  # one more may have been in training
+    assert sorted(seen) == [trial.number for trial in study.trials]
+    assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
+
+
+def test_a_pruner_stops_trials():
+    pruner = optuna.pruners.ThresholdPruner(upper=1.0, n_warmup_steps=5)
+    grid = {"lr": [1e-5, 0.03]}
+    study = make_study(GridSampler(grid, seed=0), pruner=pruner)
+    optimize_study(study, make_objective(grid), 2, fleet=2)
+    assert {trial.state for trial in study.trials} == {TrialState.PRUNED, TrialState.COMPLETE}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, (KeyError, RuntimeError)])
+def test_exceptions_that_are_caught_fail_their_trial(error):
+    study = make_study()
+    optimize_study(study, make_objective(callbacks=[Fails()]), N, catch=error, fleet=4)
+    failed = study.get_trials(states=[TrialState.FAIL])
+    assert [trial.params["lr"] for trial in failed] == [0.03] * 2
+    assert {attributes_of(trial)["reason"] for trial in failed} == {"RuntimeError: no luck"}
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_other_exceptions_end_it_and_no_trial_keeps_running():
+    study = make_study()
+    waiting = study.ask()  # of somebody else
+    with pytest.raises(RuntimeError, match="no luck"):
+        optimize_study(study, make_objective(callbacks=[Fails()]), N, fleet=4)
+    running = study.get_trials(states=[TrialState.RUNNING])
+    assert [trial.number for trial in running] == [waiting.number]
+
+
+def test_a_study_of_what_cannot_be_stacked(caplog):
+    objective = MinimaObjective(LogisticRegression(), X, y, {"C": [0.1, 1.0]})
+    study = make_study(GridSampler({"C": [0.1, 1.0]}, seed=0))
+    optimize_study(study, objective, 2, fleet=2)
+    assert len(rank_minima(study)) == 2
+    assert "LogisticRegression holds no net of relflat_sk" in caplog.text

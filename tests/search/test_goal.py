@@ -10,7 +10,7 @@ import torch
 from numpy.testing import assert_allclose
 from optuna.trial import create_trial
 from sklearn.compose import TransformedTargetRegressor
-from sklearn.datasets import load_digits, load_iris, load_wine
+from sklearn.datasets import load_wine
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import PredefinedSplit
 from sklearn.neural_network import MLPClassifier
@@ -51,10 +51,9 @@ def entropy(y):
 # -- what people do first ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("load", [load_wine, load_digits])
-def test_half_trained_nets_are_no_minima(load):
+def test_half_trained_nets_are_no_minima():
     """One epoch each: the search says so, and puts the deepest first, not the flattest."""
-    X, y = load(return_X_y=True)
+    X, y = load_wine(return_X_y=True)
     search = make_search(net(max_epochs=1), {"batch_size": [16, 64], "lr": [0.001, 0.01]})
     goal = f"{entropy(y) / 20:.3g}"
     match = rf"no candidate converged[\s\S]*before a training loss of {goal} or a plateau"
@@ -66,9 +65,8 @@ def test_half_trained_nets_are_no_minima(load):
     assert np.isnan(search.best_score_)
 
 
-@pytest.mark.parametrize("load", [load_wine, load_iris])
-def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth(load):
-    X, y = load(return_X_y=True)
+def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth():
+    X, y = load_wine(return_X_y=True)
     search = make_search(net(max_epochs=200), {"batch_size": [16, 64], "lr": [0.01, 0.02]})
     minima = search.fit(scale(X).astype(np.float32), y).minima_
     assert minima["comparable"].all()

@@ -1,10 +1,9 @@
-"""A study that two processes share loses nothing, though one of them is killed repeatedly."""
+"""A study that processes share loses nothing, though they are killed while they train."""
 
 import os
 import signal
 import time
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,87 +20,39 @@ from relflat_sk.search._claims import is_cut_short, is_gone
 from relflat_sk.search._study import open_storage
 from tests.processes import forkserver, run_module
 
-N_TRIALS = 30
-EVERY = 6  # finished trials between two kills
-N_KILLS = N_TRIALS // EVERY - 2  # there is enough left to do after the last one
+N_PROCESSES, N_TRIALS = 4, 20
+DUE = [5, 10]  # how many trials are finished when a process is killed; enough is left to do
 SPACES = {
     "grid": {"C": np.geomspace(0.2, 1.0, N_TRIALS).tolist()},
     "draws": {"C": FloatDistribution(0.2, 1.0)},
 }
 
 
-class Slow(LogisticRegression):
-    """Takes at least a third of a second, so that two processes need half a minute for 180."""
-
-    seconds = 1 / 3
+class Brief(LogisticRegression):
+    """Takes longer than the kills take to be noticed, on a machine however busy."""
 
     def fit(self, X, y):
-        time.sleep(self.seconds)
+        time.sleep(0.2)
         return super().fit(X, y)
 
 
-class Brief(Slow):
-    """Takes as long as the kills take to be noticed, on a machine however busy."""
-
-    seconds = 0.05
-
-
-def make_search(storage, space, model=LogisticRegression, n_trials=N_TRIALS):
+def search(storage, space):
     return FlatMinimaSearch(
-        model(max_iter=1000),
+        Brief(max_iter=1000),
         SPACES[space],
-        n_trials=n_trials,
+        n_trials=N_TRIALS,
         storage=storage,
         study_name="sweep",
         refit=False,
         random_state=0,
-    )
+    ).fit(*load_iris(return_X_y=True))
 
 
-def work(make_storage, *arguments):
-    # the other process can hold what is left, and die of it: then this one comes again
-    make_search(make_storage(), *arguments).fit(*load_iris(return_X_y=True))
-
-
-def begin(context, *arguments):
-    worker = context.Process(target=work, args=arguments)
-    worker.start()
-    return worker
-
-
-def count(study):
-    return sum(trial.state == TrialState.COMPLETE for trial in study.get_trials(deepcopy=False))
-
-
-def search_and_kill(is_due, make_storage, *arguments):
-    """Search in two processes, kill them in turns whenever a kill is due, and start them again.
-
-    Returns the study and the number of kills.
-    """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    context = forkserver()
-    study = optuna.create_study(storage=open_storage(make_storage()), study_name="sweep")
-    workers = [begin(context, make_storage, *arguments) for _ in range(2)]
-    n_killed = 0
-    while any(worker.exitcode is None for worker in workers):
-        turn = n_killed % 2
-        if is_due(n_killed, count(study)):
-            os.kill(workers[turn].pid, signal.SIGKILL)
-            workers[turn].join()
-            assert workers[turn].exitcode == -signal.SIGKILL
-            workers[turn] = begin(context, make_storage, *arguments)
-            n_killed += 1
-        time.sleep(0.05)
-    assert [worker.exitcode for worker in workers] == [0, 0]
-    return study, n_killed
-
-
-def assert_each_once(study, n_trials):
-    minima = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
-    assert len(minima) == n_trials
-    assert len({trial.params["C"] for trial in minima}) == n_trials
-    # all else is what was killed, or withdrawn
-    assert all(is_cut_short(trial) for trial in study.trials if trial not in minima)
+def work(start, make_storage, space):
+    if start is not None:
+        start.wait(600)
+    # another process can hold what is left, and die of it: then this one comes again
+    search(make_storage(), space)
 
 
 @pytest.mark.slow
@@ -110,31 +61,43 @@ def assert_each_once(study, n_trials):
     [("sqlite", "grid"), ("journal", "draws"), ("postgresql", "draws")],
     indirect=["make_storage"],
 )
-def test_two_processes_one_of_which_is_killed(make_storage, space):
-    def is_due(n_killed, n_minima):
-        return n_killed < N_KILLS and n_minima >= EVERY * (n_killed + 1)
+def test_four_processes_two_of_which_are_killed(make_storage, space):
+    """All begin at the same moment, with no study and no file before."""
+    context = forkserver()
 
-    study, n_killed = search_and_kill(is_due, make_storage, space, Brief)
-    assert n_killed == N_KILLS
-    assert_each_once(study, N_TRIALS)
+    def begin(start=None):
+        worker = context.Process(target=work, args=(start, make_storage, space))
+        worker.start()
+        return worker
+
+    start = context.Barrier(N_PROCESSES + 1)
+    workers = [begin(start) for _ in range(N_PROCESSES)]
+    start.wait(600)
+    storage = open_storage(make_storage())
+    study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
+
+    def minima():
+        return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+    for turn, due in enumerate(DUE):
+        while len(minima()) < due:
+            assert any(worker.exitcode is None for worker in workers)
+            time.sleep(0.05)
+        os.kill(workers[turn].pid, signal.SIGKILL)
+        workers[turn].join()
+        assert workers[turn].exitcode == -signal.SIGKILL
+        workers[turn] = begin()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * N_PROCESSES
+    found = [trial.params["C"] for trial in minima()]
+    assert len(found) == len(set(found)) == N_TRIALS
     # and they are the candidates that one process would have had
-    if space == "grid":
-        found = study.get_trials(states=(TrialState.COMPLETE,))
-        assert sorted(trial.params["C"] for trial in found) == SPACES["grid"]["C"]
-    table = make_search(make_storage(), space, Brief).fit(*load_iris(return_X_y=True)).minima_
-    assert len(table) == N_TRIALS
-
-
-@pytest.mark.scale
-def test_200_minima_in_postgresql_with_a_kill_every_7_s(postgresql):
-    begun = time.monotonic()
-
-    def is_due(n_killed, n_minima):
-        return n_minima < 180 and time.monotonic() - begun > 7 * (n_killed + 1)
-
-    study, n_killed = search_and_kill(is_due, partial(str, postgresql.url), "draws", Slow, 200)
-    assert n_killed >= 4
-    assert_each_once(study, 200)
+    assert space == "draws" or sorted(found) == SPACES["grid"]["C"]
+    # all else is what was killed, or withdrawn
+    others = [trial for trial in study.trials if trial.state != TrialState.COMPLETE]
+    assert all(map(is_cut_short, others))
+    assert len(search(make_storage(), space).minima_) == N_TRIALS
 
 
 class Waits(LogisticRegression):
@@ -205,8 +168,8 @@ def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
     assert sorted(trial.params["C"] for trial in complete) == [0.3, 0.5, 1.0, 2.0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("url", [pytest.param(False, marks=pytest.mark.scale), True])
+@pytest.mark.scale
+@pytest.mark.parametrize("url", [False, True])
 def test_quick_run_of_the_benchmark(tmp_path, url):
     options = ["--url", f"sqlite:///{tmp_path / 'minima.db'}", "--only", "overhead"] if url else []
     done = run_module("benchmarks.costs.search", "--quick", *options)

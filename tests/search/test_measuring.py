@@ -123,9 +123,8 @@ def test_device(device):
 # -- arguments of fit ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n_jobs", [1, 2])
-def test_weights_count_in_training_and_measures(n_jobs):
-    search = make(n_jobs=n_jobs).fit(X, Y, sample_weight=WEIGHTS)
+def test_weights_count_in_training_and_measures_also_of_workers():
+    search = make(n_jobs=2).fit(X, Y, sample_weight=WEIGHTS)
     best = search.best_estimator_
     alone = net(lr=search.best_params_["lr"]).fit(X, Y, sample_weight=WEIGHTS)
     assert_allclose(best.predict_proba(X), alone.predict_proba(X), rtol=1e-5)

@@ -37,12 +37,8 @@ class Counting(MLP):
 
 
 @pytest.fixture(autouse=True)
-def _quiet():
+def _nothing_counted():
     Counting.n_samples = 0
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    yield
-    optuna.logging.set_verbosity(before)
 
 
 def make_net(kind=NeuralNet, **parameters):

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from importlib import import_module
 from multiprocessing.forkserver import ensure_running
+from textwrap import indent
 from types import SimpleNamespace
 
 import nbformat
 import numpy as np
+import optuna
 import pytest
 from joblib import parallel_config
 from nbclient import NotebookClient
@@ -327,20 +330,28 @@ def test_data_of_all_kinds_reach_the_workers(engine, kind, request, tmp_path):
         given = request.getfixturevalue("hdf5")["rows/x"], Y
     else:
         given = KINDS[kind](tmp_path, X, Y)
+    batch_size = 13 if kind == "loader" else 20
+    with parallel_config(**engine):
+        found = table_of(given, batch_size, n_jobs=2)
+    np.testing.assert_allclose(found, table_of_arrays(batch_size), rtol=1e-5)
+
+
+def table_of(data, batch_size, n_jobs=None):
     net = make_net(
-        batch_size=13 if kind == "loader" else 20,
+        batch_size=batch_size,
         max_epochs=50,
         module__hidden_layer_sizes=(4,),
         iterator_train__shuffle=False,
     )
-    tables = []
-    for data, n_jobs in ((given, 2), ((X, Y), None)):
-        space = {"lr": [0.02, 0.05]}
-        search = FlatMinimaSearch(net, space, goal=0.9, n_jobs=n_jobs, random_state=0)
-        with parallel_config(**engine):
-            minima = search.fit(*data).minima_.set_index("param_lr")
-        tables.append(minima.loc[[0.02, 0.05], ["relative_flatness", "train_loss"]])
-    np.testing.assert_allclose(*tables, rtol=1e-5)
+    space = {"lr": [0.02, 0.05]}
+    search = FlatMinimaSearch(net, space, goal=0.9, n_jobs=n_jobs, random_state=0).fit(*data)
+    minima = search.minima_.set_index("param_lr")
+    return minima.loc[[0.02, 0.05], ["relative_flatness", "train_loss"]]
+
+
+@cache
+def table_of_arrays(batch_size):
+    return table_of((X, Y), batch_size)
 
 
 def sent(value):
@@ -424,14 +435,52 @@ print("done")
 """
 
 
-def test_script_defines_module_callback_and_functions(tmp_path):
-    script = tmp_path / "script.py"
-    guarded = "".join(f"    {line}\n" for line in SEARCH.splitlines())
-    script.write_text(f'{DEFINITIONS}\nif __name__ == "__main__":\n{guarded}', encoding="utf-8")
-    run = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=False, env=os.environ
-    )
-    assert run.stdout == "done\n", run.stderr
+# a search whose second candidate presses Ctrl-C once the first is finished
+CTRL_C = """
+import os, signal, sys, time
+import optuna
+from sklearn.linear_model import LogisticRegression
+
+STORAGE = sys.argv[1]
+
+def press_when_one_is_finished():
+    study = optuna.load_study(study_name="sweep", storage=STORAGE)
+    while not any(trial.state.name == "COMPLETE" for trial in study.trials):
+        time.sleep(0.1)
+    os.kill(os.getppid(), signal.SIGINT)
+
+class Presses(LogisticRegression):
+    def fit(self, X, y):
+        if self.C == 0.1:
+            press_when_one_is_finished()
+        if self.C >= 0.1:
+            time.sleep(60)  # ended by the parent
+        return super().fit(X, y)
+"""
+
+INTERRUPTED = """
+# a process started in the background may have been told to ignore Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)
+search = FlatMinimaSearch(
+    Presses(max_iter=1000), {"C": [0.01, 0.1, 1.0]}, random_state=0,
+    storage=STORAGE, study_name="sweep", n_jobs=2,
+).fit(*load_iris(return_X_y=True))
+assert search.minima_["param_C"].tolist() == [0.01], search.minima_
+print("interrupted")
+"""
+
+
+def test_script_defines_module_callback_and_functions_and_ctrl_c_ends_its_processes(tmp_path):
+    script, storage = tmp_path / "script.py", f"sqlite:///{tmp_path / 'minima.db'}"
+    guarded = indent(SEARCH + INTERRUPTED, "    ")
+    text = f'{DEFINITIONS}{CTRL_C}\nif __name__ == "__main__":\n{guarded}'
+    script.write_text(text, encoding="utf-8")
+    command = [sys.executable, script, storage]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout == "done\ninterrupted\n", run.stderr
+    assert "interrupted: the search ends with the 1 candidates" in run.stderr
+    study = optuna.load_study(study_name="sweep", storage=storage)
+    assert not study.get_trials(states=(TrialState.RUNNING,))
 
 
 @pytest.mark.scale

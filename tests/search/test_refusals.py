@@ -123,6 +123,9 @@ VALUES = [
     (search(measure="flat"), "there is no measure 'flat'"),
     (search(measure=[]), "measures must be a sequence"),
     (search(n_jobs=0), "n_jobs == 0"),
+    *((search(n_threads=n), "n_threads must be a positive integer or None") for n in (0, 1.5, "2")),
+    (search(fleet="many"), "fleet must be a positive integer, 'auto' or None"),
+    *((search(fit={"timeout": timeout}), "timeout must be") for timeout in (0, "1h")),
     (search(n_jobs=2, storage=InMemoryStorage()), "2 processes cannot share a storage in memory"),
     (search(study_name="sweep"), "study_name='sweep' needs a storage: without one"),
     *(
@@ -287,6 +290,10 @@ TYPES = [
     (search(sampler="tpe"), "sampler must be an optuna sampler or None, got 'tpe'"),
     (search(measure=None), "measure must be a name, a function, a FlatnessScorer .*, got None"),
     (search(n_jobs="a"), "n_jobs must be an integer or None, got 'a'"),
+    *(
+        (search(fit={"callbacks": callbacks}), "callbacks must be a list of functions")
+        for callbacks in (print, ["print"])
+    ),
     (search(pruner="median"), "pruner must be an optuna pruner or None"),
     (search(storage=3), "storage must be the URL of a database, .*, got 3"),
     (search(artifact_store=3), "artifact_store must be a folder, an optuna artifact"),

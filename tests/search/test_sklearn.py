@@ -21,7 +21,7 @@ SEARCHES = {
 def checks():
     for name, search in SEARCHES.items():
         for one, check in estimator_checks_generator(search):
-            marks = [pytest.mark.slow] if name.startswith("our") else []
+            marks = [pytest.mark.scale] if name.startswith("our") else []
             yield pytest.param(one, check, id=f"{name}-{check.func.__name__}", marks=marks)
 
 

@@ -1,21 +1,16 @@
 """Tests of searches that end early: by a timeout, or by a callback."""
 
+from functools import partial
+
 import optuna
 import pytest
-from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
 
-from relflat_sk import FlatMinimaSearch
 from relflat_sk.search import _workers as stopping_module
 from relflat_sk.search._study import SearchStudy
+from tests.search.examples import X, Y, logistic
 
-X, Y = load_iris(return_X_y=True)
 C = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
-
-
-def make(estimator=None, **parameters):
-    estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
-    return FlatMinimaSearch(estimator, {"C": C}, random_state=0, **parameters)
+make = partial(logistic, {"C": C})
 
 
 class Clock:
@@ -50,8 +45,7 @@ def test_processes_of_a_sweep_end_together():
     assert not other.is_stopped()
 
 
-def test_a_search_goes_on_after_a_timeout(monkeypatch, tmp_path):
-    stored = {"storage": tmp_path / "minima.log", "study_name": "s"}
+def test_a_search_goes_on_after_a_timeout(monkeypatch, stored):
     monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 2.0, 11.0]))
     assert len(make(**stored).fit(X, Y, timeout=10).minima_) == 2
     assert len(make(**stored).fit(X, Y).minima_) == len(C)
@@ -86,9 +80,7 @@ def test_a_callback_stops_the_search():
     assert len(search.minima_) == 2
 
 
-def test_a_callback_stops_processes_and_a_later_search_goes_on(tmp_path):
-    stored = {"storage": tmp_path / "minima.log", "study_name": "s"}
-
+def test_a_callback_stops_processes_and_a_later_search_goes_on(stored):
     def stop(study, trial):
         study.stop()
 
@@ -105,17 +97,3 @@ def test_errors_of_callbacks_are_the_users():
 
     with pytest.raises(RuntimeError, match="in the callback"):
         make().fit(X, Y, callbacks=[fails])
-
-
-@pytest.mark.parametrize(
-    ("parameters", "error", "match"),
-    [
-        ({"timeout": 0}, ValueError, "timeout must be"),
-        ({"timeout": "1h"}, ValueError, "timeout must be"),
-        ({"callbacks": print}, TypeError, "callbacks must be a list of functions"),
-        ({"callbacks": ["print"]}, TypeError, "callbacks must be a list of functions"),
-    ],
-)
-def test_bad_arguments(parameters, error, match):
-    with pytest.raises(error, match=match):
-        make().fit(X, Y, **parameters)

@@ -8,31 +8,26 @@ import optuna
 import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
-from optuna.storages import InMemoryStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from sklearn.compose import TransformedTargetRegressor
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier, SGDRegressor
 from sklearn.neural_network import MLPClassifier, MLPRegressor
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler, scale
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from relflat_sk import (
-    MLP,
-    FlatMinimaSearch,
-    MinimaObjective,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedRegressor,
-    StopAtLoss,
-    measure,
-)
+from relflat_sk import MinimaObjective, measure
 from relflat_sk._models.network_of import final_estimator
-
-X, Y = load_iris(return_X_y=True)
-X = scale(X).astype(np.float32)
-TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
+from tests.search.examples import (
+    TARGET,
+    X,
+    Y,
+    load,
+    logistic,
+    make_net,
+    make_regressor,
+    make_search,
+    piped,
+    plain_net,
+)
 
 
 class Normalised(nn.Module):
@@ -46,36 +41,24 @@ class Normalised(nn.Module):
         return self.layers(x)
 
 
-def net(**parameters):
-    defaults = {"module__hidden_layer_sizes": (6,), "lr": 0.05, "max_epochs": 40, "verbose": 0}
-    return RelativeFlatnessRegularizedClassifier(flatness_weight=0, **{**defaults, **parameters})
-
-
-def skorch_net(module=MLP, **parameters):
-    return NeuralNetClassifier(
-        module, criterion=nn.CrossEntropyLoss, lr=0.3, max_epochs=20, verbose=0, **parameters
-    )
-
-
+SIZES = {"batch_size": [16, 64]}
 CANDIDATES = {
-    "ours": (net(callbacks=[StopAtLoss(0.3)]), {"module__hidden_layer_sizes": [(4,), (8,)]}),
-    "pipeline": (
-        make_pipeline(StandardScaler(), net()),
-        {"relativeflatnessregularizedclassifier__lr": [0.05, 0.1]},
+    "ours": (make_net(), {"module__hidden_layer_sizes": [(4,), (8,)]}),
+    "pipeline": (piped(make_net()), {"net__lr": [0.05, 0.1]}),
+    "skorch": (plain_net(max_epochs=20), SIZES),
+    "buffers": (
+        NeuralNetClassifier(
+            Normalised, criterion=nn.CrossEntropyLoss, lr=0.3, max_epochs=20, verbose=0
+        ),
+        SIZES,
     ),
-    "skorch": (skorch_net(module__n_features=4, module__n_outputs=3), {"batch_size": [16, 64]}),
-    "buffers": (skorch_net(Normalised), {"batch_size": [16, 64]}),
     "logistic": (LogisticRegression(max_iter=500), {"C": [0.1, 1.0]}),
     "sgd": (SGDClassifier(loss="log_loss"), {"alpha": [0.01, 0.1]}),
     "mlp": (MLPClassifier((5, 4), max_iter=40), {"batch_size": [16, 32]}),
 }
 REGRESSORS = {
     "wrapped": (
-        TransformedTargetRegressor(
-            RelativeFlatnessRegularizedRegressor(
-                flatness_weight=0, module__hidden_layer_sizes=(4,), max_epochs=5, verbose=0
-            )
-        ),
+        TransformedTargetRegressor(make_regressor(max_epochs=5)),
         {"regressor__lr": [0.01, 0.02]},
     ),
     "ridge": (Ridge(), {"alpha": [0.1, 1.0], "fit_intercept": [True, False]}),
@@ -121,41 +104,27 @@ def test_restored_candidates_are_those_that_were_trained(kind, tmp_path):
         assert len(pickle.dumps(restored)) < 1.1 * len(pickle.dumps(one)) + 1000
 
 
-def test_a_restored_net_knows_its_flatness(tmp_path, monkeypatch):
+def test_a_restored_net_knows_its_flatness(stored, tmp_path, monkeypatch):
     """The flatness is that of the restored weights, not of the initial ones."""
-    search = make_search(tmp_path, estimator=net()).fit(X, Y)
+    kept = {**stored, "artifact_store": tmp_path}
+    search = make_search(space=SIZES, **kept).fit(X, Y)
     best = search.best_estimator_
     monkeypatch.setattr(MinimaObjective, "_train", None)
-    again = make_search(tmp_path, estimator=net()).fit(X, Y).best_estimator_
+    again = make_search(space=SIZES, **kept).fit(X, Y).best_estimator_
     assert again is not best
     assert_allclose(again.relative_flatness_, best.relative_flatness_, rtol=1e-6)
     assert not hasattr(again.history, "train_loss")
 
 
-STORAGES = {
-    "memory": lambda folder: InMemoryStorage(),
-    "sqlite": lambda folder: f"sqlite:///{folder / 'minima.db'}",
-    "journal": lambda folder: JournalStorage(JournalFileBackend(str(folder / "minima.log"))),
-}
+@pytest.fixture
+def kept(stored, tmp_path):
+    """A study that can be resumed, with saved weights."""
+    return {**stored, "artifact_store": tmp_path / "minima"}
 
 
-def make_search(folder, storage="sqlite", estimator=None, **parameters):
-    storage = STORAGES[storage](folder) if storage in {*STORAGES} else storage
-    estimator = LogisticRegression(max_iter=500) if estimator is None else estimator
-    space = (
-        {"C": [0.3, 1.0, 3.0]}
-        if isinstance(estimator, LogisticRegression)
-        else {"batch_size": [16, 64]}
-    )
-    defaults = {"storage": storage, "study_name": "sweep", "random_state": 0}
-    defaults["artifact_store"] = str(folder / "minima")
-    return FlatMinimaSearch(estimator, space, **{**defaults, **parameters})
-
-
-@pytest.mark.parametrize("kind", STORAGES)
-def test_remeasure_is_what_would_have_been_measured(kind, tmp_path, monkeypatch):
-    storage = STORAGES[kind](tmp_path)
-    search = make_search(tmp_path, storage).fit(X, Y)
+def test_remeasure_is_what_would_have_been_measured(make_storage, tmp_path, monkeypatch):
+    kept = {"artifact_store": tmp_path, "storage": make_storage(), "study_name": "sweep"}
+    search = logistic(**kept).fit(X, Y)
     columns = list(search.minima_)
     monkeypatch.setattr(MinimaObjective, "_train", None)
     found = search.remeasure(["hessian_trace", "trace_flatness", "relative_flatness"])
@@ -163,22 +132,22 @@ def test_remeasure_is_what_would_have_been_measured(kind, tmp_path, monkeypatch)
     assert set(found) == {*columns, "hessian_trace", "trace_flatness"}
     assert found["rank"].tolist() == [1, 2, 3]
     for row in found.to_dict("records"):
-        own = LogisticRegression(max_iter=500, C=row["param_C"]).fit(X, Y)
+        own = LogisticRegression(max_iter=1000, C=row["param_C"]).fit(X, Y)
         for name in ("hessian_trace", "trace_flatness", "relative_flatness"):
             assert_allclose(row[name], measure(name, own, X, Y), rtol=1e-6)
     # the study knows them, and another session does
-    resumed = make_search(tmp_path, storage, refit=False).fit(X, Y)
+    resumed = logistic(refit=False, **kept).fit(X, Y)
     assert resumed.minima_.equals(found)
     monkeypatch.setattr(MinimaObjective, "_restore", None)  # nothing is measured twice
     assert resumed.remeasure(["hessian_trace"]).equals(found)
     # it can go on with them as measures of its own
     both = ["relative_flatness", "hessian_trace"]
-    again = make_search(tmp_path, storage, measure=both, refit=False).fit(X, Y)
+    again = logistic(measure=both, refit=False, **kept).fit(X, Y)
     assert again.minima_["hessian_trace"].equals(found["hessian_trace"])
 
 
-def test_a_search_that_was_pickled_needs_its_data(tmp_path):
-    search = make_search(tmp_path).fit(X, Y)
+def test_a_search_that_was_pickled_needs_its_data(kept):
+    search = logistic(**kept).fit(X, Y)
     assert len(pickle.dumps(search)) < X.nbytes + 60_000
     other = pickle.loads(pickle.dumps(search))
     with pytest.raises(ValueError, match="X and y are needed: a search that was pickled"):
@@ -190,32 +159,32 @@ def test_a_search_that_was_pickled_needs_its_data(tmp_path):
 
 @pytest.mark.parametrize("store", [None, "given later"])
 def test_without_weights(tmp_path, store):
-    search = make_search(tmp_path, artifact_store=None).fit(X, Y)
+    search = logistic().fit(X, Y)
     search.set_params(artifact_store=None if store is None else tmp_path)
     with pytest.raises(ValueError, match="no weights of these minima were saved.*artifact_store"):
         search.remeasure(["trace_flatness"], X, Y)
 
 
-def test_a_study_whose_weights_are_elsewhere_is_not_resumed(tmp_path, monkeypatch):
+def test_a_study_whose_weights_are_elsewhere_is_not_resumed(stored, kept, tmp_path, monkeypatch):
     """Otherwise the search would fail after all trainings, when it restores the best."""
-    make_search(tmp_path, n_trials=2, refit=False).fit(X, Y)
+    logistic(n_trials=2, refit=False, **kept).fit(X, Y)
     monkeypatch.setattr(MinimaObjective, "_train", None)
     elsewhere = tmp_path / "elsewhere"
     with pytest.raises(ValueError, match="the weights of trial 0, .* are not in artifact_store="):
-        make_search(tmp_path, artifact_store=elsewhere).fit(X, Y)
+        logistic(artifact_store=elsewhere, **stored).fit(X, Y)
     # some of them are there
-    study = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'minima.db'}")
+    study = load(stored)
     first, _ = (trial.user_attrs["artifact_id"] for trial in study.trials)
     (elsewhere / first).write_bytes((tmp_path / "minima" / first).read_bytes())
     with pytest.raises(ValueError, match="the weights of trial 1, .* are not in artifact_store="):
-        make_search(tmp_path, artifact_store=elsewhere).fit(X, Y)
+        logistic(artifact_store=elsewhere, **stored).fit(X, Y)
     assert len(study.trials) == 2
 
 
-def test_some_weights(tmp_path):
+def test_some_weights(stored, kept):
     """The weights of the first session were not saved."""
-    make_search(tmp_path, artifact_store=None, n_trials=1, refit=False).fit(X, Y)
-    search = make_search(tmp_path, refit=False).fit(X, Y)
+    logistic(n_trials=1, refit=False, **stored).fit(X, Y)
+    search = logistic(refit=False, **kept).fit(X, Y)
     found = search.remeasure(["trace_flatness"]).sort_values("trial")["trace_flatness"]
     assert found.isna().tolist() == [True, False, False]
     trial = search.study_.trials[0]
@@ -223,8 +192,8 @@ def test_some_weights(tmp_path):
         search._objective._restore({"C": 0.3}, trial)
 
 
-def test_bad_names(tmp_path):
-    search = make_search(tmp_path).fit(X, Y)
+def test_bad_names(kept):
+    search = logistic(**kept).fit(X, Y)
     for names, match in (
         ("trace_flatness", "measures must be a sequence of names, got 'trace_flatness'"),
         ([], r"measures must be a sequence of names, got \[\]"),
