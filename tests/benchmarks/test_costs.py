@@ -37,6 +37,11 @@ MINIMA = {
         "journal, grid, minima": "20.00",
         "journal, grid, open files at the end - at the beginning": "0.00",
     },
+    "search": {
+        f"{kind}, {name}": number
+        for kind in ("sqlite", "journal")
+        for name, number in (("distinct minima", "6.00"), ("minima found twice", "0.00"))
+    },
     "engines": {"two processes, a journal, minima as in one process": "4.00"},
 }
 

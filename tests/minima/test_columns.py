@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from relflat_sk.minima import correlate_measures
-from relflat_sk.minima._ranking import check_depth_band, depth_of
+from relflat_sk.minima._ranking import depth_of
 from relflat_sk.minima._table import (
     column_of,
     find_axes,
@@ -68,11 +68,9 @@ def test_a_column_is_named_or_is_that_of_a_function():
 
 def test_depths_are_ratios_of_losses():
     assert depth_of(0.1, 2.0) == pytest.approx(20)
-    assert depth_of(0.0, 2.0) == pytest.approx(1e6)
-    assert np.isnan([depth_of(np.nan, 2.0), depth_of(0.1, 0.0)]).all()
-    for band in (0.5, "wide"):
-        with pytest.raises(ValueError, match="depth_band must be a number of at least 1"):
-            check_depth_band(band)
+    assert depth_of(0.0, 2.0) == depth_of(1e-30, 1.0) == pytest.approx(1e6)
+    for losses in [(-1.0, 2.0), (1.0, -2.0), (np.nan, 1.0), (1.0, np.nan), (np.inf, 1.0), (1, 0)]:
+        assert np.isnan(depth_of(*losses))
 
 
 def test_the_error_lists_the_numeric_columns():

@@ -21,7 +21,6 @@ from skorch.dataset import ValidSplit
 from torch import nn
 
 from relflat_sk import MLP, FlatnessWarning, StopAtGradientNorm, StopAtLoss, rank_minima
-from relflat_sk.minima._ranking import depth_of
 from relflat_sk.search._goal import _is_at_plateau
 from relflat_sk.search._results import FlattestSoFar
 from relflat_sk.training._convergence import StopAtDepth
@@ -208,13 +207,6 @@ def minima_of(depths, **columns):
     n = len(depths)
     table = {"trial": range(n), "relative_flatness": np.arange(n, 0.0, -1), "depth": depths}
     return pd.DataFrame({**table, "converged": True, "reason": "", **columns})
-
-
-def test_depths():
-    assert depth_of(0.5, 1.5) == 3
-    assert depth_of(1e-30, 1.0) == depth_of(0.0, 1.0) == 1e6
-    for losses in [(-1.0, 2.0), (1.0, -2.0), (math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0)]:
-        assert math.isnan(depth_of(*losses))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from benchmarks.costs.engines import on_dask, on_ray
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._claims import is_cut_short, is_gone
 from relflat_sk.search._study import open_storage
-from tests.processes import forkserver, run_module
+from tests.processes import forkserver
 
 N_PROCESSES, N_TRIALS = 4, 20
 DUE = [5, 10]  # how many trials are finished when a process is killed; enough is left to do
@@ -166,18 +166,3 @@ def test_workers_end_with_the_main_process(engine, tmp_path, monkeypatch):
     search_waiting(tmp_path, 1)
     complete = study.get_trials(states=(TrialState.COMPLETE,))
     assert sorted(trial.params["C"] for trial in complete) == [0.3, 0.5, 1.0, 2.0]
-
-
-@pytest.mark.scale
-@pytest.mark.parametrize("url", [False, True])
-def test_quick_run_of_the_benchmark(tmp_path, url):
-    options = ["--url", f"sqlite:///{tmp_path / 'minima.db'}", "--only", "overhead"] if url else []
-    done = run_module("benchmarks.costs.search", "--quick", *options)
-    assert done.returncode == 0, done.stderr
-    *_, budgets = done.stdout.strip().split("\n\n")
-    values = dict(line.split(": ", 1) for line in budgets.splitlines())
-    assert len(values) == (1 if url else 7)
-    for kind in [] if url else ["sqlite", "journal"]:
-        assert values[f"{kind}, distinct minima"].startswith("6.00")
-        assert values[f"{kind}, minima found twice"].startswith("0.00")
-    assert (tmp_path / "minima.db").exists() == url

@@ -14,7 +14,7 @@ from relflat_sk import (
     register_measure,
 )
 from relflat_sk.measures._names import _REGISTERED
-from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, make_search
+from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic
 
 MODEL = LogisticRegression(max_iter=1000)
 SPACE = {"C": [0.3, 1.0, 3.0]}
@@ -107,26 +107,6 @@ def test_a_resumed_study_knows_the_function(tmp_path, stored):
     other.__name__ = "coefficients"
     with pytest.raises(ValueError, match=r"coefficients: coefficients \(code .* then, other"):
         logistic(wider, measure=other, **options).fit(X, Y)
-
-
-def test_worker_processes_know_functions_and_registered_names():
-    """They can import neither: both are defined in a function."""
-    factor = 2
-
-    def squares(net, X, y):
-        return float(sum(p.detach().square().sum() for p in net.module_.parameters()))
-
-    register_measure("registered", lambda net, X, y: factor * squares(net, X, y))
-    measures = {"measure": [squares, "registered"]}
-    one, two = (
-        make_search(make_net(), {"lr": [0.04, 0.05, 0.06]}, n_jobs=n_jobs, **measures)
-        .fit(X, Y)
-        .minima_.sort_values("param_lr")
-        for n_jobs in (1, 2)
-    )
-    assert one["squares"].tolist() == two["squares"].tolist()
-    assert (two["registered"] == 2 * two["squares"]).all()
-    assert np.isfinite(two["registered"]).all()
 
 
 def test_a_measure_that_is_not_finite_is_no_minimum():
