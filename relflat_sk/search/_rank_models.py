@@ -282,6 +282,7 @@ def _load(label: str, item: Any, module: Any, target: nn.Module | None) -> tuple
     """Return a model, and whether it may have a record of its training."""
     is_path = isinstance(item, str | Path)
     if not is_path and not isinstance(item, Mapping):
+        item = getattr(item, "best_estimator_", item)  # a search may predict with a mean
         net = final_estimator(item)
         return item, not isinstance(net, NeuralNet) or bool(getattr(net, "history", None))
     if target is None:

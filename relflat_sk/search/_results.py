@@ -1,11 +1,13 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import optuna
 import pandas as pd
+from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import rankdata
 from skorch import NeuralNet
@@ -13,8 +15,15 @@ from skorch import NeuralNet
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._table import STATES, attributes_of, is_complete, table_of_trials
+from relflat_sk.minima._table import (
+    PARAM_PREFIX,
+    STATES,
+    attributes_of,
+    is_complete,
+    table_of_trials,
+)
 from relflat_sk.search._claims import is_cut_short, is_superseded
+from relflat_sk.search._data import PREFIX
 from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space
 from relflat_sk.search._weights import last_prefix
@@ -107,8 +116,8 @@ def _warn_of_missing(table: pd.DataFrame) -> None:
     others = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
     if len(others):
         warn(
-            f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others. "
-            "Reasons:\n" + list_reasons(others)
+            f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others; "
+            "ensemble_ leaves them out. Reasons:\n" + list_reasons(others)
         )
     lacking = table[table["comparable"] & (table["reason"] != "")]
     if len(lacking):
@@ -179,6 +188,25 @@ def list_reasons(table: pd.DataFrame) -> str:
     """List why candidates failed or did not converge, the five most frequent reasons first."""
     counts = table["reason"].value_counts().head(5)
     return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
+
+
+def on_best_data(minima: pd.DataFrame) -> "pd.Series[bool]":
+    """Return which rows converged on the fewest random labels and the most samples among them.
+
+    It is the first row if none converged.
+    """
+
+    def varied(name: str) -> NDArray[np.float64]:
+        column = minima.get(f"{PARAM_PREFIX}{PREFIX}{name}", pd.Series(0.0, minima.index))
+        return pd.to_numeric(column).fillna(0).to_numpy(dtype=float)
+
+    size = varied("train_size")
+    size = np.where((size == 0) | (size == 1), np.inf, size)  # all samples
+    keys = list(zip(varied("random_labels"), varied("confusion_size"), -size, strict=True))
+    first = np.arange(len(minima)) == 0
+    kept = minima["converged"] if minima["converged"].any() else pd.Series(first, minima.index)
+    best = min(itertools.compress(keys, kept))
+    return kept & np.array([key == best for key in keys])
 
 
 def cv_results(

@@ -51,6 +51,7 @@ from relflat_sk.search._results import (
     check_table,
     cv_results,
     listed,
+    on_best_data,
     warn_if_few_fit,
 )
 from relflat_sk.search._space import Space
@@ -239,7 +240,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     estimator : estimator
         Any model that `relative_flatness` takes. Only minima can be ranked, so it should train
         long enough, see `goal`.
-    space : dict of str to list, distribution of Optuna or scipy, or callable
+    space : dict of str to list, distribution of Optuna, or callable
         The values to try, by parameter name: a list of choices, a distribution, or a function
         of the trial; or one function of the trial that returns a dict of parameters. Names that
         begin with ``data__`` vary the training data, and ``lr_scaling`` lets learning rates
@@ -319,11 +320,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     best_estimator_ : estimator
         The flattest minimum, trained on all of X; the deepest candidate if none is a minimum.
     ensemble_ : VotingClassifier or VotingRegressor
-        All minima, with ``refit="mean"``; its `named_estimators_` are named by their trials. It
-        has what this search trained, what saved weights restore, and `best_estimator_`, which
-        alone is trained again if need be. A warning says how many minima are left out.
+        All minima, with ``refit="mean"``; its `named_estimators_` are named by their trials. If
+        the space varies the data (``data__``), only those with the fewest random labels and the
+        most samples. It has what this search trained, what saved weights restore, and
+        `best_estimator_`, which alone is trained again if need be. A warning says how many minima
+        are left out. Members are frozen: to cross-validate, pass the search.
     best_params_ : dict
-        The parameters of `best_estimator_`.
+        The parameters of `best_estimator_`; ``data__`` and ``lr_scaling`` are the search's own.
     best_score_ : float
         Minus its measure: greater is flatter, as scikit-learn's scores are.
     refit_time_ : float
@@ -685,7 +688,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         Parameters
         ----------
         k : int, optional
-            Number of minima, the first of `minima_`. If None, all that converged.
+            Number of minima, the first of `minima_`. If None, all that `ensemble_` averages.
         X : array-like of shape (n, n_features), optional
             The training data that `fit` was given; needed only if the search was unpickled.
         y : array-like of shape (n,), optional
@@ -722,10 +725,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         return _average(members, self._objective_of(X, y, fit_params).y)
 
     def _first_trials(self, k: int | None) -> list[int]:
-        """Return the trials of the first k minima; if None, the first and all that converged."""
+        """Return the trials of the first k minima; if None, of those that are averaged.
+
+        These are all that converged on the best of the data, or the first if none converged.
+        """
         trained = self.minima_["state"] == "complete"
         if k is None:
-            kept = self.minima_["converged"] | (np.arange(len(trained)) == 0)
+            kept = on_best_data(self.minima_)
         elif k <= trained.sum():
             kept = trained & (trained.cumsum() <= k)
         else:
@@ -904,7 +910,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
         Only the flattest is trained again, if an earlier session trained it, but not after Ctrl-C.
         """
-        best, *others = self._first_trials(None)
+        best = int(self.minima_["trial"].iloc[0])
         trials = self.study_.get_trials(deepcopy=False)
         estimator = held.estimator(best)
         if estimator is None and (not interrupted or has_weights(objective, trials[best])):
@@ -919,15 +925,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         else:
             self.best_estimator_ = estimator
         if isinstance(held, AllSoFar):
-            found = {} if estimator is None else {best: estimator}
-            for number in others:
-                member = held.estimator(number)
+            numbers, found = self._first_trials(None), {}
+            for number in numbers:
+                member = estimator if number == best else held.estimator(number)
                 if member is None and has_weights(objective, trials[number]):
                     with suppress(ValueError):  # of files that are damaged or gone
                         member, _ = provide(objective, trials[number], retrain=False)
                 if member is not None:
                     found[number] = member
-            self._set_ensemble(found, objective.y, 1 + len(others))
+            self._set_ensemble(found, objective.y, len(numbers))
         model = getattr(self, "best_estimator_", getattr(self, "ensemble_", None))
         for name in _OF_PREDICTOR:
             if hasattr(model, name):

@@ -41,7 +41,7 @@ Weights = Mapping[str, Tensor]
 
 
 class DamagedWeightsError(ValueError):
-    """A file of weights cannot be read, or holds other weights than were saved."""
+    """A file of weights is gone, cannot be read, or holds other weights than were saved."""
 
 
 class _Folder(FileSystemArtifactStore):
@@ -87,11 +87,19 @@ def check_store(store: Any) -> None:
 
 
 def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
-    """Refuse another store than that of a study, by opening its first file and its last."""
+    """Refuse another store than that of a study: one without its first file and its last."""
     saved = [trial for trial in trials if ARTIFACT in trial.user_attrs]
-    if store is not None and saved:
-        for trial in (saved[0], saved[-1]):
-            _open(store, trial).close()
+    if store is None or not saved:
+        return
+    try:
+        _open(store, saved[0]).close()
+    except DamagedWeightsError:
+        try:
+            _open(store, saved[-1]).close()
+        except DamagedWeightsError as error:
+            raise ValueError(
+                f"{error} Give the artifact_store that the search was run with."
+            ) from None
 
 
 def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
@@ -100,9 +108,9 @@ def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
     try:
         file: BinaryIO = store.open_reader(artifact)
     except ArtifactNotFound:
-        raise ValueError(
+        raise DamagedWeightsError(
             f"the weights of trial {trial.number}, artifact {artifact!r}, are not in "
-            f"artifact_store={store!r}. Give the artifact_store that the search was run with."
+            f"artifact_store={store!r}."
         ) from None
     return file
 

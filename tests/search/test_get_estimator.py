@@ -332,6 +332,23 @@ def test_a_resumed_search_leaves_out_damaged_weights(stored, tmp_path):
     assert members_of(again) == {f"trial{search.minima_['trial'][i]}" for i in (0, 2)}
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        {"data__random_labels": [0.1, 0.0]},
+        {"data__confusion_size": [30, 0], "data__train_size": [0.5]},
+        {"data__train_size": [60, 1.0]},
+    ],
+)
+def test_the_mean_is_of_minima_on_the_best_data(space):
+    """Others would predict what random labels or few samples have taught them."""
+    search = logistic({**space, "C": [0.3, 0.5]}).fit(X, Y)
+    column = f"param_{next(iter(space))}"
+    good = search.minima_[column] == (1.0 if "train_size" in column else 0)
+    assert members_of(search) == {f"trial{number}" for number in search.minima_["trial"][good]}
+    assert good.sum() == 2
+
+
 @NO_MINIMA
 def test_members_are_held_without_what_only_training_needs():
     space = {"batch_size": [8, 16], "max_epochs": [1, 60]}

@@ -110,6 +110,15 @@ def test_statistics_and_displays_take_the_table():
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_a_search_is_ranked_as_its_best_estimator():
+    """Its own predictions may be the mean of several networks."""
+    search = logistic().fit(X, Y)
+    best, other = search.best_estimator_, search.get_estimator(search.minima_["trial"][2])
+    table = rank_models([search, best, other], X, Y, **KAPPA).set_index("trial")
+    columns = ["train_loss", "train_score", "relative_flatness"]
+    np.testing.assert_array_equal(*table.loc[[0, 1], columns].to_numpy())
+
+
 def test_estimators_of_every_kind_have_a_record_of_their_training():
     models = {
         "logistic": LogisticRegression(max_iter=500).fit(X, Y),

@@ -14,7 +14,7 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from relflat_sk import MinimaObjective, measure
+from relflat_sk import FlatnessWarning, MinimaObjective, measure
 from relflat_sk._models.network_of import final_estimator
 from tests.search.examples import (
     TARGET,
@@ -166,19 +166,27 @@ def test_without_weights(tmp_path, store):
 
 
 def test_a_study_whose_weights_are_elsewhere_is_not_resumed(stored, kept, tmp_path, monkeypatch):
-    """Otherwise the search would fail after all trainings, when it restores the best."""
     logistic(n_trials=2, refit=False, **kept).fit(X, Y)
     monkeypatch.setattr(MinimaObjective, "_train", None)
-    elsewhere = tmp_path / "elsewhere"
-    with pytest.raises(ValueError, match="the weights of trial 0, .* are not in artifact_store="):
-        logistic(artifact_store=elsewhere, **stored).fit(X, Y)
-    # some of them are there
-    study = load(stored)
-    first, _ = (trial.user_attrs["artifact_id"] for trial in study.trials)
-    (elsewhere / first).write_bytes((tmp_path / "minima" / first).read_bytes())
     with pytest.raises(ValueError, match="the weights of trial 1, .* are not in artifact_store="):
-        logistic(artifact_store=elsewhere, **stored).fit(X, Y)
-    assert len(study.trials) == 2
+        logistic(artifact_store=tmp_path / "elsewhere", **stored).fit(X, Y)
+    assert len(load(stored).trials) == 2
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_lost_files_are_those_of_damaged_weights(stored, kept, tmp_path, lost):
+    """The flattest is trained again by the search, the others by `remeasure`."""
+    before = logistic(**kept).fit(X, Y)
+    (tmp_path / "minima" / load(stored).trials[lost].user_attrs["artifact_id"]).unlink()
+
+    def again():
+        search = logistic(**kept).fit(X, Y)
+        return search, search.remeasure(["trace_flatness"], retrain=True)["trace_flatness"]
+
+    with pytest.warns(FlatnessWarning, match=rf"trial {lost}, .* are not in .* is trained again\."):
+        search, found = again()
+    assert_allclose(search.best_estimator_.coef_, before.best_estimator_.coef_)
+    assert np.isfinite(found).all()
 
 
 def test_some_weights(stored, kept):
