@@ -247,17 +247,19 @@ def train_in_processes(sweep: Sweep, n_jobs: int, on_finished: OnFinished) -> No
         sweep.suspects = not fresh
         n_left = len(fresh) or 1
         n = min(fleet_size(sweep.fleet) or 1, -(-n_left // n_jobs))
-        death = None
+        death, progress_made = None, False
         try:
             with closing(_results(sweep, -(-n_left // n), n, n_jobs)) as results:
                 for found in results:
+                    progress_made = True
                     for trial, estimator in found:
                         on_finished(trial, unpacked(estimator))
         except (BrokenProcessPool, CancelledError) as error:  # CancelledError: of dask
             death = error
         # no worker trains any more: what seems to be running was killed, on whichever machine
         killed = give_up(sweep.study, sweep.owns, **(_BLAMED if sweep.suspects else _SUSPECTED))
-        if death is not None and not (killed and _are_workers_back(n_jobs)):
+        # a worker may also die between two candidates, but not again and again before the first
+        if death is not None and not ((killed or progress_made) and _are_workers_back(n_jobs)):
             raise death
 
 

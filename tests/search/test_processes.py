@@ -204,6 +204,24 @@ def test_no_minimum_is_lost_and_none_is_double_if_a_worker_is_killed(engine, tmp
     assert tuple(this_process()[:3]) not in processes
 
 
+def test_a_worker_that_dies_between_two_candidates_is_replaced(monkeypatch, tmp_path):
+    found = []
+
+    def kill(study, trial):
+        if not found:
+            found.append(trial.user_attrs["process"][1])
+            os.kill(found[0], signal.SIGKILL)
+
+    # what it trained by then, if anything, is not told to the search
+    give_up = _workers.give_up
+    monkeypatch.setattr(
+        _workers, "give_up", lambda *args, **kwargs: give_up(*args, **kwargs) and []
+    )
+    search = make_search(Slow(max_iter=1000), storage=tmp_path / "minima.log")
+    assert sorted(search.fit(X, Y, callbacks=[kill]).minima_["param_C"]) == CHOICES
+    assert found
+
+
 def test_of_killed_workers_only_the_culprit_is_lost(engine):
     search = make_search(Dies(max_iter=1000), [1.0, 0.3, 0.5])
     with parallel_config(**engine), pytest.warns(FlatnessWarning, match="1 of 3 candidates are no"):

@@ -109,7 +109,6 @@ def test_statistics_and_displays_take_the_table():
     assert display.by == "relative_flatness"
 
 
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_a_search_is_ranked_as_its_best_estimator():
     """Its own predictions may be the mean of several networks."""
     search = logistic().fit(X, Y)
@@ -119,6 +118,7 @@ def test_a_search_is_ranked_as_its_best_estimator():
     np.testing.assert_array_equal(*table.loc[[0, 1], columns].to_numpy())
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_estimators_of_every_kind_have_a_record_of_their_training():
     models = {
         "logistic": LogisticRegression(max_iter=500).fit(X, Y),
