@@ -101,9 +101,10 @@ def mark_depth_band(minima: pd.DataFrame, band: float | None) -> pd.DataFrame:
     place = list(minima.columns).index("converged") + 1 if "converged" in minima.columns else 0
     marked.insert(place or len(minima.columns), "comparable", good & inside)
     if found is not None and "reason" in marked.columns:
-        low, high = found
+        kept = depths[good & inside & np.isfinite(depths)]
         marked.loc[good & ~inside, "reason"] = [
-            f"{_OUTSIDE}{depth:.3g} cannot be compared: most minima have {low:.3g} to {high:.3g}"
+            f"{_OUTSIDE}{depth:.3g} cannot be compared: {len(kept)} of {good.sum()} minima have "
+            f"{kept.min():.3g} to {kept.max():.3g}"
             for depth in depths[good & ~inside]
         ]
     return marked

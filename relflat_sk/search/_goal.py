@@ -154,8 +154,8 @@ def _has_vanished(name: str, one: Flatness, constant_loss: float) -> bool:
 NO_MEASURE = "cannot be ranked: "
 # the reason of a network that is perfectly flat, however well it predicts
 SATURATED = (
-    "has no curvature left: the network may be saturated, so that the loss of nearly all samples "
-    "rounds to 0, or the criterion has no curvature"
+    "has no curvature left: the network may be nearly constant, or saturated, so that the loss of "
+    "nearly all samples rounds to 0, or the criterion has no curvature"
 )
 
 

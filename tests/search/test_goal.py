@@ -230,7 +230,7 @@ def test_minima_of_other_depths_rank_behind():
     assert ranked["depth"].fillna(-1).tolist() == [20, -1, 25, 500, 2, 30]
     assert ranked["comparable"].tolist() == [True] * 3 + [False] * 3
     assert ranked["reason"][3] == (
-        "its depth of 500 cannot be compared: most minima have 8.33 to 25"
+        "its depth of 500 cannot be compared: 2 of 5 minima have 20 to 25"
     )
     assert ranked["reason"][:3].tolist() == [""] * 3
     # ranked again, nothing changes
