@@ -1,6 +1,5 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -190,7 +189,7 @@ def list_reasons(table: pd.DataFrame) -> str:
     return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
 
 
-def on_best_data(minima: pd.DataFrame) -> "pd.Series[bool]":
+def on_best_data(minima: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows converged on the fewest random labels and the most samples among them.
 
     It is the first row if none converged.
@@ -202,11 +201,11 @@ def on_best_data(minima: pd.DataFrame) -> "pd.Series[bool]":
 
     size = varied("train_size")
     size = np.where((size == 0) | (size == 1), np.inf, size)  # all samples
-    keys = list(zip(varied("random_labels"), varied("confusion_size"), -size, strict=True))
-    first = np.arange(len(minima)) == 0
-    kept = minima["converged"] if minima["converged"].any() else pd.Series(first, minima.index)
-    best = min(itertools.compress(keys, kept))
-    return kept & np.array([key == best for key in keys])
+    kept = minima["converged"].to_numpy(dtype=bool)
+    kept = kept if kept.any() else np.arange(len(minima)) == 0
+    for amount in (varied("random_labels"), varied("confusion_size"), -size):
+        kept = kept & (amount == amount[kept].min())
+    return kept
 
 
 def cv_results(

@@ -5,7 +5,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -729,7 +728,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
         These are all that converged on the best of the data, or the first if none converged.
         """
-        trained = self.minima_["state"] == "complete"
+        trained = (self.minima_["state"] == "complete").to_numpy(dtype=bool)
         if k is None:
             kept = on_best_data(self.minima_)
         elif k <= trained.sum():
@@ -929,8 +928,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             for number in numbers:
                 member = estimator if number == best else held.estimator(number)
                 if member is None and has_weights(objective, trials[number]):
-                    with suppress(ValueError):  # of files that are damaged or gone
-                        member, _ = provide(objective, trials[number], retrain=False)
+                    member, _ = provide(objective, trials[number], retrain=False)
                 if member is not None:
                     found[number] = member
             self._set_ensemble(found, objective.y, len(numbers))

@@ -91,15 +91,14 @@ def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
     saved = [trial for trial in trials if ARTIFACT in trial.user_attrs]
     if store is None or not saved:
         return
-    try:
-        _open(store, saved[0]).close()
-    except DamagedWeightsError:
+    for trial in (saved[0], saved[-1]):
         try:
-            _open(store, saved[-1]).close()
+            _open(store, trial).close()
         except DamagedWeightsError as error:
-            raise ValueError(
-                f"{error} Give the artifact_store that the search was run with."
-            ) from None
+            lost = error
+        else:
+            return
+    raise ValueError(f"{lost} Give the artifact_store that the search was run with.") from None
 
 
 def _open(store: Any, trial: FrozenTrial) -> BinaryIO:

@@ -160,14 +160,14 @@ def test_probes_are_unbiased_and_their_standard_errors_honest(name):
     exact = evaluate(*at, method="exact", **options).value
     found = [
         evaluate(*at, method="hutchinson", n_probes=8, rtol=1e-12, random_state=seed, **options)
-        for seed in range(60)
+        for seed in range(100)
     ]
     values, stderrs = np.array([(one.value, one.stderr) for one in found]).T
     spread = values.std(ddof=1)
     assert abs(values.mean() - exact) <= 4 * spread / len(values) ** 0.5
     # of the ratio of variances 1 for normal values; the tails here are heavier
     assert 0.6 < (stderrs**2).mean() / spread**2 < 1.7
-    assert (np.abs(values - exact) < 4 * stderrs).mean() >= 0.98
+    assert (np.abs(values - exact) < 4 * stderrs).mean() >= 0.99
 
 
 def test_the_budget_is_kept(monkeypatch):
