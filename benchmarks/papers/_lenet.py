@@ -1,6 +1,8 @@
 """Minima of LeNet-5, with the measures of P19's Figures 2 to 4 and of P21's Figure 5."""
 
 import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,8 +10,9 @@ import torch
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
-from benchmarks.papers._common import Arrays, init, losses_of
+from benchmarks.papers._common import Arrays, Minima, init, losses_of
 from relflat_sk import (
+    FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
     measure,
@@ -21,6 +24,8 @@ OF_LAYER = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", "hessi
 OF_NETWORK = ["fisher_rao_norm", "pac_bayes_flatness", "l2_norm"]
 DELTA = 0.001
 
+Run = dict[str, Any]
+
 
 class InitializedLeNet5(LeNet5):
     """LeNet-5 with one of the paper's initialisations."""
@@ -30,32 +35,53 @@ class InitializedLeNet5(LeNet5):
         init(self, kind)
 
 
-def train_row(
+def complete(
+    minima: Minima,
+    runs: Sequence[Run],
+    lr: Callable[[Run], float],
     data: Arrays,
-    batch_size: int,
-    lr: float,
-    kind: str,
-    seed: int,
-    optimizer: str = "SGD",
-    *,
-    goal: float = 0.01,
-    quick: bool = False,
-) -> dict[str, float]:
-    """Train a LeNet-5 until its loss is the goal, and measure at the last layer."""
+    goal: float,
+    arguments: Namespace,
+) -> None:
+    """Add the minima that are missing; on a GPU, 36 of a batch size and optimizer at a time."""
+    size = 1
+    if arguments.device != "cpu":
+        runs = sorted(runs, key=lambda run: (run["param_batch_size"], run.get("param_optimizer")))
+        size = 36
+    minima.complete(runs, train_rows, lr, data, goal, arguments.device, arguments.quick, size=size)
+
+
+def train_rows(
+    runs: Sequence[Run],
+    lr: Callable[[Run], float],
+    data: Arrays,
+    goal: float,
+    device: str,
+    quick: bool,
+) -> list[Run]:
+    """Train LeNet-5s together until their losses are the goal, and measure at the last layer."""
     X, y, *_ = data
-    net = RelativeFlatnessRegularizedClassifier(
-        InitializedLeNet5, module__kind=kind, flatness_weight=0, lr=lr, batch_size=batch_size,
-        optimizer=getattr(torch.optim, optimizer), max_epochs=8 if quick else 400,
-        callbacks=[StopAtLoss(goal)], random_state=seed, verbose=0,
-    )  # fmt: skip
+    nets = [
+        RelativeFlatnessRegularizedClassifier(
+            InitializedLeNet5, module__kind=run["param_init"], flatness_weight=0, lr=lr(run),
+            batch_size=run["param_batch_size"],
+            optimizer=getattr(torch.optim, run.get("param_optimizer", "SGD")),
+            max_epochs=8 if quick else 400, callbacks=[StopAtLoss(goal)], device=device,
+            random_state=run["param_seed"], verbose=0,
+        )
+        for run in runs
+    ]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        net.fit(X, y)
-        return {
-            **losses_of(net, data),
-            "epochs": len(net.history),
-            **measures(net.module_, X, y, seed, n_draws=2 if quick else 10),
-        }
+        fleet = None if device == "cpu" else len(nets)
+        trained = FleetTrainer(nets, fleet=fleet).fit(X, y).estimators_
+        return [
+            run
+            | losses_of(net, data)
+            | {"epochs": len(net.history)}
+            | measures(net.module_, X, y, run["param_seed"], n_draws=2 if quick else 10)
+            for run, net in zip(runs, trained, strict=True)
+        ]
 
 
 def measures(module: nn.Module, X: Any, y: Any, seed: int, n_draws: int) -> dict[str, float]:

@@ -14,9 +14,10 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
-from benchmarks.papers._lenet import DELTA, train_row
+from benchmarks.papers._lenet import DELTA, complete
 
 RATES = {4: 0.001, 32: 0.008, 64: 0.02, 512: 0.1}
+GOAL = 0.01
 INITS = ("xavier_normal", "kaiming_uniform", "uniform", "normal")
 
 
@@ -32,10 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in INITS
         for size in (RATES if not arguments.quick else (32,))
     ]
-    for (run,) in minima.todo(runs):
-        size, kind, seed = run.values()
-        lr = 0.1 if arguments.quick else RATES[size]
-        minima.add(run | train_row(data, size, lr, kind, seed, quick=arguments.quick))
+    rates = dict.fromkeys(RATES, 0.1) if arguments.quick else RATES
+    complete(minima, runs, lambda run: rates[run["param_batch_size"]], data, GOAL, arguments)
     every = minima.frame()
     frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
     bound = DELTA**2 / 2 * frame["eigenvalue_flatness"]

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
-from benchmarks.papers._lenet import OF_NETWORK, train_row
+from benchmarks.papers._lenet import OF_NETWORK, complete
 
 MEASURES = ["relative_flatness", "hessian_trace", *OF_NETWORK]
 GOAL = 0.1
@@ -37,12 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for faster in (1, 2)
         for name in (RATES if not arguments.quick else ["Adam"])
     ]  # fmt: skip
-    for (run,) in minima.todo(runs[: 4 if arguments.quick else None]):
-        name, size, faster, kind, seed = run.values()
-        lr = RATES[name] * faster
-        minima.add(
-            run | train_row(data, size, lr, kind, seed, name, goal=GOAL, quick=arguments.quick)
-        )
+    complete(minima, runs[: 4 if arguments.quick else None],
+             lambda run: RATES[run["param_optimizer"]] * run["param_faster"],
+             data, GOAL, arguments)  # fmt: skip
     every = minima.frame()
     frame = every[every["train_loss"] <= (9 if arguments.quick else 1.5 * GOAL)]
 

@@ -48,8 +48,15 @@ def augment(X: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.stack([x[:, :, ::-1] if f else x for x, f in zip(moved, flip, strict=True)])
 
 
+def train_rows(
+    runs: Sequence[dict[str, Any]], data: Arrays, epochs: int, flips: bool
+) -> list[dict[str, Any]]:
+    """Train networks to the loss 0.01, and measure them on the original images."""
+    return [run | train_row(*run.values(), data, epochs, flips=flips) for run in runs]
+
+
 def train_row(
-    data: Arrays, method: str, batch_size: int, seed: int, epochs: int, *, flips: bool
+    method: str, batch_size: int, seed: int, data: Arrays, epochs: int, *, flips: bool
 ) -> dict[str, float]:
     """Train a network by a method to the loss 0.01, and measure it on the original images."""
     X, y, X_test, y_test = data
@@ -111,9 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in ((32,) if arguments.quick else (32, 128))
         for method in METHODS
     ]
-    for (run,) in minima.todo(runs):
-        epochs = 5 if arguments.quick else 100
-        minima.add(run | train_row(data, *run.values(), epochs, flips=bool(arguments.data)))
+    epochs = 5 if arguments.quick else 100
+    minima.complete(runs, train_rows, data, epochs, bool(arguments.data))
     frame = minima.frame()
     claims = [
         bootstrap(f"FAM: test error, penalty - {other}", "< 0", frame,

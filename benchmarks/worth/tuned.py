@@ -10,17 +10,20 @@ the tuning.
     python -m benchmarks.worth.tuned --problem CIFAR-10 --data NPZ --n-train 5000
     python -m benchmarks.worth.tuned --quick                          # a smoke run, 2 minutes
 
-With ``--storage FILE`` trials and results are saved, and an interrupted run can be continued.
+With ``--jobs 10`` the networks of a trial, and of a judgement, are trained at the same time. With
+``--storage FILE`` trials and results are saved, and an interrupted run can be continued.
 """
 
 import argparse
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import optuna
 import torch
+from joblib import Parallel, delayed
 from scipy import stats
 from sklearn.model_selection import StratifiedShuffleSplit
 from skorch.callbacks import GradientNormClipping, LRScheduler
@@ -81,6 +84,17 @@ class Training:
     network: Params
     epochs: int
     batch_size: int
+    jobs: int = 1
+
+    def score(
+        self, method: Method, params: Params, parts: list[tuple[Arrays, Arrays, int]]
+    ) -> Iterator[float]:
+        """Yield the accuracies of networks: for each, training data, test data and a seed."""
+
+        def one(train: Arrays, test: Arrays, seed: int) -> float:
+            return float(self.fit(method, params, train, seed).score(*test))
+
+        return Parallel(self.jobs, return_as="generator")(delayed(one)(*part) for part in parts)
 
     def fit(self, method: Method, params: Params, data: Arrays, seed: int) -> Any:
         """Train a network by SGD with momentum and a cosine schedule of the learning rate."""
@@ -113,12 +127,11 @@ def tune(study: optuna.Study, method: Method, training: Training, data: Arrays, 
     splits = list(StratifiedShuffleSplit(N_SPLITS, test_size=0.2, random_state=1).split(X, y))
 
     def objective(trial: optuna.Trial) -> float:
-        params = method.suggest(trial)
-        scores = []
-        for i, (fit, valid) in enumerate(splits):
-            net = training.fit(method, params, (X[fit], y[fit]), seed=N_SPLITS * trial.number + i)
-            scores.append(net.score(X[valid], y[valid]))
-        return float(np.mean(scores))
+        parts = [
+            ((X[fit], y[fit]), (X[valid], y[valid]), N_SPLITS * trial.number + i)
+            for i, (fit, valid) in enumerate(splits)
+        ]
+        return float(np.mean(list(training.score(method, method.suggest(trial), parts))))
 
     done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
     # a seed of its own, or a continued run would repeat the draws of the interrupted one
@@ -131,12 +144,12 @@ def judge(
 ) -> np.ndarray:
     """Return the test accuracies of the best setting, one per seed, saved with the study."""
     best = study.best_trial
-    for seed in range(seeds):
-        key = f"trial {best.number} seed {seed}"
-        if key not in study.user_attrs:
-            net = training.fit(method, best.params, problem.train, 1000 + seed)
-            study.set_user_attr(key, float(net.score(*problem.test)))
-    return np.array([study.user_attrs[f"trial {best.number} seed {s}"] for s in range(seeds)])
+    keys = [f"trial {best.number} seed {seed}" for seed in range(seeds)]
+    left = [seed for seed, key in enumerate(keys) if key not in study.user_attrs]
+    parts = [(problem.train, problem.test, 1000 + seed) for seed in left]
+    for seed, accuracy in zip(left, training.score(method, best.params, parts), strict=True):
+        study.set_user_attr(keys[seed], accuracy)
+    return np.array([study.user_attrs[key] for key in keys])
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
@@ -151,7 +164,8 @@ def main() -> None:
     trials, seeds, epochs = arguments.trials, arguments.seeds, arguments.epochs
     n_train = arguments.n_train
     problem = load_problem(arguments.problem, n_train, arguments.data)
-    training = Training(problem.network, epochs, arguments.batch_size)
+    network = problem.network | {"device": arguments.device}
+    training = Training(network, epochs, arguments.batch_size, arguments.jobs)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     print(f"{problem.name} samples, {len(problem.test[1])} to test; {trials} trials a method,")
     print(f"{seeds} seeds, {epochs} epochs, batches of {arguments.batch_size}")
@@ -201,6 +215,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help="epochs of each training (default: 60)")
     parser.add_argument("--batch-size", type=int, default=32, help="(default: 32)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--jobs", type=int, default=1, help="networks at the same time")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--storage", metavar="FILE", help="SQLite file, to continue later")
     parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
     arguments = parser.parse_args()
