@@ -145,10 +145,11 @@ def rank_minima(
         The largest depth over the smallest of the minima that are compared. The depth is the
         loss of the best constant prediction over the training loss. Of all such bands, the
         ranking takes the one with the most minima that reached their goal (if none did, with
-        the most minima), and of several the deepest. None compares all minima. "auto" leaves
-        the minima as they are marked, those of a search for example; unmarked ones have a band
-        of 3, or None for "comparable_flatness", which is at equal loss. Without a column
-        ``depth`` all minima are compared, and a column ``comparable`` stays as it is.
+        the most minima), and of several the deepest; saturated networks, of depth 1e6, only if
+        there are no others. None compares all minima. "auto" leaves the minima as they are
+        marked, those of a search for example; unmarked ones have a band of 3, or None for
+        "comparable_flatness", which is at equal loss. Without a column ``depth`` all minima are
+        compared, and a column ``comparable`` stays as it is.
 
     Returns
     -------

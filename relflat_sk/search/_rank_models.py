@@ -91,9 +91,9 @@ def rank_models(  # noqa: PLR0913
     -------
     DataFrame
         One row for each model in rank order, with the columns that `relflat_sk.minima` lists and
-        ``model``, its name: the key, the path or the position. Parameters that differ among
-        estimators are in columns ``param_<name>``. ``reason`` says why a model has no value or is
-        not compared.
+        ``model``, its name: the key, the path or the position. Parameters that differ among the
+        estimators of the kinds that have them are in columns ``param_<name>``. ``reason`` says
+        why a model has no value or is not compared.
 
     Raises
     ------
@@ -231,7 +231,7 @@ class _Task:
     def measure(self, model: Any, has_record: bool, label: str) -> dict[str, Any]:
         """Measure one model, and return its row of the table."""
         record: dict[str, Any] = {"state": "complete", "ended_by": "", "reason": ""}
-        record |= _parameters(model)
+        record |= _parameters(model) | {"kind": type(final_estimator(model))}
         try:
             with seeded(self.seed):  # data loaders draw from torch's random state
                 networks = self.measuring.networks(model, self.data)
@@ -304,6 +304,13 @@ def _parameters(model: Any) -> dict[str, Any]:
     return {f"{PARAM_PREFIX}{name}": value for name, value in plain.items()}
 
 
+def _differs(name: str, rows: list[dict[str, Any]], kinds: list[type]) -> bool:
+    """Return whether a parameter differs among the models of the kinds that have it."""
+    having = {kind for kind, row in zip(kinds, rows, strict=True) if name in row}
+    own = [row for kind, row in zip(kinds, rows, strict=True) if kind in having]
+    return len({repr(row[name]) if name in row else None for row in own}) > 1
+
+
 def _share_of_half(rows: list[dict[str, Any]], by: str) -> float | None:
     """Find a share of the loss that half of the models reach; None if they reach the present one.
 
@@ -323,14 +330,14 @@ def _rank(
 ) -> pd.DataFrame:
     """Return the ranked table; warn of models that are no minima or have no value."""
     labels = [row.pop("model") for row in rows]
+    kinds = [row.pop("kind") for row in rows]
     for row in rows:
         row.pop("lowest", None)
     if all(row["state"] == "failed" for row in rows):
         reasons = list_reasons(pd.DataFrame(rows))
         raise ValueError(f"none of {len(rows)} models can be measured:\n{reasons}")
     table = table_of_rows(rows, units)
-    params = parameter_columns(table)
-    same = [name for name in params if table[name].map(repr).nunique() == 1]
+    same = [name for name in parameter_columns(table) if not _differs(name, rows, kinds)]
     table = table.drop(columns=same)
     table.insert(1, "model", labels)
     others = table[~table["converged"]]

@@ -569,7 +569,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             return self._make_objective(X, y, None, None, fit_params)
         found: MinimaObjective | None = getattr(self, "_objective", None)
         if found is None:
-            raise ValueError("X and y are needed: a search that was pickled left its data behind.")
+            raise ValueError(
+                "X and y are needed, to train or measure again: a search that was pickled left its "
+                "data behind. Pass those that fit was given."
+            )
         return found
 
     def _table(self, objective: MinimaObjective, others: Sequence[str] = ()) -> pd.DataFrame:
@@ -637,7 +640,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         number : int
             Number of its trial, from the column ``trial`` of `minima_`.
         X : array-like of shape (n, n_features), optional
-            The training data that `fit` was given; needed only if the search was unpickled.
+            The training data that `fit` was given; needed only if the search was unpickled and
+            does not hold the network.
         y : array-like of shape (n,) or (n, n_outputs), optional
             The labels or values that `fit` was given.
         **fit_params
@@ -666,12 +670,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         >>> search.fit(X, y).get_estimator(1).C
         1.0
         """
-        objective = self._objective_of(X, y, fit_params)
+        check_is_fitted(self, "minima_")
         if number == self.minima_["trial"].iloc[0] and hasattr(self, "best_estimator_"):
             return self.best_estimator_
         members = dict(self.ensemble_.estimators) if hasattr(self, "ensemble_") else {}
         if f"trial{number}" in members:
             return members[f"trial{number}"].estimator
+        objective = self._objective_of(X, y, fit_params)
         trial = find_trial(self.study_, number)
         check_made_with(self.study_, objective)
         estimator, problem = provide(objective, trial)
@@ -689,7 +694,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         k : int, optional
             Number of minima, the first of `minima_`. If None, all that `ensemble_` averages.
         X : array-like of shape (n, n_features), optional
-            The training data that `fit` was given; needed only if the search was unpickled.
+            The training data that `fit` was given; needed only if the search was unpickled and
+            does not hold all of these.
         y : array-like of shape (n,), optional
             The labels or values that `fit` was given.
         **fit_params
@@ -721,7 +727,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         check_integer("k", k, minimum=1, optional=True)
         numbers = self._first_trials(k)
         members = {n: self.get_estimator(n, X, y, **fit_params) for n in numbers}
-        return _average(members, self._objective_of(X, y, fit_params).y)
+        known = hasattr(self, "ensemble_")  # that these predictions have a mean
+        return _average(members, None if known else self._objective_of(X, y, fit_params).y)
 
     def _first_trials(self, k: int | None) -> list[int]:
         """Return the trials of the first k minima; if None, of those that are averaged.
@@ -838,7 +845,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     )
 
     @_if_available("score")
-    def score(self, X: Any, y: Any = None) -> float:
+    def score(self, X: Any, y: Any = None, **params: Any) -> float:
         """Score what the search predicts with, see `refit`.
 
         Parameters
@@ -847,14 +854,29 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             Samples, as the estimator takes them.
         y : array-like of shape (n,) or (n, n_outputs), optional
             True labels or values.
+        **params
+            Such as `sample_weight`, if the estimator's `score` requests them by metadata routing,
+            as for scikit-learn's searches.
 
         Returns
         -------
         float
             Accuracy for classifiers and R2 for regressors; with ``refit=True``, what the
             estimator's own `score` returns.
+
+        Raises
+        ------
+        ValueError
+            If there are `params` without metadata routing.
         """
-        return float(self._predictor().score(X, y))
+        if params and not get_config()["enable_metadata_routing"]:
+            raise ValueError(
+                f"score was given {sorted(params)}, which takes metadata routing, as in "
+                "scikit-learn's searches: sklearn.set_config(enable_metadata_routing=True), and "
+                "estimator.set_score_request(sample_weight=True)."
+            )
+        routed = process_routing(self, "score", **params).estimator.score
+        return float(self._predictor().score(X, y, **routed))
 
     def _predictor(self) -> Any:
         """Return what the search predicts with."""
@@ -868,7 +890,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         return self.refit == MEAN and _has_mean(self.estimator)
 
     def get_metadata_routing(self) -> MetadataRouter:
-        """Return which arguments of `fit` the estimator asks for.
+        """Return which arguments of `fit` and `score` the estimator asks for.
 
         Returns
         -------
@@ -877,6 +899,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """
         router = MetadataRouter(owner=self).add_self_request(self)
         mapping = MethodMapping().add(caller="fit", callee="fit")
+        mapping.add(caller="score", callee="score")
         return router.add(estimator=self.estimator, method_mapping=mapping)
 
     def __sklearn_tags__(self) -> Any:

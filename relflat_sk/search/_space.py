@@ -88,12 +88,16 @@ class Space:
                 "estimator must be an instance of a scikit-learn estimator or skorch net, got "
                 f"{estimator!r}."
             )
+        of_search = (*DATA_NAMES, LR_SCALING)
         for name in self.entries:
-            if name in {*DATA_NAMES, LR_SCALING}:
+            if name in of_search:
                 continue
             problem = _problem_with(estimator, name, self.entries)
+            meant = [one for one in of_search if name.endswith(f"__{one}")]
             if is_data_name(name) and problem:
                 problem = f"the names that vary the data are {list(DATA_NAMES)}."
+            elif meant and problem:
+                problem = f"{meant[0]!r} is the search's own: write it without a prefix."
             if problem:
                 raise ValueError(f"space names {name!r}, but {problem}")
         for name, (low, high) in self.pairs.items():

@@ -96,6 +96,16 @@ def test_a_pickled_search_needs_its_data():
         copied.get_estimator(number, X[::2], Y[::2])
 
 
+def test_a_pickled_search_needs_no_data_for_the_networks_that_it_holds():
+    search = pickle.loads(pickle.dumps(logistic().fit(X, Y)))
+    expected = search.predict_proba(X)
+    np.testing.assert_allclose(search.get_ensemble().predict_proba(X), expected, rtol=1e-12)
+    each = [search.get_estimator(number).predict_proba(X) for number in search.minima_["trial"]]
+    np.testing.assert_allclose(np.mean(each, axis=0), expected, rtol=1e-12)
+    two = search.get_ensemble(2).predict_proba(X)
+    np.testing.assert_allclose(two, np.mean(each[:2], axis=0), rtol=1e-12)
+
+
 # -- without a random_state --------------------------------------------------------------------
 
 

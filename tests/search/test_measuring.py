@@ -8,7 +8,9 @@ import sklearn
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from optuna.trial import FixedTrial
+from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
@@ -189,6 +191,26 @@ def test_other_arguments_of_fit_and_metadata_routing():
         inputs = StandardScaler().fit_transform(X)
         expected = LogisticRegression(max_iter=1000).fit(inputs, Y, sample_weight=WEIGHTS)
         assert_allclose(pipeline.predict_proba(X), expected.predict_proba(inputs))
+
+
+def test_score_takes_weights_by_metadata_routing_as_scikit_learns_searches_do():
+    asks = LogisticRegression(max_iter=1000)
+    space, weights = {"C": [0.5, 0.6]}, np.arange(len(X)) + 1.0
+    for refit in ("mean", True):
+        search = make(asks, space, refit=refit).fit(X, Y)
+        with pytest.raises(
+            ValueError, match=r"score was given \['sample_weight'\], which takes me"
+        ):
+            search.score(X, Y, sample_weight=weights)
+        with sklearn.config_context(enable_metadata_routing=True):
+            for other in (search, GridSearchCV(asks, space).fit(X, Y)):
+                with pytest.raises(sklearn.exceptions.UnsetMetadataPassedError, match="sample_wei"):
+                    other.score(X, Y, sample_weight=weights)
+            asking = clone(asks).set_score_request(sample_weight=True)
+            search = make(asking, space, refit=refit).fit(X, Y)
+            right = np.average(search.predict(X) == Y, weights=weights)
+            assert search.score(X, Y, sample_weight=weights) == pytest.approx(right)
+            assert search.score(X, Y) != pytest.approx(right)
 
 
 # -- a layer that is not there -----------------------------------------------------------------

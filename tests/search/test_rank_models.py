@@ -109,6 +109,20 @@ def test_statistics_and_displays_take_the_table():
     assert display.by == "relative_flatness"
 
 
+def test_models_of_several_kinds_have_columns_for_what_differs_within_a_kind():
+    models = [
+        LogisticRegression(C=0.5, max_iter=500).fit(X, Y),
+        LogisticRegression(C=1.0, max_iter=500).fit(X, Y),
+        make_net(random_state=0).fit(X, Y),
+        make_net(random_state=0, module__activation="tanh").fit(X, Y),
+    ]
+    table = rank_models(models, X, Y, **KAPPA).set_index("trial").sort_index()
+    names = [name for name in table if name.startswith("param_")]
+    # both kinds have random_state; the first net does not say that its activation is the default
+    assert names == ["param_C", "param_random_state", "param_module__activation"]
+    assert table["param_C"].tolist()[:2] == [0.5, 1.0]
+
+
 def test_a_search_is_ranked_as_its_best_estimator():
     """Its own predictions may be the mean of several networks."""
     search = logistic().fit(X, Y)

@@ -249,6 +249,10 @@ VALUES = [
     ),
     (name(LogisticRegression(), "max_itr"), "'max_itr'. Did you mean 'max_iter'"),
     (name(LogisticRegression(), "data__size"), "but the names that vary the data are"),
+    *(
+        (name(NESTED, f"net__{own}"), f"'{own}' is the search's own: write it without a prefix")
+        for own in ("lr_scaling", "data__train_size")
+    ),
     # varied data
     (lambda: vary_data(ROWS, ROWS, random_labels=1.5), "must be a share from 0 to 1, got 1.5"),
     (lambda: vary_data(ROWS, ROWS, random_labels="half"), "must be a share .* got 'half'"),
