@@ -6,10 +6,10 @@ returns the display. The attributes ``ax_`` and ``figure_`` give access to the d
 is imported when something is drawn; ``pip install "relflat_sk[plot]"`` installs it.
 """
 
-from relflat_sk.plots._label_noise import LabelNoiseDisplay
 from relflat_sk.plots._minima import (
     FlatnessGapDisplay,
     HyperparameterDisplay,
+    LabelNoiseDisplay,
     MeasurePanelsDisplay,
     MinimaRankingDisplay,
 )

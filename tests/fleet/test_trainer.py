@@ -685,7 +685,7 @@ def test_samples_with_weights_and_any_criterion_that_vmap_takes(criterion):
 def test_penalties_of_many_classes_are_trained_one_by_one(layer, monkeypatch, caplog):
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
     monkeypatch.setattr("relflat_sk._engine.epoch.MANY", 2)
-    monkeypatch.setattr("relflat_sk.fleet._probe.MANY", 2)
+    monkeypatch.setattr("relflat_sk.fleet._vmapped.MANY", 2)
     compare(classifiers(2, max_epochs=2, flatness_layer=layer))
     caplog.reasons = ["with a penalty, it has too many classes"]
 

@@ -45,8 +45,7 @@ from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._names import _REGISTERED
 from relflat_sk.search import _workers
 from relflat_sk.search._claims import is_cut_short, this_process
-from relflat_sk.search._transfer import ByPath, ByValue, packed, unpacked
-from relflat_sk.search._workers import Sweep, n_processes
+from relflat_sk.search._workers import ByPath, ByValue, Sweep, n_processes, packed, unpacked
 from tests.data_kinds import KINDS
 from tests.processes import forkserver
 
