@@ -250,7 +250,7 @@ def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) ->
         _class_divisors,
         lambda criterion, y, w, shape: to_output(_class_frequencies(criterion, y, w, shape)),
         dict.fromkeys(links, _softmax),
-        lambda criterion: criterion.weight is not None,
+        lambda criterion: criterion.weight is not None or criterion.ignore_index >= 0,
     )
 
 
