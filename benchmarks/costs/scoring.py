@@ -149,12 +149,15 @@ def _time_forward(
     arguments: argparse.Namespace,
     limit: float,
 ) -> Budget:
-    """Compare with a forward pass, in parts of a few batches.
+    """Compare with a forward pass, on a CPU in parts of a few batches.
 
-    The load of a machine changes within seconds, so the two passes over a part follow each other.
+    The load of a machine changes within seconds, so the two passes over a part follow each other. A
+    GPU takes a fraction of a second for all parts.
     """
     ways = ("forward", "scoring")
-    size, n_parts = arguments.batch_size, max(1, len(X) // (5 * arguments.batch_size))
+    size, n_parts = arguments.batch_size, 1
+    if X.device.type == "cpu":
+        n_parts = max(1, len(X) // (5 * size))
     parts = list(zip(X.chunk(n_parts), y.chunk(n_parts), strict=True))
     times: dict[str, list[float]] = {name: [] for name in ways}
     for part in parts:

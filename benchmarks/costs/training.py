@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from skorch import NeuralNet, NeuralNetClassifier
+from skorch.utils import to_tensor
 from torch import Tensor, nn
 
 from benchmarks._harness.data import add_data_argument, load_images
@@ -50,7 +51,7 @@ class DenseHessianNet(NeuralNetClassifier):
         if not training:
             return loss
         head = self.module_.head
-        features = self.module_.features(X)
+        features = self.module_.features(to_tensor(X, device=self.device))
         m = head.in_features
 
         def risk(weight: Tensor) -> Tensor:

@@ -83,12 +83,15 @@ class Stack:
             lr=settings[0]["lr"],
         )
         for some, places in self._runs:
+            group = settings[places[0]]
+            of_device = group.get("fused") or group.get("capturable")
+            place = self._rows.device if of_device else "cpu"
             self._optimizer.state[some] = {
                 name: torch.stack([states[k][name] for k in places])
                 if isinstance(value, Tensor)
                 else value
                 if value is None
-                else torch.tensor(value)
+                else torch.tensor(value).to(place)
                 for name, value in states[places[0]].items()
             }
 

@@ -39,10 +39,10 @@ class FleetTrainer(BaseEstimator):
     -----
     Nets are stacked if they have equal architectures, numbers of samples, batch sizes and
     optimizers, one of SGD, Adam and AdamW. Not stacked are nets with callbacks that are called in
-    each step, with random operations other than `torch.nn.Dropout`, with a penalty at earlier
-    layers unless these are linear layers of a network without convolutions, normalisations and
-    attention, and networks that `torch.func.vmap` refuses. The log of the logger "relflat_sk"
-    names the reason.
+    each step, with random operations other than `torch.nn.Dropout`, with ``flatness_normalize``,
+    with a penalty at earlier layers unless these are linear layers of a network without
+    convolutions, normalisations and attention, and networks that `torch.func.vmap` refuses. The
+    log of the logger "relflat_sk" names the reason.
 
     Examples
     --------

@@ -179,7 +179,10 @@ def _run(func, args, kwargs):
     name = func._schema.name
     tensors = list(_tensors((*args, *kwargs.values())))
     simulated = [t for t in tensors if isinstance(t, SimTensor)]
-    others = [t for t in tensors if not isinstance(t, SimTensor) and t.dim() > 0]
+    numbers_mix = not name.startswith("aten::_fused_")  # not the numbers of steps
+    others = [
+        t for t in tensors if not isinstance(t, SimTensor) and not (numbers_mix and t.dim() == 0)
+    ]
     if simulated and others and name not in _MAY_MIX:
         raise RuntimeError(f"Expected all tensors to be on the same device, in {name}")
     target, options = None, dict(kwargs)
