@@ -243,15 +243,20 @@ def _settings(search: Any) -> dict[str, str]:
 
 
 def _parameters_of(estimator: Any) -> dict[str, str]:
-    """Return all parameters of an estimator, those of the network without a pipeline's prefix."""
+    """Return the parameters of an estimator, those of the network without a pipeline's prefix.
+
+    Parameters of the callbacks that skorch adds are left out, unless they were set.
+    """
     prefix = last_prefix(estimator)
+    own = last_step(estimator).get_params(deep=False)
     params = estimator.get_params()
     params.pop("steps", None)  # the steps themselves follow, by name
     short = {name: name.removeprefix(prefix) for name in params}
     names = list(short.values())
     return {
-        short[name] if names.count(short[name]) == 1 else name: text_of(value)
-        for name, value in params.items()
+        end if names.count(end) == 1 else name: text_of(params[name])
+        for name, end in short.items()
+        if end in own or not name.startswith(f"{prefix}callbacks__")
     }
 
 

@@ -118,7 +118,7 @@ def test_the_first_columns_are_what_matters():
 
 
 def net_search(**parameters):
-    net = make_net(max_epochs=100, callbacks=None)
+    net = make_net(max_epochs=100, callbacks=None, callbacks__print_log=None)
     space = {"net__lr": [0.02, 2e-4], "net__batch_size": [8, 16], "scale__copy": [True]}
     return make_search(piped(net), {**space, "lr_scaling": ["linear"]}, **parameters)
 
@@ -143,6 +143,9 @@ def test_goal_depth_and_what_was_left_out():
     assert settings["batch_size"] == "8"
     assert settings["module__hidden_layer_sizes"] == "(6,)"
     assert settings["criterion"] == "torch.nn.modules.loss.CrossEntropyLoss"
+    # of the callbacks that skorch adds, only what was set
+    of_callbacks = {name for name in settings if name.startswith("callbacks")}
+    assert of_callbacks == {"callbacks", "callbacks__print_log"}
     # names of parameters lose the prefix of the pipeline
     params = {name.removeprefix("param_") for name in minima if name.startswith("param_")}
     assert params == {"batch_size", "lr", "lr_scaling", "scale__copy", "scaled_lr"}
