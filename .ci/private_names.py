@@ -28,7 +28,6 @@ TORCH = {
     "_foreach_norm": "many norms in one kernel",
     "_forward_hooks": "hooks of others on a module",
     "_forward_pre_hooks": "hooks of others on a module",
-    "_functorch": "the setting that compiled code keeps its buffers",
     "_get_no_batch_dim": "whether an instance norm's input has an axis of samples",
     "_InstanceNorm": "the class of all instance norms",
     "_modules": "the modules inside of a module with those that are None",

@@ -41,7 +41,7 @@ LEFT_OUT = [
     *("on_step_begin", "on_step_end", "on_substep_end", "on_train_begin", "on_train_end"),
     *("on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
-    *("capture_compiled", "measure", "of_batch", "plan", "run"),
+    *("measure", "of_batch", "plan", "run"),
     *("share_left", "train", "without_value"),
 ]
 autodoc_default_options = {"exclude-members": ", ".join(LEFT_OUT)}

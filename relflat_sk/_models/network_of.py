@@ -38,7 +38,7 @@ from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.transformed_rows import transform
 from relflat_sk._network.batches import Batch, Batches, LoadedBatches, RowSource, make_batches
-from relflat_sk._network.borrowing import one_thread
+from relflat_sk._network.borrowing import one_thread, uncompiled
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
 from relflat_sk._network.processes import join
@@ -129,14 +129,10 @@ def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Ne
         net.device = options.device
     module = getattr(net.module_, "_orig_mod", net.module_)  # a compiled module runs no hooks
 
-    def infer_uncompiled(x: Any) -> Any:
-        compiled, net.module_ = net.module_, module
-        try:
+    def forward(x: Any) -> Any:
+        with uncompiled(net.module_):
             return net.infer(x)
-        finally:
-            net.module_ = compiled
 
-    forward = net.infer if module is net.module_ else infer_uncompiled
     return Network(module, options.loss(_criterion_of(net)), batches, forward)
 
 

@@ -54,6 +54,12 @@ class ReplacedForwards:
                 attributes["forward"] = forward
 
 
+def uncompiled(module: nn.Module) -> ReplacedForwards:
+    """Run a network that torch.compile has compiled without it: its code is differentiated once."""
+    original = module._modules.get("_orig_mod")
+    return ReplacedForwards([] if original is None else [(module, original)])
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Return whether a module runs a forward method other than its class's."""
     return "forward" in module.__dict__

@@ -11,13 +11,11 @@ None                 nothing but the order of the calls
 """
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
@@ -229,44 +227,3 @@ def record_tail(module: nn.Module, *names: str) -> Recorder:
     """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`."""
     layers = {name: module.get_submodule(name) for name in names}
     return Recorder(layers, start_graph, names)
-
-
-# -- networks that torch.compile has compiled ----------------------------------------------
-# The graph of compiled code shows nothing of what is inside. Here, the last layer returns what it
-# receives, so that the network returns the features. The layer itself runs without compilation.
-
-
-def kept_buffers() -> AbstractContextManager[Any]:
-    """Let compiled code keep what several backward passes need, when it is made and when run."""
-    manager: AbstractContextManager[Any] = functorch_config.patch(donated_buffer=False)
-    return manager
-
-
-class CompiledBody:
-    """A network in front of its last layer, in compiled code."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._name = name
-        self._layer = module.get_submodule(name)
-        received: list[Tensor] = []
-
-        def receive(features: Tensor) -> Tensor:
-            received.append(features)
-            return features
-
-        # the same function in each step, because code is compiled again for another one
-        self._received, self._receive = received, receive
-
-    def run(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the network."""
-        self._received.clear()
-        with ReplacedForwards([(self._layer, self._receive)]), kept_buffers():
-            features = compiled(*args, **kwargs)
-        if len(self._received) != 1 or features is not self._received[0]:
-            raise RuntimeError(
-                f"the compiled network returned the output of its last layer ({self._name!r}) at "
-                "first, and something else now. Call the network without torch.compile in steps "
-                "with a penalty."
-            )
-        output: Tensor = self._layer(features)
-        return output

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from relflat_sk._network.borrowing import (
     ExplicitLayers,
-    ReplacedForwards,
     explicit_attention,
     find_fused,
 )
@@ -24,12 +23,10 @@ from relflat_sk._network.layer_checks import (
 )
 from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
 from relflat_sk._network.recording import (
-    CompiledBody,
     LayerRecord,
     Recorder,
     features_of,
     keep_graph,
-    kept_buffers,
 )
 from relflat_sk._network.tail import depends_on, find_link
 from relflat_sk._numerics import without_autocast
@@ -51,7 +48,6 @@ class Plan:
     twice: list[str]
     explicit: list[nn.Module]
     in_attention: bool
-    compiles: bool  # whether the network can run compiled up to its last layer
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
         """Return whether the network is the one of this plan, with the same parts."""
@@ -73,7 +69,6 @@ class FirstPass:
         self.named: dict[str, nn.Module] = {}
         self.penalised: list[str] | None = None
         self.rows: dict[str, tuple[Tensor, Tensor]] = {}
-        self.ends_in_last = False  # whether a compiled network returns its last layer's output
 
     @contextmanager
     def record(self) -> Iterator[Recorder]:
@@ -115,8 +110,6 @@ class FirstPass:
             # a penalty at the last layer differentiates no other part of the network again
             explicit=self.norms if earlier else [],
             in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
-            # hooks of the last layer would run in compiled code, too
-            compiles=not earlier and self.ends_in_last and not _has_hooks(self.named[last]),
         )
 
     def _check(
@@ -140,11 +133,6 @@ class FirstPass:
             check_linear(record, *self.rows[record.name])
         with without_autocast(output):
             check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    """Return whether functions run before or behind a layer."""
-    return any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
 
 
 def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
@@ -181,7 +169,6 @@ class Capture:
         self.explicit = ExplicitLayers()
         self._first: FirstPass | None = None  # from which the plan is to be made
         self.plan: Plan | None = None
-        self._body: CompiledBody | None = None
 
     def open(
         self, module: nn.Module, asked: tuple[Layer, ...] | None
@@ -196,28 +183,6 @@ class Capture:
         self.explicit = ExplicitLayers()
         self.recorder = Recorder(plan.layers, partial(_keep, plan.penalised, None), plan.twice)
         return self.recorder
-
-    @contextmanager
-    def open_compiled(
-        self, compiled: nn.Module, module: nn.Module, asked: tuple[Layer, ...] | None
-    ) -> Iterator[None]:
-        """Record a forward pass of a compiled network."""
-        code, original = compiled.forward, compiled._modules["_orig_mod"]
-        assert original is not None
-        if self.plan is not None and self.plan.compiles and self._body is None:
-            self._body = CompiledBody(module, next(iter(self.plan.layers)))
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._body is not None:
-                return self._body.run(code, *args, **kwargs)
-            output = original(*args, **kwargs)
-            first = self._first
-            if first is not None and first.recorder.calls:
-                first.ends_in_last = output is first.recorder[first.recorder.calls[-1]].output
-            return output
-
-        with self.open(module, asked), ReplacedForwards([(compiled, run)]):
-            yield
 
     @contextmanager
     def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
@@ -235,7 +200,7 @@ class Capture:
         """Record all layers in a first forward pass, and find those that later ones need."""
         # the order of the calls is known only afterwards; training keeps the inputs of all
         # layers for the backward pass anyway
-        self.plan = self._body = None
+        self.plan = None
         first = FirstPass(module, asked)
         with (
             explicit_attention(module),
@@ -249,10 +214,6 @@ class Capture:
         """Return the parameters of the network of the last forward pass."""
         assert self.plan is not None
         return self.plan.parts[0].parameters()
-
-    def kept_buffers(self) -> AbstractContextManager[Any]:
-        """Let the code of a compiled network keep what further backward passes need."""
-        return nullcontext() if self._body is None else kept_buffers()
 
     def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
         """End the step: return what was recorded, and what is known of the network."""

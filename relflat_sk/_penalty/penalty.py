@@ -6,8 +6,8 @@ computed from what the forward pass of the training step sends through the layer
 second pass. Its gradient flows to all parameters that influence features, weight or predictions.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from relflat_sk._checks import check_integer, check_number, gather_checks
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
+from relflat_sk._network.borrowing import uncompiled
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import check_part, primary_output, warn_unless_mean
 from relflat_sk._network.tail import find_ending
@@ -151,9 +152,8 @@ class RelativeFlatnessPenalty:
 
         Notes
         -----
-        A compiled network runs compiled from the second step on if only the last layer is
-        penalised, and the network returns that layer's output as it is. Otherwise it runs
-        without compilation inside the context.
+        A compiled network runs without compilation inside the context, because compiled code can be
+        differentiated only once.
 
         Examples
         --------
@@ -163,9 +163,9 @@ class RelativeFlatnessPenalty:
         ...     y_pred = net(torch.ones(5, 4))
         """
         original = module._modules.get("_orig_mod")
-        if original is not None:
-            return self.capture_compiled(module, original)
-        return self._capture.open(module, self._asked())
+        if original is None:
+            return self._capture.open(module, self._asked())
+        return self._capture_compiled(module, original)
 
     def gather_checks(self) -> AbstractContextManager[None]:
         """Check the labels of several steps together, with labels on an accelerator.
@@ -190,24 +190,10 @@ class RelativeFlatnessPenalty:
         """
         return gather_checks()
 
-    def capture_compiled(
-        self, compiled: nn.Module, module: nn.Module
-    ) -> AbstractContextManager[None]:
-        """Record a forward pass of a compiled network, see `capture`.
-
-        Parameters
-        ----------
-        compiled : nn.Module
-            Made by `torch.compile`.
-        module : nn.Module
-            The network whose layers are penalised, inside `compiled`.
-
-        Returns
-        -------
-        context manager
-            As from `capture`.
-        """
-        return self._capture.open_compiled(compiled, module, self._asked())
+    @contextmanager
+    def _capture_compiled(self, compiled: nn.Module, original: nn.Module) -> Iterator[None]:
+        with uncompiled(compiled), self.capture(original):
+            yield
 
     @property
     def plan(self) -> Plan:
@@ -329,8 +315,7 @@ class RelativeFlatnessPenalty:
             norms = None
             if self.limit.needs_norms:
                 parameters = [p for p in self._capture.parameters() if p.requires_grad]
-                with self._capture.kept_buffers():
-                    norms = _gradient_norm(loss, parameters), _gradient_norm(penalty, parameters)
+                norms = _gradient_norm(loss, parameters), _gradient_norm(penalty, parameters)
             share: Tensor = self.limit.share(of_constant - loss.detach(), penalty.detach(), norms)
             return share.to(penalty.dtype)
 

@@ -36,6 +36,7 @@ from relflat_sk._network.batches import (
     count_samples,
     floating_parameter,
 )
+from relflat_sk._network.borrowing import uncompiled
 from relflat_sk._network.network import Network, primary_output, refuse_whole, takes_whole
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
@@ -656,8 +657,7 @@ class FlatNet(SkorchNet):
             return _full_precision(super().infer(x, **fit_params))
         state, network = self._state(), unwrap(module)
         penalty = self._penalty(state)
-        compiled = hasattr(module, "_orig_mod")
-        with penalty.capture_compiled(module, network) if compiled else penalty.capture(network):
+        with uncompiled(module), penalty.capture(network):
             output = _full_precision(super().infer(x, **fit_params))
         state.recorded = True
         return output

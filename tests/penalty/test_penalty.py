@@ -228,6 +228,30 @@ def test_keeps_what_others_put_in_place_of_a_layers_forward():
         assert len(calls) == done
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
+@pytest.mark.parametrize(("layer", "inside"), [(-1, True), (0, False)])
+def test_a_compiled_network_makes_the_same_steps_and_runs_its_hooks_once(layer, inside):
+    def steps(compiles):
+        net, criterion, X, y = make("cross-entropy")
+        seen = count_calls(net[-1])
+        called = torch.compile(net, backend="aot_eager") if compiles else net
+        penalty, found = RelativeFlatnessPenalty(layer, weight=1.0), []
+        for step in range(3):
+            torch.manual_seed(step)
+            with penalty.capture(called):
+                output = called(X)
+                term = penalty(criterion, output, y) if inside else None
+            loss = criterion(output, y) + (term if inside else penalty(criterion, output, y))
+            found.append(torch.autograd.grad(loss, list(net.parameters())))
+        assert len(seen) == 3
+        assert_close(called(X), net(X))
+        assert not any("forward" in vars(m) for m in net.modules())
+        return found
+
+    torch._dynamo.reset()
+    assert_close(steps(True), steps(False), rtol=EXACT, atol=0)
+
+
 class Wrapped(nn.Module):
     def __init__(self, net, wrap):
         super().__init__()

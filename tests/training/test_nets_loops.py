@@ -44,7 +44,6 @@ def penalties(net):
 # -- torch.compile -----------------------------------------------------------------------
 
 
-# tests/penalty/test_compiled.py runs plain loops with torch's other backends
 @pytest.mark.parametrize("layer", ["all", -1])
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
 def test_compiled(layer):
@@ -101,39 +100,17 @@ class GraphLog:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
-@pytest.mark.parametrize(("layer", "compiled"), [(-1, 5), (0, 0)])
-def test_what_is_compiled(layer, compiled):
+def test_predictions_and_steps_without_a_penalty_are_compiled():
     torch._dynamo.reset()
     backend = GraphLog()
-    params = {"flatness_layer": layer, "flatness_weight": 1.0, "batch_size": 14, "max_epochs": 2}
+    params = {"flatness_weight": 1.0, "batch_size": 14, "max_epochs": 2}
     net = make(module=Own, compile=True, compile__backend=backend, **params).fit(X, NAMES)
     assert len(X) == 3 * 14
-    assert backend.runs.count(True) == compiled  # all steps but the first
-    assert backend.graphs.count(True) == min(compiled, 1)
+    assert backend.runs.count(True) == 0
     net.predict(X)
     assert backend.runs.count(False) > 0
-    net.partial_fit(X, NAMES)
-    assert backend.graphs.count(True) == min(compiled, 1)  # predictions in between change nothing
     net.set_params(flatness_weight=0).partial_fit(X, NAMES)
-    assert backend.runs.count(True) >= 3 + compiled
-
-
-class ScaledOutput(Own):
-    scale = 2.0
-
-    def forward(self, x):
-        return self.scale * super().forward(x)
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
-def test_a_network_that_does_more_behind_the_last_layer_is_not_compiled():
-    torch._dynamo.reset()
-    backend = GraphLog()
-    net = make(module=ScaledOutput, compile=True, compile__backend=backend).fit(X, NAMES)
-    assert backend.runs.count(True) == 0
-    assert penalties(net) == pytest.approx(
-        penalties(make(module=ScaledOutput).fit(X, NAMES)), rel=1e-4
-    )
+    assert backend.runs.count(True) >= 3
 
 
 # -- mixed precision ---------------------------------------------------------------------
