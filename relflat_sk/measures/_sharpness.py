@@ -41,7 +41,6 @@ from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._noise import (
     check_draws,
     differentiable,
-    draw_noise,
     estimate_mean,
     loss_gradient,
     noisy_risks,
@@ -59,80 +58,47 @@ from relflat_sk.measures._results import (
     NotApplicableError,
 )
 
-# -- the largest rise of the loss in a ball, by Algorithm 1 of APGD -------------------------------
+# -- the largest rise of the loss in a box, by Algorithm 1 of APGD --------------------------------
 
 _MOMENTUM = 0.75
 _SHARE_OF_RISES = 0.75
 
 
 @dataclass(frozen=True)
-class Ball:
-    """The unit ball of a norm: the nearest point in it, and its outermost point in a direction."""
-
-    project: Callable[[Tensor], Tensor]
-    direction: Callable[[Tensor], Tensor]
-
-
-BALLS: dict[str, Ball] = {
-    "linf": Ball(lambda u: u.clamp(-1, 1), torch.sign),
-    "l2": Ball(
-        lambda u: u / max(1.0, math.sqrt(square_norm(u))),
-        # tiny: a gradient of zero has no direction
-        lambda u: u / max(math.sqrt(square_norm(u)), torch.finfo(u.dtype).tiny),
-    ),
-}
-
-
-def largest_rise(
-    network: Network,
-    radius: Tensor,
-    *,
-    norm: str = "linf",
-    n_steps: int = 20,
-    n_restarts: int = 0,
-    random_state: RandomState = None,
-) -> tuple[float, float]:
-    """Return the mean loss, and find how much it rises at most when the weights move."""
-    if norm not in BALLS:
-        raise ValueError(f"norm must be one of {sorted(BALLS)}, got {norm!r}.")
-    check_integer("n_steps", n_steps, minimum=1)
-    check_integer("n_restarts", n_restarts, minimum=0)
-    weights, ball = weights_of(network), BALLS[norm]
-
-    def evaluate(u: Tensor) -> Point:
-        loss, gradient = loss_gradient(network, weights + radius * u)
-        return Point(u, loss, radius * gradient)
-
-    origin = evaluate(torch.zeros_like(weights))
-    largest = _ascend(evaluate, origin, ball, n_steps)
-    for seed in draw_seeds(random_state, n_restarts):
-        start = evaluate(ball.project(draw_noise(weights, seed)))
-        largest = max(largest, _ascend(evaluate, start, ball, n_steps))
-    return origin.loss, largest - origin.loss
-
-
-@dataclass(frozen=True)
 class Point:
-    """A point of the unit ball, with the loss there."""
+    """A point of the box, in units of its radius, with the loss there."""
 
     u: Tensor
     loss: float
     gradient: Tensor
 
 
-def _ascend(evaluate: Callable[[Tensor], Point], start: Point, ball: Ball, n_steps: int) -> float:
+def largest_rise(network: Network, radius: Tensor, *, n_steps: int = 20) -> tuple[float, float]:
+    """Return the mean loss, and find how much it rises at most when each weight moves."""
+    check_integer("n_steps", n_steps, minimum=1)
+    weights = weights_of(network)
+
+    def evaluate(u: Tensor) -> Point:
+        loss, gradient = loss_gradient(network, weights + radius * u)
+        return Point(u, loss, radius * gradient)
+
+    origin = evaluate(torch.zeros_like(weights))
+    return origin.loss, _ascend(evaluate, origin, n_steps) - origin.loss
+
+
+def _ascend(evaluate: Callable[[Tensor], Point], start: Point, n_steps: int) -> float:
     """Return the largest loss on the way of an ascent, its start included."""
     best, point, before = start, start, start.u
-    step = 2.0  # the ball's diameter
+    step = 2.0  # the diameter of the box
     rises, halved, best_then, checked = 0, False, start.loss, 0
     checkpoints = _checkpoints(n_steps)
     for k in range(1, n_steps + 1):
-        ahead = ball.project(point.u + step * ball.direction(point.gradient))
+        ahead = (point.u + step * point.gradient.sign()).clamp(-1, 1)
         # the first step has no momentum yet
         share = _MOMENTUM if k > 1 else 1.0
         u = point.u + share * (ahead - point.u) + (1 - share) * (point.u - before)
         before, last = point.u, point.loss
-        point = evaluate(ball.project(u))
+        point = evaluate(u.clamp(-1, 1))
         rises += point.loss > last
         best = point if point.loss > best.loss else best
         if k in checkpoints:
@@ -271,20 +237,11 @@ def _mean_rise(
     return estimate_mean(noisy_risks(network, deviation, seeds) - mean_loss(network))
 
 
-def keskar_sharpness(
-    network: Network,
-    *,
-    alpha: float = 5e-4,
-    n_steps: int = 20,
-    n_restarts: int = 0,
-    random_state: RandomState = None,
-) -> Estimate:
+def keskar_sharpness(network: Network, *, alpha: float = 5e-4, n_steps: int = 20) -> Estimate:
     """Measure the largest rise of the loss in a box of ``alpha (|w| + 1)``, over 1 + loss."""
     check_number("alpha", alpha)
     radius = alpha * (weights_of(network).abs() + 1)
-    loss, rise = largest_rise(
-        network, radius, n_steps=n_steps, n_restarts=n_restarts, random_state=random_state
-    )
+    loss, rise = largest_rise(network, radius, n_steps=n_steps)
     if loss <= -1:
         raise NotApplicableError(
             f"keskar_sharpness divides by 1 + loss, and the mean loss is {loss:g}; use "
@@ -293,16 +250,14 @@ def keskar_sharpness(
     return Estimate(rise / (1 + loss), 0.0, "ascent")
 
 
-def adaptive_sharpness(  # noqa: PLR0913
+def adaptive_sharpness(
     network: Network,
     *,
     kind: str = "worst",
     rho: float = 1e-3,
     normalize_logits: bool = False,
     n_draws: int = 10,
-    norm: str = "linf",
     n_steps: int = 20,
-    n_restarts: int = 0,
     random_state: RandomState = None,
 ) -> Estimate:
     """Measure how much the loss rises when each weight moves by a share of itself."""
@@ -319,14 +274,7 @@ def adaptive_sharpness(  # noqa: PLR0913
     radius = rho * weights_of(network).abs()
     if kind == "average":
         return _mean_rise(network, radius, n_draws, random_state)
-    _, rise = largest_rise(
-        network,
-        radius,
-        norm=norm,
-        n_steps=n_steps,
-        n_restarts=n_restarts,
-        random_state=random_state,
-    )
+    _, rise = largest_rise(network, radius, n_steps=n_steps)
     return Estimate(rise, 0.0, "ascent")
 
 

@@ -30,7 +30,7 @@ from tests.network.test_network import prepared, same, state_of
 pytestmark = pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
 # a power law needs a layer of at least ten inputs and outputs
 NAMES = sorted(set(number_names()) - {"spectral_exponent"})
-QUICK = {"random_state": 0, "n_draws": 2, "n_steps": 2, "n_restarts": 1, "target": 0.01}
+QUICK = {"random_state": 0, "n_draws": 2, "n_steps": 2, "target": 0.01}
 CHAINS = {"l1_path_norm", "l2_path_norm", "log_robustness"}  # need one
 MARGINS = {"inverse_margin", "log_robustness"}  # a percentile has no weights
 OF_CRITERION = {"adaptive_sharpness", "fisher_rao_norm", "joint_eigenvalue_flatness"}

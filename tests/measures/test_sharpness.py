@@ -50,7 +50,6 @@ STOCHASTIC = {
     "pac_bayes_flatness": {"n_draws": 2, "target": 0.01, "risk": "loss"},
     "pac_bayes_magnitude_flatness": {"n_draws": 2, "target": 0.01, "risk": "loss"},
     "expected_sharpness": {"n_draws": 2},
-    "keskar_sharpness": {"n_steps": 2, "n_restarts": 1},
     "adaptive_sharpness": {"kind": "average", "n_draws": 2},
 }
 
@@ -58,6 +57,7 @@ STOCHASTIC = {
 QUICK = {
     "fisher_rao_norm": {},
     "joint_eigenvalue_flatness": {"random_state": 0},
+    "keskar_sharpness": {"n_steps": 2},
     **{name: {**arguments, "random_state": 0} for name, arguments in STOCHASTIC.items()},
 }
 
@@ -140,9 +140,8 @@ def test_adaptive_sharpness_moves_weights_by_a_share_of_themselves():
     net = nn.Linear(1, 1, bias=False).double()
     with torch.no_grad():
         net.weight.fill_(2.0)
-    for norm in ("linf", "l2"):
-        found = adaptive_sharpness(network(net, MSE, X, y), rho=0.1, norm=norm)
-        assert found.value == pytest.approx(1.2**2 - 1)
+    found = adaptive_sharpness(network(net, MSE, X, y), rho=0.1)
+    assert found.value == pytest.approx(1.2**2 - 1)
 
 
 class UnitLogits(nn.Module):
@@ -196,58 +195,26 @@ def rise_by_corners(net, criterion, X, y, radius):
     return max(found)
 
 
-@pytest.mark.parametrize(("size", "n_restarts"), [(1e-3, 0), (0.1, 0), (3.0, 20)])
+@pytest.mark.parametrize("size", [1e-3, 0.1])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_best_corner_of_the_box_is_found(seed, size, n_restarts):
+def test_the_best_corner_of_the_box_is_found(seed, size):
     torch.manual_seed(seed)
     net, X, y = nn.Linear(2, 3).double(), torch.randn(9, 2).double(), torch.arange(9) % 3
     radius = size * (weights_of(network(net, CE, X, y)).abs() + 0.1)
     expected = rise_by_corners(net, CE, X, y, radius)
-    loss, rise = largest_rise(network(net, CE, X, y), radius, n_restarts=n_restarts, random_state=0)
+    loss, rise = largest_rise(network(net, CE, X, y), radius)
     assert loss == pytest.approx(CE(net(X), y).item())
-    # large boxes have several maxima
-    assert rise == pytest.approx(expected, rel=0.01 if n_restarts else 1e-4)
+    assert rise == pytest.approx(expected, rel=1e-4)
     assert rise <= expected * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("n_restarts", [0, 2])
-def test_the_rise_in_a_ball_at_a_minimum_follows_from_the_largest_eigenvalue(n_restarts):
-    X = torch.randn(40, 3).double()
-    y = X @ torch.tensor([[1.0], [-2.0], [0.3]]).double()
-    net = nn.Linear(3, 1, bias=False).double()
-    with torch.no_grad():
-        net.weight.copy_(torch.tensor([[1.0, -2.0, 0.3]]))
-    scale = net.weight.detach()[0].abs()
-    H = 2 * (X * scale).T @ (X * scale) / len(X)
-    radius = 0.1 * net.weight.detach()[0].abs()
-    _, rise = largest_rise(network(net, MSE, X, y), radius, norm="l2", n_restarts=n_restarts,
-                           n_steps=60, random_state=0)  # fmt: skip
-    # the gradient is zero up to rounding there, so the first direction is random
-    expected = 0.1**2 / 2 * torch.linalg.eigvalsh(H)[-1].item()
-    assert rise <= expected * (1 + 1e-9)
-    assert rise == pytest.approx(expected, rel=0.01 if n_restarts else 1)
-
-
-@pytest.mark.parametrize("norm", ["linf", "l2"])
-def test_the_rise_in_small_neighbourhoods_is_the_dual_norm_of_the_gradient(norm):
+def test_the_rise_in_small_neighbourhoods_is_the_dual_norm_of_the_gradient():
     net, X, y = make_kind("conv")
     gradients = torch.autograd.grad(CE(net.eval()(X), y), list(net.parameters()))
     radius = 1e-7 * weights_of(network(net, CE, X, y)).abs()
     scaled = radius * torch.cat([gradient.flatten() for gradient in gradients])
-    expected = scaled.abs().sum() if norm == "linf" else scaled.norm()
-    _, rise = largest_rise(network(net, CE, X, y), radius, norm=norm)
-    assert rise == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_more_restarts_find_no_smaller_rise():
-    net, X, y = make_kind("mlp tanh")
-    at = network(net, CE, X, y)
-    radius = torch.full_like(weights_of(at), 2.0)
-    found = [
-        largest_rise(at, radius, n_steps=5, n_restarts=k, random_state=0)[1] for k in (0, 1, 4)
-    ]
-    assert found == sorted(found)
-    assert found[0] > 0
+    _, rise = largest_rise(network(net, CE, X, y), radius)
+    assert rise == pytest.approx(scaled.abs().sum().item(), rel=1e-4)
 
 
 def test_a_loss_that_only_falls_has_a_rise_of_zero():
@@ -452,11 +419,10 @@ def test_random_states(name):
         return SHARPNESS_MEASURES[name](at, **STOCHASTIC[name], random_state=random_state).value
 
     assert value(0) == value(0) == value(np.int64(0))
-    if name != "keskar_sharpness":  # two steps from a random point may find less than no step
-        assert value(1) != value(0)
-        state = np.random.RandomState(0)
-        assert value(state) != value(state)
-        assert len({value(None) for _ in range(4)}) > 1
+    assert value(1) != value(0)
+    state = np.random.RandomState(0)
+    assert value(state) != value(state)
+    assert len({value(None) for _ in range(4)}) > 1
     assert value(np.random.RandomState(0)) == value(np.random.RandomState(0))
 
 
@@ -480,8 +446,7 @@ def test_shares_of_weights_move_with_their_scale(change, factors, seed):
     one, two = mlp(seed), rescaled(mlp(seed), change, factors)
     for arguments in (
         {"kind": "average", "rho": 0.1, "n_draws": 2, "random_state": 0},
-        {"norm": "linf", "rho": 0.1, "n_steps": 5},
-        {"norm": "l2", "rho": 0.1, "n_steps": 5, "n_restarts": 1, "random_state": 0},
+        {"rho": 0.1, "n_steps": 5},
     ):
         before, after = (
             measure("adaptive_sharpness", net, X, y, criterion=CE, **arguments)
