@@ -31,60 +31,33 @@ from relflat_sk.measures._names import (
 )
 from relflat_sk.measures._results import Flatness, Found, NotApplicableError
 
+# arguments of the measures that say how the data are read
+_OF_DATA = {"batch_size", "criterion", "device", "sample_weight"}
 
-def evaluate(  # noqa: PLR0913
+
+def evaluate(
     name: Any,
     model: Any,
     X: Any,
     y: Any = None,
     *,
     layer: Layer = -1,
-    criterion: Any = None,
-    batch_size: int = 1024,
-    device: Any = None,
-    sample_weight: Any = None,
-    per_sample: bool = False,
     process_group: Any = None,
     **params: Any,
 ) -> Flatness:
     """Measure a model as `measure` does; return the value, its error and the loss of the same pass.
 
-    With `per_sample`, the result has `terms` and `term_stderrs` as well, of shape (n,).
+    With `per_sample`, the result has `terms` and `term_stderrs` as well, of shape (n,). Where
+    `at_loss` is not reached, it is nan, with a reason.
     """
-    found = evaluate_or_explain(
-        name,
-        model,
-        X,
-        y,
-        layer=layer,
-        options=DataOptions(criterion, batch_size, device, sample_weight, in_order=per_sample),
-        process_group=process_group,
-        per_sample=per_sample,
-        **params,
-    )
-    if found.reason:
-        raise ValueError(f"{found.reason}.")
-    return found
-
-
-def evaluate_or_explain(
-    name: Any,
-    model: Any,
-    X: Any,
-    y: Any,
-    *,
-    layer: Layer,
-    options: DataOptions,
-    process_group: Any = None,
-    **params: Any,
-) -> Flatness:
-    """Do the same as `evaluate`, but return nan with a reason where `at_loss` is not reached."""
     name = find_measure(name)
     if "layers" in params:
         raise TypeError(
             f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
         )
     check_layers([name], layer)
+    of_data = {key: params.pop(key) for key in _OF_DATA & params.keys()}
+    options = DataOptions(**of_data, in_order=params.get("per_sample", False))
     with joined(model, X, y, options, process_group) as network:
         (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
     return found
@@ -236,6 +209,14 @@ def _warn_of_doubtful(found: Found) -> None:
     warn_of_vanished(found)
 
 
+def _checked(name: str, found: Flatness) -> Flatness:
+    """Return a measurement if it has a value, with a warning if that is doubtful."""
+    if found.reason:
+        raise ValueError(f"{found.reason}.")
+    _warn_of_doubtful({("", name): found})
+    return found
+
+
 Floats = NDArray[np.float64]
 
 # nan if one of the values is nan
@@ -328,7 +309,7 @@ def measure(
     if aggregate is None:
         what = LARGEST_NEURON if is_array else name
         found = evaluate(what, model, X, y, layer=layer, per_sample=per_sample, **params)
-        _warn_of_doubtful({("", what): found})
+        found = _checked(what, found)
         if is_array:
             assert found.neurons is not None
             return found.neurons
@@ -555,7 +536,7 @@ def relative_flatness(  # noqa: PLR0913
         verbose=verbose,
         at_loss=at_loss,
     )
-    _warn_of_doubtful({("", name): found})
+    _checked(name, found)
     if found.terms is not None and found.term_stderrs is not None:
         return (found.terms, found.term_stderrs) if return_stderr else found.terms
     return (found.value, found.stderr) if return_stderr else found.value

@@ -17,7 +17,7 @@ from relflat_sk._network.layers import Layer, find_layer
 from relflat_sk._network.network import layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._api import evaluate_or_explain, relative_flatness
+from relflat_sk.measures._api import evaluate, relative_flatness
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
 from relflat_sk.measures._names import find_measure, hold_functions
 from relflat_sk.measures._results import Flatness
@@ -28,8 +28,6 @@ NON_MINIMUM = ("accept", "reject", "warn")
 # measures that nets record at the end of fit, with the `flatness_normalize` that each needs
 RECORDED = {"normalized_relative_flatness": True, "relative_flatness": False}
 
-# arguments of the measures that say how the data are read
-OF_DATA = {"batch_size", "criterion", "device"}
 # arguments of the measures that the scorer passes itself, and where users give them
 OWN_ARGUMENTS = {
     "layer": "give it to the scorer itself: FlatnessScorer(layer=...)",
@@ -196,10 +194,8 @@ class FlatnessScorer(BaseEstimator):
     def _measure(self, estimator: Any, X: Any, y: Any, sample_weight: Any) -> Flatness:
         """Measure the model on the data that the scorer is called with."""
         params = dict(self.measure_params or {})
-        of_data = {name: params.pop(name) for name in OF_DATA & params.keys()}
-        options = DataOptions(**of_data, sample_weight=sample_weight)
-        return evaluate_or_explain(
-            self.measure, estimator, X, y, layer=self.layer, options=options, **params
+        return evaluate(
+            self.measure, estimator, X, y, layer=self.layer, sample_weight=sample_weight, **params
         )
 
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:

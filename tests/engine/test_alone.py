@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
-from skorch.callbacks import Callback, Freezer, PassthroughScoring
+from skorch.callbacks import Callback, PassthroughScoring
 from threadpoolctl import threadpool_info
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -275,11 +275,6 @@ def _faster(net):
 def test_a_callback_may_change_the_net(change):
     callbacks = [("change", Changes(change)), StopAtLoss(0.9)]
     compare([classifier(callbacks=callbacks, random_state=seed) for seed in range(2)])
-
-
-def test_layers_may_be_frozen():
-    net = assert_same_by_both(classifier(callbacks=[Freezer("hidden*")]))
-    assert not net.module_.hidden0.weight.requires_grad
 
 
 def test_nets_are_trained_further():

@@ -162,11 +162,3 @@ def test_rows_with_a_large_common_part():
     far = W + 100
     found = ManyClasses(z, None).trace(Factor(far)).double()
     assert_close(found, class_by_class(z, far).sum(dim=1), rtol=1e-4, atol=0)
-
-
-def test_products_are_those_of_all_classes():
-    z, _ = make(20, 3, 2.0)
-    v = torch.randn(4, 20).double()
-    p = z.double().softmax(dim=1)
-    expected = p * v - p * (p * v).sum(dim=1, keepdim=True)
-    assert_close(ManyClasses(z, None).product(v).double(), expected, rtol=1e-5, atol=1e-8)

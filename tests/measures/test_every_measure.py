@@ -9,10 +9,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from relflat_sk import (
-    RelativeFlatnessRegularizedClassifier,
     flatness_report,
     measure,
     relative_flatness,
@@ -303,24 +301,3 @@ def test_the_margin_refuses_weights():
         report = flatness_report(net, X, y, criterion=criterion, sample_weight=COUNTS)
     report = report.set_index("measure")["value"]
     assert report[sorted(MARGINS)].isna().all()
-
-
-@pytest.mark.parametrize("weights", [COUNTS.tolist(), COUNTS.astype("f4"), torch.tensor(COUNTS)])
-def test_weights_of_estimators(weights):
-    labels = np.array(["a", "b", "c"])[CLASSES]
-    for model in (
-        LogisticRegression().fit(X, labels),
-        RelativeFlatnessRegularizedClassifier(verbose=0, max_epochs=1, random_state=0).fit(
-            X.numpy(), labels
-        ),
-    ):
-        weighted = relative_flatness(model, X, labels, sample_weight=weights)
-        assert weighted == pytest.approx(relative_flatness(model, X[ROWS], labels[ROWS]), rel=1e-6)
-
-
-def test_refuses_weights():
-    net, criterion, y = make("softmax")
-    with pytest.raises(ValueError, match=r"must have shape \(14,\), one weight per sample"):
-        relative_flatness(net, X, y, criterion=criterion, sample_weight=COUNTS[:3])
-    with pytest.raises(ValueError, match="leave y and sample_weight out"):
-        relative_flatness(net, TensorDataset(X, y), criterion=criterion, sample_weight=COUNTS)

@@ -97,27 +97,6 @@ def test_weights_of_samples(few_are_many):
         assert value == pytest.approx(expected[name], rel=1e-8)
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_random_probes_agree(name, few_are_many):
-    few_are_many()
-    net, X, y = make(6, 5, 2.0)
-    expected = by_sums(net, X)[name]
-    found = evaluate(
-        name,
-        net,
-        X,
-        y,
-        criterion=CE,
-        method="hutchinson",
-        rtol=0.02,
-        random_state=0,
-        max_passes=10_000,
-    )
-    assert found.method == "hutchinson"
-    assert found.stderr > 0
-    assert abs(found.value - expected) < 4 * found.stderr
-
-
 class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
     """Context that notes the bytes of each array that an operation makes."""
 

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.neural_network import MLPClassifier
 from torch import nn
 
-from benchmarks.worth.random_labels import draw_data
-from relflat_sk import FlatnessScorer, FlatnessWarning, flatness_report
+from relflat_sk import FlatnessWarning
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._network.batches import make_batches
@@ -114,15 +112,6 @@ def test_products_over_the_layers_of_a_chain(name, arguments, of_layer):
     net = mlp()
     expected = math.prod(map(of_layer, weights(net)))
     assert value(name, net, *data(net), **arguments) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("name", "order"), [("linf", np.inf), ("l2", 2)])
-def test_lipschitz_products_bound_the_slope_of_a_chain(name, order):
-    net = mlp()
-    X, y = data(net, 200)
-    rises, steps = (np.diff(one.detach().numpy(), axis=0) for one in (net(X), X))
-    slopes = np.linalg.norm(rises, order, axis=1) / np.linalg.norm(steps, order, axis=1)
-    assert 0 < slopes.max() <= value(f"{name}_lipschitz_product", net, X, y)
 
 
 def test_iterated_spectral_norms_state_their_tolerance(monkeypatch):
@@ -476,17 +465,6 @@ def test_robustness_counts_the_cells_of_a_grid(norm, order):
     assert found == pytest.approx(math.log(math.prod(cells_per_axis(X, side))), rel=1e-9)
 
 
-def test_classes_do_not_change_within_a_cell_of_the_hard_margin():
-    net = mlp()
-    X, y = data(net)
-    margin = value("inverse_margin", net, X, y, percentile=0) ** -0.5
-    side = margin / (2 * value("linf_lipschitz_product", net, X, y))
-    k = math.prod(cells_per_axis(X, side))
-    assert value("log_robustness", net, X, y, percentile=0) == pytest.approx(math.log(k))
-    moved = X + side * (2 * torch.rand(500, *X.shape).double() - 1)
-    assert (net(moved).argmax(dim=-1) == y).all()
-
-
 def test_a_constant_feature_takes_one_cell_and_very_many_cells_are_counted():
     net = nn.Linear(2, 2, bias=False).double()
     net.weight.data = torch.tensor([[1e30, 0.0], [0.0, 0.0]], dtype=torch.double)
@@ -626,15 +604,6 @@ def test_robustness_needs_inputs_with_distances(words, message):
         value("log_robustness", net, words, y)
 
 
-def test_parametrized_weights_count_with_their_values():
-    net = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
-    X = torch.randn(4, 3).double()
-    assert value("l2_norm", net, X) == pytest.approx(net.weight.norm().item(), rel=EXACT)
-    assert value("frobenius_product", net, X) == pytest.approx(net.weight.square().sum().item())
-    paths = (net.weight.abs().sum() + net.bias.abs().sum()).item() ** 2
-    assert value("l1_path_norm", net, X) == pytest.approx(paths, rel=EXACT)
-
-
 def test_norms_of_a_net_in_training_take_no_step_of_spectral_norm():
     """In training mode, each read of such a weight is an iteration that changes buffers."""
     torch.manual_seed(0)
@@ -668,25 +637,6 @@ def test_norms_too_large_for_a_number_are_infinite_without_an_error():
 # ---- through the public functions
 
 
-def test_estimators_reports_and_scorers_take_norms():
-    X = np.random.default_rng(0).normal(size=(60, 4))
-    y = np.array(["no", "yes"])[(X[:, 0] > 0).astype(int)]
-    model = MLPClassifier((5,), solver="lbfgs", random_state=0).fit(X, y)
-    sums = np.ones(4)
-    for A, b in zip(model.coefs_, model.intercepts_, strict=True):
-        sums = np.abs(A).T @ sums + np.abs(b)
-    gamma = evaluate("inverse_margin", model, X, y).value ** -0.5
-    report = flatness_report(model, X, y, measures=["l1_path_norm", "l2_norm"], over_margin=True)
-    assert report["layer"].tolist() == ["", ""]
-    expected = [
-        sums.sum() ** 2 / gamma**2,
-        np.sqrt(sum((A**2).sum() for A in model.coefs_)) / gamma,
-    ]
-    np.testing.assert_allclose(report["value"], expected)
-    scorer = FlatnessScorer("l1_path_norm", measure_params={"over_margin": True})
-    assert scorer(model, X, y) == pytest.approx(-expected[0])
-
-
 @pytest.mark.slow
 def test_the_benchmark_compares_true_and_random_labels(tmp_path):
     picture = tmp_path / "norms.png"
@@ -698,11 +648,3 @@ def test_the_benchmark_compares_true_and_random_labels(tmp_path):
     assert all("not judged (quick)" in line for line in lines.values())
     assert "inverse_margin" in done.stdout
     assert picture.stat().st_size > 10_000
-
-
-def test_labels_of_the_benchmark():
-    X, y = draw_data(50, "true", seed=3)
-    same, drawn = draw_data(50, "random", seed=3)
-    assert torch.equal(X, same)
-    assert 0 < (y == drawn).sum() < 20
-    assert X.shape == (50, 64)

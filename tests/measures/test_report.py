@@ -124,15 +124,6 @@ def test_one_layer_or_measure_counts_as_a_list_of_one():
         pd.testing.assert_frame_equal(found, expected)
 
 
-def test_layers_given_as_modules_are_found_in_a_copy_on_another_device():
-    net, X, y = make("conv")
-    arguments = {"criterion": CE, "measures": ["hessian_trace"]}
-    device = torch.device("cpu", 0)  # the CPU under a name that is not the parameters'
-    found = flatness_report(net, X, y, layers=[net[3], net[0]], device=device, **arguments)
-    expected = flatness_report(net, X, y, layers=[1, 0], **arguments)
-    pd.testing.assert_frame_equal(found, expected)
-
-
 def test_a_saddle_warns():
     net, X, y = make("mlp tanh")
     with pytest.warns(FlatnessWarning, match="is negative .*: the loss curves down"):

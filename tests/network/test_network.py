@@ -17,7 +17,6 @@ from relflat_sk import (
 )
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
-from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.network import Network, mean_loss, primary_output
 from relflat_sk._network.recording import Recorder, record_order, record_tail
@@ -233,24 +232,6 @@ def test_the_order_is_that_of_the_calls_and_layers_are_called_once():
     for name, calls in (("early", 2), ("unused", 0)):
         with pytest.raises(ValueError, match=rf"layer '{name}' was called {calls} times"):
             recorder[name].check()
-
-
-def test_the_network_is_given_back_after_an_error():
-    net = make_net()
-    with pytest.raises(RuntimeError, match="shapes"), Recorder(weight_layers(net)) as recorder:
-        net(torch.randn(5, 7))
-    assert recorder.failed
-    assert not any(has_own_forward(module) for module in net.modules())
-
-
-def test_recorders_can_be_nested():
-    net, x = make_net(), torch.randn(5, 4)
-    net[2].forward = own = net[2].forward
-    with Recorder(weight_layers(net)) as outer, Recorder({"2": net[2]}) as inner:
-        net(x)
-    assert outer.calls == ["0", "2"]
-    assert inner.calls == ["2"]
-    assert net[2].forward is own
 
 
 def test_threads_may_measure_one_module():

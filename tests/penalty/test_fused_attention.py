@@ -1,15 +1,13 @@
 """The penalty at layers in front of `scaled_dot_product_attention`."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from relflat_sk import RelativeFlatnessRegularizedClassifier
 from tests import oracles
 from tests.cases import published_penalty
-from tests.measures.nets import CE, HEADS, KINDS, FusedAttention, allowed
+from tests.measures.nets import CE, HEADS, KINDS, allowed
 from tests.measures.nets import make_fused as make
 from tests.penalty.every_draw import assert_right_on_average, evaluate
 from tests.penalty.test_penalty import assert_slope_is_that_of_differences
@@ -57,28 +55,6 @@ def test_attention_stays_fused_where_no_second_derivative_is_needed():
         assert allowed() == before
         penalty(CE, output, y).backward()
     assert net.allowed[-3:] == [(False, False, False, True)] * 3
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_nets_train(clip):
-    torch.manual_seed(0)
-    X, y = torch.randn(64, 3, 4), torch.arange(64) % 3
-    X[:, 0, 0] += 3 * (y == 0)
-    net = RelativeFlatnessRegularizedClassifier(
-        FusedAttention,
-        module__dropout=0.1,
-        module__causal=True,
-        flatness_layer=["qkv", -1],
-        flatness_clip=clip,
-        optimizer=torch.optim.Adam,
-        lr=0.01,
-        max_epochs=20,
-        verbose=0,
-    ).fit(X, y)
-    losses = net.history[:, "train_loss"]
-    assert losses[-1] < 0.9 * losses[0]
-    assert np.isfinite(net.relative_flatness_)
-    assert allowed() == (True, True, True, True)
 
 
 def test_attention_with_added_keys():

@@ -303,15 +303,3 @@ def test_a_negative_weight_makes_a_network_sharper_and_is_limited_alike(layer, c
     assert sharp > 1.2 * plain
     assert nets[0].converged_
     assert max(nets[0].history[:, "flatness_penalty"]) < 0
-
-
-def test_a_step_between_two_measurements_is_limited_by_recent_ratios():
-    limit = PenaltyLimit(0.5)
-    one, penalty = np.float64(1.0), np.float64(100.0)
-    for step in range(9):
-        ratio = 10 if step == 3 else 1
-        limit.share(1e9 * one, penalty, (one, ratio * penalty) if limit.needs_norms else None)
-    length = limit.share(1e9 * one, penalty) * penalty
-    weights = 0.9 ** np.arange(9)
-    mean = (weights.sum() + 99 * weights[5]) / weights.sum()
-    assert length == pytest.approx(2 * 0.5 / mean**0.5)

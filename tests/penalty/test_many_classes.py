@@ -1,6 +1,5 @@
 """The penalty at a head of very many classes, whose gradient is computed over chunks of them."""
 
-import contextlib
 import copy
 from functools import partial
 
@@ -127,21 +126,6 @@ def test_few_and_many_classes_are_penalised_alike(case, normalize, weighted, few
     torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_two_penalties_of_one_forward_pass(few_are_many):
-    few_are_many()
-    net, X, y = make(6, 5, 2.0)
-    gradients = []
-    for weights in [(1.0, 2.0), (3.0,)]:
-        penalties = [published_penalty(weight=weight) for weight in weights]
-        with contextlib.ExitStack() as stack:
-            for penalty in penalties:
-                stack.enter_context(penalty.capture(net))
-            output = net(X)
-        total = CE(output, y) + sum(penalty(CE, output, y) for penalty in penalties)
-        gradients.append(torch.autograd.grad(total, list(net.parameters())))
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)
-
-
 def test_loss_and_penalty_are_differentiated_apart(few_are_many):
     """The gradient of the loss alone has nothing of a penalty that was differentiated before."""
     few_are_many()
@@ -211,24 +195,6 @@ def test_a_step_makes_few_more_arrays_of_the_weights_size_than_without_penalty(c
     # with its gradient
     more = len(sizes(penalised)) - len(plain)
     assert more <= (6 if normalize else 2)
-
-
-@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalised"])
-def test_few_and_many_classes_have_the_same_second_derivatives(normalize, few_are_many):
-    net, X, y = make(6, 5, 2.0)
-    net, X = net.double(), X.double()
-
-    def second_derivatives():
-        penalty = published_penalty(normalize=normalize)
-        with penalty.capture(net):
-            output = net(X)
-        parameters = list(net.parameters())
-        slopes = torch.autograd.grad(penalty(CE, output, y), parameters, create_graph=True)
-        return torch.autograd.grad(sum(slope.square().sum() for slope in slopes), parameters)
-
-    expected = second_derivatives()
-    few_are_many()
-    torch.testing.assert_close(second_derivatives(), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_bfloat16_weights_get_gradients_of_their_type(few_are_many):

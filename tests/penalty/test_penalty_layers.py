@@ -83,15 +83,6 @@ def test_normalized_is_right_on_average(kind, name):
     assert_right_on_average(penalty, net, CE, X, y, truth / (2 * W.shape[1]))
 
 
-@pytest.mark.parametrize("kind", ["residual", "conv"])
-def test_all_layers_in_one_go(kind):
-    net, X, y = make(kind)
-    net.eval()
-    names = [name for at, name in AT if at == kind]
-    truth = sum(truth_at(net, name, X, y) for name in names)
-    assert_right_on_average(published_penalty("all"), net, CE, X, y, truth)
-
-
 @pytest.mark.parametrize("name", ["stem", "conv"])
 def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name):
     net, X, y = make("residual")
@@ -181,17 +172,6 @@ def test_dead_features_have_no_nan_slope():
     value = evaluate(published_penalty("all"), net, CE, X, y)
     value.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
-
-
-def test_refuses_shared_weights():
-    net, X, _ = make("mlp relu")
-    net.twin = nn.Linear(4, 6).double()
-    net.twin.weight = net[0].weight
-    with (
-        pytest.raises(ValueError, match=r"weight of layer '0' is shared by .*'twin'"),
-        published_penalty(0).capture(net),
-    ):
-        nn.Sequential(*list(net)[:5])(X)
 
 
 NORMS = {

@@ -106,6 +106,15 @@ VALUES = [
         {"criterion": WEIGHTED},
         "the Lipschitz constant of CrossEntropyLoss.* is not known: pass lipschitz=",
     ),
+    # with larger slopes than the mean without weights
+    *(
+        (
+            "sharpness_bound",
+            {"criterion": nn.BCEWithLogitsLoss(**own).double(), "y": torch.ones(40, 4).double()},
+            "constant of BCEWithLogitsLoss.* is not known",
+        )
+        for own in ({"pos_weight": torch.full((4,), 100.0)}, {"reduction": "sum"})
+    ),
     ("pac_bayes_bound", {"initial": NET}, OWN),
     ("pac_bayes_bound", {"initial": NET.state_dict()}, OWN),
     ("pac_bayes_bound", FEW, "needs 8 labelled samples or more, "),

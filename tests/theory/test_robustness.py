@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.stats import ortho_group
-from skorch import NeuralNetClassifier
 from torch import nn
 from torch.func import functional_call, hessian
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -163,21 +162,6 @@ def test_given_matrices_agree_with_the_definition(case, layer, batch_size):
     assert stderr == 0
 
 
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_haar_matrices_agree_with_scipys(layer):
-    net, X, y = network(n=9)
-    name, m = {-1: ("4", 6), 0: ("0", 5)}[layer]
-    pairs = [
-        np.mean([rise_by(net, name, X, y, move) for move in (0.9 * one, -0.9 * one)])
-        for one in torch.from_numpy(ortho_group(m, seed=0).rvs(400))
-    ]
-    options = {"layer": layer, "n_draws": 400, "random_state": 0, **CE}
-    value, stderr = feature_robustness(net, X, y, 0.9, **options)
-    both = np.hypot(stderr, np.std(pairs, ddof=1) / np.sqrt(400))
-    assert value == pytest.approx(np.mean(pairs), abs=4 * both)
-    assert both < 0.25 * abs(value)
-
-
 def test_single_features_without_replacement():
     net, X, y = network(n=9)
     options = {"matrices": "projection", **CE}
@@ -273,34 +257,6 @@ def test_a_network_that_diverged_warns(value, cause):
     with pytest.warns(FlatnessWarning, match=cause):
         robustness, _ = feature_robustness(net, X, y, 0.1, random_state=0, **options)
     assert not math.isfinite(robustness)
-
-
-def test_skorch_nets_of_probabilities():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2), nn.Softmax(dim=1))
-    X, y = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32), np.arange(20) % 2
-    net = NeuralNetClassifier(module, train_split=None, max_epochs=1, verbose=0).fit(X, y)
-    for layer, delta, m in ((-1, 0.01, 5), (0, 0.3, 3)):
-        options = {"layer": layer, "n_draws": 100, "random_state": 0}
-        value, stderr = feature_robustness(net, X, y, delta, **options)
-        expected = delta**2 / (2 * m) * relative_flatness(net, X, y, layer=layer)
-        assert value == pytest.approx(expected, abs=max(4 * stderr, 0.2 * expected))
-
-
-class ByKeyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.second(input=torch.tanh(self.first(input=x))))
-
-
-def test_layers_called_by_keyword():
-    _, X, y = network(n=9)
-    net, move = ByKeyword().double(), torch.randn(4, 4).double()
-    value, _ = feature_robustness(net, X, y, 0.5, matrices=move, **CE)
-    assert value == pytest.approx(rise_by(net, "second", X, y, 0.5 * move), rel=EXACT)
 
 
 @pytest.mark.parametrize("n_classes", [3, 4])  # 4 makes the weight a square

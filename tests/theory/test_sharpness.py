@@ -115,29 +115,6 @@ def test_conditions_are_those_of_the_paper(activation, bias):
     assert f"{first['worst']:.3g}" in first["reading"]
 
 
-def test_mu_is_one_for_independent_layers_and_zero_for_orthogonal_ones():
-    net = nn.Sequential(
-        nn.Linear(200, 200, bias=False), nn.LeakyReLU(1.0), nn.Linear(200, 200, bias=False)
-    )
-    X = torch.randn(3, 200)
-    assert value(sharpness_conditions(net, X), "C1", "0") == pytest.approx(1, rel=0.2)
-    with torch.no_grad():
-        net[0].weight[100:] = 0
-        net[2].weight[:, :100] = 0
-    assert value(sharpness_conditions(net, X), "C1", "0") == pytest.approx(0, abs=1e-6)
-
-
-def test_one_unit_with_large_weights_raises_the_third_constant():
-    net, X = network(), data()
-    before = value(sharpness_conditions(net, X), "C3", "4")
-    with torch.no_grad():
-        net[4].weight[0] *= 1000
-    # one for three equal rows, and the root of three if only one row is not zero
-    assert (
-        before < value(sharpness_conditions(net, X), "C3", "4") == pytest.approx(3**0.5, rel=1e-3)
-    )
-
-
 def test_units_that_are_never_active_fail_the_third_condition():
     net, X = network(), data()
     with torch.no_grad():
@@ -156,12 +133,6 @@ def test_batch_norm_is_folded():
     X = data()
     one, two = sharpness_conditions(net.train(), X), sharpness_conditions(folded, X)
     np.testing.assert_allclose(one["worst"], two["worst"])
-
-
-def test_estimators_are_measured():
-    X, y = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) % 3
-    model = MLPClassifier((5,), max_iter=2000, random_state=0).fit(X, y)
-    assert sharpness_conditions(model, X, y)["condition"].tolist() == ["C1", "C2", "C3", "C3"]
 
 
 class Bent(nn.Module):
@@ -251,16 +222,6 @@ def test_the_curve_counts_units_that_a_disturbance_can_switch():
         assert row["mean_share"] == pytest.approx(sum(shares) / len(shares))
         assert row["largest_share"] == pytest.approx(max(shares))
         assert row["ratio"] == pytest.approx(max(shares) / delta)
-
-
-def test_the_largest_ratio_of_the_curve_is_the_second_constant():
-    net, X = network(), data(3)
-    worst = sharpness_conditions(net, X).query("condition == 'C2'").set_index("layer")["worst"]
-    curve = sharpness_conditions(net, X, detail="C2", deltas=np.geomspace(1e-6, 10, 4000))
-    for layer, ratio in curve.groupby("layer")["ratio"].max().items():
-        assert ratio <= worst[layer] * (1 + 1e-9)
-        assert ratio > 0.99 * worst[layer]
-    assert len(sharpness_conditions(net, X, detail="C2")) == 2 * 26
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -385,19 +346,6 @@ def test_slopes_of_the_losses_are_the_largest_gradients():
         sharpness_bound(net, X, y, 1e-3, criterion=bce, **own) for own in ({}, {"lipschitz": 1.0})
     )
     assert found == given
-
-
-@pytest.mark.parametrize("own", [{"pos_weight": torch.full((3,), 100.0)}, {"reduction": "sum"}])
-def test_losses_with_larger_slopes_are_refused(own):
-    torch.manual_seed(0)
-    net, X, y = network(), data(), torch.ones(9, 3).double()
-    criterion = nn.BCEWithLogitsLoss(**own).double()
-    z = torch.full((1, 3), -50.0).double().requires_grad_()
-    (grad,) = torch.autograd.grad(criterion(z, y[:1]), z)
-    assert grad.norm() > 1
-    with pytest.raises(ValueError, match="constant of BCEWithLogitsLoss.* is not known"):
-        sharpness_bound(net, X, y, 1e-3, criterion=criterion)
-    assert sharpness_bound(net, X, y, 1e-3, lipschitz=50.0, criterion=criterion).sharpness > 0
 
 
 @pytest.mark.parametrize(
