@@ -178,15 +178,11 @@ class Capture:
         plan = self.plan
         if plan is None or not plan.is_of(module, asked):
             return self._find_layers(module, asked)
-        if plan.in_attention or plan.explicit:
-            return self._record_explicitly(module, plan)
-        self.explicit = ExplicitLayers()
-        self.recorder = Recorder(plan.layers, partial(_keep, plan.penalised, None), plan.twice)
-        return self.recorder
+        return self._record(module, plan)
 
     @contextmanager
-    def _record_explicitly(self, module: nn.Module, plan: Plan) -> Iterator[None]:
-        """Record a forward pass that runs attention and normalisations step by step."""
+    def _record(self, module: nn.Module, plan: Plan) -> Iterator[None]:
+        """Record a forward pass, which runs what is differentiated twice step by step."""
         attention = explicit_attention(module) if plan.in_attention else nullcontext()
         with attention, ExplicitLayers(plan.explicit) as self.explicit:
             # the projections inside attention are new modules in each step
