@@ -1,6 +1,7 @@
 """`python -m relflat_sk` describes the installation; files that name the version agree."""
 
 import re
+import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -44,3 +45,13 @@ def test_sources_that_are_not_installed_have_a_version(monkeypatch):
 def test_files_that_name_the_version_agree(file):
     found = re.search(r"^ *version: (\d\S*)$", (ROOT / file).read_text(), re.MULTILINE)
     assert found[1] == relflat_sk.__version__
+
+
+def test_the_recipe_has_the_dependencies_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    recipe = (ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8")
+    needed = {f"python{project['requires-python']}", *project["dependencies"]}
+    listed = recipe.partition("  run:\n")[2].partition("\n\n")[0]
+    listed = listed.replace("${{ python_min }}", re.search('python_min: "(.*)"', recipe)[1])
+    listed = {re.sub("^pytorch", "torch", line) for line in re.findall("- (.*)", listed)}
+    assert {line.replace(" ", "") for line in listed} == needed
