@@ -150,7 +150,7 @@ def test_a_search_that_was_pickled_needs_its_data(kept):
     search = logistic(**kept).fit(X, Y)
     assert len(pickle.dumps(search)) < X.nbytes + 60_000
     other = pickle.loads(pickle.dumps(search))
-    with pytest.raises(ValueError, match="X and y are needed: a search that was pickled"):
+    with pytest.raises(ValueError, match="X and y are needed, .* a search that was pickled"):
         other.remeasure(["trace_flatness"])
     with pytest.raises(ValueError, match="made with something else:\n  data, X: "):
         other.remeasure(["trace_flatness"], X[::2], Y[::2])
