@@ -107,8 +107,7 @@ class Candidate(NamedTuple):
 
 def number_of(trial: FrozenTrial) -> int | None:
     """Return the number of a draw, which a trial shares with the trial it replaces."""
-    # studies of earlier versions have it among Optuna's own attributes
-    found = trial.user_attrs.get("candidate", trial.system_attrs.get("candidate"))
+    found = trial.user_attrs.get("candidate")
     return None if found is None else int(found)
 
 

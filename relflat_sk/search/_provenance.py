@@ -46,13 +46,6 @@ from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.minima._table import MADE_WITH, UNITS
 from relflat_sk.search._data import LR_SCALING
 
-# parameters of the objective that change its results, with the values that are left out and the
-# names that users know. The number of processes and the size of a fleet are not among them: a
-# fleet changes the order of sums, as another machine does
-_SETTINGS: dict[str, tuple[Any, str]] = {
-    "goal": ("auto", "goal"),
-    "seed": (None, "random_state"),
-}
 _PARTS = ("estimator", "data", "held-out data", "search", "choices", "measures")
 # parts to which later sessions may add, or from which they may leave out
 _OPEN = ("held-out data", "choices", "measures")
@@ -125,11 +118,13 @@ def _record(objective: Any, n_objectives: int, measuring: Any) -> Record:
     varied = set(space.entries)
     if LR_SCALING in varied:  # the rates are those of the estimator's own batch size
         varied -= {name for name in varied if name.endswith("batch_size")}
-    search = {"measure": describe([str(name) for name in objective.names[:n_objectives]])}
-    for attribute, (default, name) in _SETTINGS.items():
-        value = getattr(objective, attribute)
-        if value != default:
-            search[name] = describe(value)
+    # the number of processes and the size of a fleet are not among the settings: a fleet changes
+    # the order of sums, as another machine does
+    settings = {
+        "measure": ([str(name) for name in objective.names[:n_objectives]], None),
+        "goal": (objective.goal, "auto"),
+        "random_state": (objective.seed, None),
+    }
     data = {"X": objective.X, "y": objective.y, **objective.per_sample["fit_params"]}
     held_out = {"X_test": objective.X_test, "y_test": objective.y_test}
     ways = objective.measuring.ways | ({} if measuring is None else measuring.ways)
@@ -137,7 +132,7 @@ def _record(objective: Any, n_objectives: int, measuring: Any) -> Record:
         "estimator": dict(_describe_estimator(objective.estimator, varied)),
         "data": _describe_data(data),
         "held-out data": _describe_data({n: x for n, x in held_out.items() if x is not None}),
-        "search": search,
+        "search": {n: describe(one) for n, (one, default) in settings.items() if one != default},
         "choices": space.describe_choices(),
         "measures": {str(name): _describe_measure(name, way) for name, way in ways.items()},
         UNITS: {"loss_unit": ""} if is_regressor(objective.estimator) else {},

@@ -255,8 +255,8 @@ class _Held(NamedTuple):
     estimator: Any
 
 
-class FlattestSoFar:
-    """The estimators of the candidates that may rank first.
+class HeldEstimators:
+    """The estimators of the candidates that may rank first, or of `every` minimum for a mean.
 
     Only minima of about the same depth are compared, and which depth that is depends on all
     candidates. A minimum cannot rank first any more once flatter ones at least as deep and at
@@ -264,19 +264,23 @@ class FlattestSoFar:
     long as there is no minimum, the first of the other candidates is held.
     """
 
-    def __init__(self, by: str, depth_band: float | None) -> None:
+    def __init__(self, by: str, depth_band: float | None, *, every: bool = False) -> None:
         self.by = by
         self.band = depth_band
+        self.every = every
         self.held: list[_Held] = []
         self.other: tuple[FrozenTrial, Any] | None = None
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
-        """Hold the estimator of a trial if it may rank first."""
+        """Hold the estimator of a trial if it may be needed, as lean as it can be."""
         if is_minimum(trial):
             # minima without a depth are in every band, as if all had the depth 1
             depth = attributes_of(trial).get("depth", 1.0) if self.band is not None else 1.0
-            held = [*self.held, _Held(trial.values[0], trial.number, depth, estimator)]
-            self.held = [one for one in held if not self._is_beaten(one, held)]
+            self.held.append(_Held(trial.values[0], trial.number, depth, estimator))
+            if self.every:
+                _forget_training(estimator)
+            else:
+                self.held = [one for one in self.held if not self._is_beaten(one)]
             self.other = None
         elif trial.state == TrialState.COMPLETE and not self.held:
             both = [one for one in (self.other, (trial, estimator)) if one is not None]
@@ -290,31 +294,12 @@ class FlattestSoFar:
             return self.other[1]
         return next((one.estimator for one in self.held if one.number == number), None)
 
-    def _is_beaten(self, one: _Held, held: Sequence[_Held]) -> bool:
+    def _is_beaten(self, one: _Held) -> bool:
         """Return whether flatter minima share every band with a minimum."""
-        flatter = [other.depth for other in held if other[:2] < one[:2]]
+        flatter = [other.depth for other in self.held if other[:2] < one[:2]]
         deeper = min((depth for depth in flatter if depth >= one.depth), default=np.inf)
         shallower = max((depth for depth in flatter if depth <= one.depth), default=0.0)
         return deeper <= (self.band or 1.0) * shallower
-
-
-class AllSoFar(FlattestSoFar):
-    """The estimators of all minima, or of the first candidate as long as there is none."""
-
-    def __init__(self, by: str, depth_band: float | None) -> None:
-        super().__init__(by, depth_band)
-        self.minima: dict[int, Any] = {}
-
-    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
-        """Hold the estimator of a trial if it is a minimum, as lean as it can be."""
-        if is_minimum(trial):
-            _forget_training(estimator)
-            self.minima[trial.number] = estimator
-        super().offer(trial, estimator)
-
-    def estimator(self, number: int) -> Any:
-        """Return the estimator of a trial."""
-        return self.minima.get(number, super().estimator(number))
 
 
 def _forget_training(estimator: Any) -> None:

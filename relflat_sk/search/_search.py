@@ -44,8 +44,7 @@ from relflat_sk.search._remeasure import (
 )
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
-    AllSoFar,
-    FlattestSoFar,
+    HeldEstimators,
     candidate_table,
     check_table,
     cv_results,
@@ -522,8 +521,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 file=file_of(self.storage),
             )  # fmt: skip
             averages = self.refit == MEAN and _has_mean(self.estimator, y)
-            kind = AllSoFar if averages else FlattestSoFar
-            held = kind(objective.names[0], objective.depth_band)
+            held = HeldEstimators(objective.names[0], objective.depth_band, every=averages)
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
                 guard.known[trial.number] = trial
@@ -927,7 +925,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self.best_params_ = objective.space.values(trials[best])
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
 
-    def _refit(self, objective: MinimaObjective, held: FlattestSoFar, interrupted: bool) -> None:
+    def _refit(self, objective: MinimaObjective, held: HeldEstimators, interrupted: bool) -> None:
         """Set what the search predicts with.
 
         Only the flattest is trained again, if an earlier session trained it, but not after Ctrl-C.
@@ -946,7 +944,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             )
         else:
             self.best_estimator_ = estimator
-        if isinstance(held, AllSoFar):
+        if held.every:
             numbers, found = self._first_trials(None), {}
             for number in numbers:
                 member = estimator if number == best else held.estimator(number)

@@ -3,11 +3,11 @@
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +38,6 @@ _NEARLY_ALL, _FIRST_STEPS = 0.95, 200
 _UNKNOWN = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
 
 _NO_COMPARISON = ConstantComparison(np.nan, np.nan)
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 # what is left to do for nets that are fitted inside of `measured_later`
 _LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", default=None)
@@ -97,33 +95,35 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
 
 
 def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
-    """Measure a net, if nobody has handed over a measurement, and check its training."""
+    """Measure a net, and check its training."""
     name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
-    if net._record is None:
-        try:
-            network = training_network(net, dataset)
-            measured = measure_layers(network, [name], net._layers(), random_state=seed)
-        except (TypeError, ValueError) as error:
-            warn(f"relative_flatness_ could not be measured: {error}")
-            net._record = Record(np.nan, _NO_COMPARISON, checksum(net.module_))
-        else:
-            adopt(net, list(measured.values()))
+    try:
+        network = training_network(net, dataset)
+        measured = measure_layers(network, [name], net._layers(), random_state=seed)
+    except (TypeError, ValueError) as error:
+        warn(f"relative_flatness_ could not be measured: {error}")
+        net._record = Record(np.nan, _NO_COMPARISON, checksum(net.module_))
+    else:
+        _record(net, list(measured.values()))
     if since is not None:
         _check_outcome(net, since)
 
 
-def adopt(net: Any, found: Sequence[Flatness]) -> None:
+def _record(net: Any, found: Sequence[Flatness]) -> None:
     """Record measurements at a net's layers; warn of a dead net, or a vain penalty.
 
     The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
     """
-    value = sum(flatness.value for flatness in found)
-    comparison = _found_out(compare_with_constant, found[0], _NO_COMPARISON)
+    value, network = sum(flatness.value for flatness in found), found[0].network
+    comparison, has_curvature = _NO_COMPARISON, True
+    with suppress(*_UNKNOWN):
+        comparison = compare_with_constant(found[0])
     net._record = Record(value, comparison, checksum(net.module_))
     if not _is_flat(net):
         return
-    network = found[0].network
-    if not _found_out(criterion_has_curvature, network, True):
+    with suppress(*_UNKNOWN):
+        has_curvature = criterion_has_curvature(network)
+    if not has_curvature:
         # of the class only: one warning for many nets at a line
         warn(
             f"the penalty of the {type(net).__name__} has no effect: "
@@ -137,14 +137,6 @@ def adopt(net: Any, found: Sequence[Flatness]) -> None:
             f"the network of {describe(net)} is perfectly flat: it has probably died (its "
             f"outputs are constant). {_advice(net)}"
         )
-
-
-def _found_out(compute: Callable[[_T], _R], about: _T, otherwise: _R) -> _R:
-    """Compute what the data or a criterion of the user's own may not allow."""
-    try:
-        return compute(about)
-    except _UNKNOWN:
-        return otherwise
 
 
 def _is_flat(net: Any) -> bool:

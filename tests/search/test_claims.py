@@ -120,9 +120,9 @@ def test_draws_are_numbered(study):
     assert len(Plan(CHOICES, n_trials=5).left(study.trials)) == 3
 
 
-def test_draws_of_earlier_versions_count(study):
-    study.add_trial(create_trial(value=1.0, system_attrs={"candidate": 1}))
-    study.add_trial(create_trial(value=1.0))  # of something other than a search
+def test_trials_of_something_other_than_a_search_count_as_draws(study):
+    study.add_trial(create_trial(value=1.0, user_attrs={"candidate": "1"}))
+    study.add_trial(create_trial(value=1.0))
     assert [one.number for one in Plan({}, n_trials=4).left(study.trials)] == [0, 2]
 
 
@@ -283,7 +283,7 @@ class Counting(int):
 
 def test_the_work_does_not_grow_with_the_square_of_the_number_of_candidates():
     points = [{"C": Counting(n)} for n in range(N)]
-    done = [create_trial(value=1.0, system_attrs={"candidate": n}) for n in range(N - 1)]
+    done = [create_trial(value=1.0, user_attrs={"candidate": str(n)}) for n in range(N - 1)]
     for trial, point in zip(done, points[:-1], strict=True):
         trial.params = point
     Counting.n_compared = 0

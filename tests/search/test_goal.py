@@ -22,7 +22,7 @@ from torch import nn
 
 from relflat_sk import MLP, FlatnessWarning, StopAtGradientNorm, StopAtLoss, rank_minima
 from relflat_sk.search._goal import _is_at_plateau
-from relflat_sk.search._results import FlattestSoFar
+from relflat_sk.search._results import HeldEstimators
 from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import (
     TARGET,
@@ -275,7 +275,7 @@ def test_the_held_estimators_hold_the_best_of_every_band(band):
         n = 12
         depths, values = np.exp(rng.uniform(0, 5, n)), rng.integers(0, 6, n).astype(float)
         depths[rng.random(n) < 0.1] = np.nan
-        flattest = FlattestSoFar("relative_flatness", band)
+        flattest = HeldEstimators("relative_flatness", band)
         for i in range(n):
             attrs = {"converged": True} | ({} if np.isnan(depths[i]) else {"depth": depths[i]})
             trial = create_trial(value=values[i], user_attrs=attrs)
@@ -293,7 +293,7 @@ def test_the_held_estimators_hold_the_best_of_every_band(band):
 def test_the_first_of_the_table_is_held_whether_or_not_there_are_minima(n_minima):
     rng = np.random.default_rng(0)
     for _ in range(30):
-        study, flattest, n = optuna.create_study(), FlattestSoFar("relative_flatness", 3.0), 8
+        study, flattest, n = optuna.create_study(), HeldEstimators("relative_flatness", 3.0), 8
         minima = set(rng.choice(n, n_minima, replace=False))
         depths, values = np.exp(rng.integers(0, 4, n)), rng.integers(1, 6, n).astype(float)
         values[rng.random(n) < 0.2] = np.inf
