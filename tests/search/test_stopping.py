@@ -25,14 +25,16 @@ class Clock:
         return self.now
 
 
-def test_no_candidate_begins_after_the_timeout(monkeypatch):
+def test_no_candidate_begins_after_the_timeout_and_a_later_search_goes_on(monkeypatch, stored):
     monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 5.0, 9.0, 11.0]))
-    assert len(make().fit(X, Y, timeout=10).minima_) == 3
+    assert len(make(**stored).fit(X, Y, timeout=10).minima_) == 3
+    assert len(make(**stored).fit(X, Y).minima_) == len(C)
 
 
-def test_processes_end_at_the_timeout():
-    with pytest.raises(ValueError, match="no candidate was trained"):
-        make(n_jobs=2).fit(X, Y, timeout=1e-9)
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_nothing_was_trained_before_the_timeout(n_jobs):
+    with pytest.raises(ValueError, match="no candidate was trained: the search was ended before"):
+        make(n_jobs=n_jobs).fit(X, Y, timeout=1e-9)
 
 
 def test_processes_of_a_sweep_end_together():
@@ -43,18 +45,6 @@ def test_processes_of_a_sweep_end_together():
     assert study.user_attrs == {"stopped_sweeps": ["a"]}
     assert second.is_stopped()
     assert not other.is_stopped()
-
-
-def test_a_search_goes_on_after_a_timeout(monkeypatch, stored):
-    monkeypatch.setattr(stopping_module, "time", Clock([0.0, 1.0, 2.0, 11.0]))
-    assert len(make(**stored).fit(X, Y, timeout=10).minima_) == 2
-    assert len(make(**stored).fit(X, Y).minima_) == len(C)
-
-
-def test_nothing_was_trained_before_the_timeout(monkeypatch):
-    monkeypatch.setattr(stopping_module, "time", Clock([0.0, 11.0]))
-    with pytest.raises(ValueError, match="no candidate was trained: the search was ended before"):
-        make().fit(X, Y, timeout=10)
 
 
 @pytest.mark.parametrize("n_jobs", [1, 2])

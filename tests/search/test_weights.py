@@ -198,14 +198,3 @@ def test_some_weights(stored, kept):
     trial = search.study_.trials[0]
     with pytest.raises(ValueError, match=r"no weights of trial 0 were saved\. Give the search"):
         search._objective._restore({"C": 0.3}, trial)
-
-
-def test_bad_names(kept):
-    search = logistic(**kept).fit(X, Y)
-    for names, match in (
-        ("trace_flatness", "measures must be a sequence of names, got 'trace_flatness'"),
-        ([], r"measures must be a sequence of names, got \[\]"),
-        (["flat"], "there is no measure 'flat'"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            search.remeasure(names)

@@ -303,7 +303,8 @@ def test_the_criterion_decides_the_task(criterion, y, kind):
     net = make(Net, criterion=criterion, max_epochs=60, flatness_weight=weight)
     assert is_classifier(net) == (kind == "classifier")
     assert is_regressor(net) == (kind == "regressor")
-    assert hasattr(net, "predict_proba") == (kind == "classifier")
+    for name in ("predict_proba", "predict_log_proba"):
+        assert hasattr(net, name) == (kind == "classifier")
     assert net.fit(X, y).score(X, y) > 0.5
 
 
@@ -440,16 +441,6 @@ def test_a_notebook_shows_flatness_and_convergence_of_a_fitted_net():
     for name in ("relative_flatness_", "converged_"):
         assert name not in plain
         assert name in shown
-
-
-def test_tags():
-    for kind in (Classifier, Binary):
-        assert is_classifier(kind())
-        assert hasattr(kind(), "predict_log_proba")
-    assert is_regressor(Regressor())
-    for name in ("predict_proba", "predict_log_proba"):
-        with pytest.raises(AttributeError, match=name):
-            getattr(Regressor(), name)
 
 
 def test_random_state_makes_fits_repeatable_and_leaves_torch_alone():
