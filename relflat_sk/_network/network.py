@@ -43,7 +43,7 @@ _REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErr
 _NEEDS = {
     "measure": ("measures need", "pass one with the argument criterion of the measure"),
     "penalty": ("the flatness penalty needs", "train with flatness_weight=0"),
-    "sample_weight": ("sample_weight needs", "leave the weights out"),
+    "net": ("nets of relflat_sk need", "train a net of skorch"),
 }
 
 

@@ -35,7 +35,6 @@ from relflat_sk._network.batches import (
 )
 from relflat_sk._network.network import Network
 from relflat_sk._numerics import native
-from relflat_sk.training._tasks import check_measurable
 
 # bytes of the chunks among which the rows of an epoch are shuffled, which stay in memory
 _WINDOW = 2**26
@@ -129,7 +128,6 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     Arrays are read in large batches, and sparse matrices in batches as large as in training. Other
     data sets are read through the net's data loader, because only they know how to make samples.
     """
-    check_measurable(net)
     base, rows, weights = _unwrap(dataset)
     options = DataOptions(sample_weight=weights)
     if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base):

@@ -37,7 +37,7 @@ from relflat_sk._network.batches import (
     floating_parameter,
 )
 from relflat_sk._network.borrowing import uncompiled
-from relflat_sk._network.network import Network, primary_output, refuse_whole, takes_whole
+from relflat_sk._network.network import Network, check_part, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
@@ -53,9 +53,7 @@ from relflat_sk.training._tasks import (
     Task,
     check_ending,
     check_ignored,
-    check_measurable,
     describe_labels,
-    main_part,
     movable,
     to_array,
     to_predictions,
@@ -127,8 +125,6 @@ class FlatNet(SkorchNet):
     _limit: PenaltyLimit | None = None  # a new network gets a new one
     # what `fit` measured on the training data
     _record: Record | None = None
-    # None before a batch has shown it
-    _criterion_takes_whole: bool | None = None
     # whether what the task knows comes from outputs, because the labels were in a Dataset
     _knows_outputs = False
     _rng_states: list[Tensor]
@@ -239,7 +235,6 @@ class FlatNet(SkorchNet):
         *data, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
         self._training = _Training(weights, labels_encoded=True)
         self._record = None
-        self._criterion_takes_whole = None
         try:
             with self._own_random_state(restart=restart):
                 yield tuple(data)
@@ -422,10 +417,9 @@ class FlatNet(SkorchNet):
 
     def _apply(self, function: Callable[[Tensor], Tensor], X: Any) -> Any:
         """Apply a function to the module's outputs for all samples."""
-        required = not callable(self.predict_nonlinearity)
         outputs = self.forward_iter(check_inputs(self, X, reset=False))
         return np.concatenate([
-            to_numpy(function(main_part(output, required=required))) for output in outputs
+            to_numpy(function(full_precision(primary_output(output)))) for output in outputs
         ])
 
     # -- the task: network, criterion and labels -----------------------------------------
@@ -671,47 +665,32 @@ class FlatNet(SkorchNet):
         if not (isinstance(y_true, Tensor) and isinstance(y_pred, Tensor)):
             # all other labels are checked where they are, for which the host need not wait
             y_true = to_tensor(y_true, device=self.device)
-        whole = not isinstance(y_pred, Tensor) and self._takes_whole(criterion, y_pred, y_true)
-        if whole and weight is not None:
-            refuse_whole(self.criterion_, "sample_weight")
-        if whole and recorded:
-            refuse_whole(self.criterion_, "penalty")
-        penalty = share = None
-        if whole:
-            loss: Tensor = self.criterion_(y_pred, y_true)
-        else:
-            output = full_precision(primary_output(y_pred))
-            self._check_output(criterion, output)
-            target = criterion.read_target(output, y_true)
-            weight = None if weight is None else weight.to(output)
+        if not state.output_checked:
+            check_part(criterion, y_pred, y_true, "net")
+        output = full_precision(primary_output(y_pred))
+        self._check_output(criterion, output)
+        target = criterion.read_target(output, y_true)
+        weight = None if weight is None else weight.to(output)
 
-            def loss_of(output: Tensor) -> Tensor:
-                if weight is not None:
-                    return weighted_loss(criterion, output, target.values, weight)
-                value: Tensor = criterion.criterion(output, target.values)
-                return value
+        def loss_of(output: Tensor) -> Tensor:
+            if weight is not None:
+                return weighted_loss(criterion, output, target.values, weight)
+            value: Tensor = criterion.criterion(output, target.values)
+            return value
 
-            loss = loss_of(output)
-            if training and recorded and state.penalty is not None:
-                penalty = state.penalty.of_batch(
-                    criterion, output, target, weight, self._penalty_weight()
-                )
-                share = state.penalty.share_left(
-                    penalty, lambda: (loss, constant_loss(loss_of, output, weight))
-                )
+        loss, penalty, share = loss_of(output), None, None
+        if training and recorded and state.penalty is not None:
+            penalty = state.penalty.of_batch(
+                criterion, output, target, weight, self._penalty_weight()
+            )
+            share = state.penalty.share_left(
+                penalty, lambda: (loss, constant_loss(loss_of, output, weight))
+            )
         if training and state.terms is None:  # the first pass of a step is at its first weights
             state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
         if penalty is None:
             return loss
         return loss + (penalty if share is None else share * penalty)
-
-    def _takes_whole(self, criterion: Loss, y_pred: Any, y_true: Any) -> bool:
-        """Return whether the criterion takes more than one tensor; tried on one batch."""
-        if self._criterion_takes_whole is None:
-            self._criterion_takes_whole = criterion.row is None and takes_whole(
-                criterion.criterion, y_pred, y_true
-            )
-        return self._criterion_takes_whole
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs of another size than the labels need; at first, of another kind too."""
@@ -787,8 +766,6 @@ CRITERION_ALONE.add(FlatNet.get_loss)
 @to_network.register
 def _(model: FlatNet, X: Any, y: Any, options: DataOptions) -> Network:
     check_is_fitted(model, "module_")
-    if options.criterion is None:
-        check_measurable(model)
     X = check_inputs(model, X, reset=False)
     if isinstance(X, Dataset):
         y = None  # the Dataset holds the labels

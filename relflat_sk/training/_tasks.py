@@ -16,16 +16,13 @@ import torch
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted
-from skorch import NeuralNet
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._losses.loss import Loss, explain_ending
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.network_of import IGNORED
-from relflat_sk._network.network import primary_output, refuse_whole
 from relflat_sk._network.tail import find_ending
-from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
 
 Array = npt.NDArray[Any]
@@ -366,21 +363,6 @@ def _link(criterion: Any, task: Task) -> Link:
     if isinstance(criterion, nn.CrossEntropyLoss):
         return _SOFTMAX
     return _SIGMOID if isinstance(criterion, nn.BCEWithLogitsLoss) else task.link
-
-
-def main_part(output: Any, *, required: bool) -> Any:
-    """Return the tensor among a module's outputs that predictions are made of."""
-    if isinstance(output, Mapping) and not required and "logits" not in output:
-        return output  # a function of the user's takes it
-    if isinstance(output, Mapping):
-        return full_precision(primary_output(output))
-    return output[0] if isinstance(output, tuple) else output
-
-
-def check_measurable(net: NeuralNet) -> None:
-    """Refuse to measure a net whose criterion takes the module's whole output."""
-    if getattr(net, "_criterion_takes_whole", False):
-        refuse_whole(net.criterion_, "measure")
 
 
 def movable(output: Any) -> Any:

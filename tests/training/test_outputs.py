@@ -18,7 +18,6 @@ from skorch.dataset import ValidSplit
 from torch import nn
 
 from relflat_sk import relative_flatness
-from relflat_sk.exceptions import FlatnessWarning
 from tests.training.common import (
     INDEX,
     LABELS,
@@ -131,24 +130,16 @@ class WholeOutput(nn.Module):
         return loss + 0.01 * output["hidden"].square().mean()
 
 
-@pytest.mark.parametrize("split", [None, ValidSplit(3)], ids=["all", "split"])
-def test_a_criterion_of_the_mapping_trains_without_penalty_and_weights(split):
-    net = make(module=Dict, criterion=WholeOutput, flatness_weight=0, train_split=split)
-    with pytest.warns(FlatnessWarning, match="takes the module's whole output, but"):
-        net.fit(X, NAMES)
-    with pytest.raises(ValueError, match="or pass one with the argument criterion of the measure"):
-        relative_flatness(net, X, NAMES)
-    assert relative_flatness(net, X, NAMES, criterion=nn.CrossEntropyLoss()) > 0
-    assert np.isnan(net.relative_flatness_)
-    losses = net.history[:, "train_loss"]
-    assert losses[-1] < losses[0]
-    assert net.history[-1, "flatness_penalty"] == 0
-    assert net.predict(X).shape == (42,)
-    with pytest.raises(ValueError, match="sample_weight needs .* or leave the weights out"):
-        net.fit(X, NAMES, sample_weight=np.ones(42))
-    needs = r"WholeOutput takes the .*, but the flatness penalty needs .*with flatness_weight=0"
-    with pytest.raises(ValueError, match=needs):
-        net.set_params(flatness_weight=0.1).fit(X, NAMES)
+class Scores(nn.Module):
+    def forward(self, output, target):
+        return nn.functional.cross_entropy(output["scores"], target)
+
+
+@pytest.mark.parametrize(("module", "criterion"), [(Dict, WholeOutput), (NoLogits, Scores)])
+def test_a_criterion_of_the_whole_output_is_refused(module, criterion):
+    match = "takes the module's whole output, but nets of .* or train a net of skorch"
+    with pytest.raises(ValueError, match=match):
+        make(module=module, criterion=criterion, flatness_weight=0).fit(X, NAMES)
 
 
 class Logits(nn.Module):
@@ -176,21 +167,9 @@ def test_unknown_criteria_of_mappings():
         make(module=Dict, criterion=Misspelt).fit(X, NAMES)
 
 
-class Scores(nn.Module):
-    def forward(self, output, target):
-        return nn.functional.cross_entropy(output["scores"], target)
-
-
-def test_a_mapping_without_logits():
+def test_a_mapping_without_logits_is_refused():
     with pytest.raises(TypeError, match="or a mapping with 'logits', got dict"):
         make(module=NoLogits).fit(X, NAMES)
-    net = make(module=NoLogits, criterion=Scores, flatness_weight=0)
-    with pytest.warns(FlatnessWarning, match="Scores takes the module's whole output"):
-        net.fit(X, NAMES)
-    with pytest.raises(TypeError, match="a mapping with 'logits', got dict"):
-        net.predict(X)
-    net.set_params(predict_nonlinearity=lambda output: output["scores"])
-    assert net.predict(X).shape == (42,)
 
 
 # -- logarithms of probabilities -----------------------------------------------------------
