@@ -1,6 +1,6 @@
 """Fit several estimators at the same time."""
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Sequence
 from typing import Any
 
 from sklearn.base import BaseEstimator, clone
@@ -13,8 +13,8 @@ class FleetTrainer(BaseEstimator):
 
     Small networks spend most of their training on the overhead of each step. Nets of one
     architecture take their steps together here, each with its own weights, seed, learning rate,
-    weight decay, momentum, data, and weight of the penalty. Each is trained as by its own `fit`,
-    up to rounding, and stops when its own callbacks stop it; the next one then takes its place.
+    weight decay, momentum, and weight of the penalty. Each is trained as by its own `fit`, up to
+    rounding, and stops when its own callbacks stop it; the next one then takes its place.
 
     Parameters
     ----------
@@ -33,6 +33,7 @@ class FleetTrainer(BaseEstimator):
 
     See Also
     --------
+    fleet_training : Fits nets to data of their own, by joblib, in this way.
     FlatMinimaSearch : Trains its candidates in this way with ``fleet="auto"``.
 
     Notes
@@ -86,37 +87,6 @@ class FleetTrainer(BaseEstimator):
         ValueError
             If `estimators` is empty, `fleet` is not valid, or an estimator does not fit the data.
         """
-        return self._fit((X, y, fit_params) for _ in self._checked())
-
-    def fit_each(self, data: Iterable[tuple[Any, ...]]) -> "FleetTrainer":
-        """Fit each estimator to data of its own.
-
-        Parameters
-        ----------
-        data : iterable of (X, y) or (X, y, fit_params)
-            Inputs and labels for each estimator, with a dict of further arguments of its `fit`
-            if there are any.
-
-        Returns
-        -------
-        FleetTrainer
-            The trainer itself.
-
-        Raises
-        ------
-        TypeError
-            If `estimators` is no list.
-        ValueError
-            If `estimators` is empty, `fleet` is not valid, an estimator does not fit its data, or
-            there are more or fewer data than estimators.
-        """
-        n = len(self._checked())
-        if isinstance(data, Sized) and len(data) != n:  # before any is trained
-            raise _wrong_number(n, str(len(data)))
-        return self._fit((*one, {})[:3] for one in data)
-
-    def _checked(self) -> Sequence[Any]:
-        """Return the estimators, or refuse what is no list of them."""
         if not isinstance(self.estimators, list | tuple):
             raise TypeError(
                 f"estimators must be a list, got a {type(self.estimators).__name__}. Pass a list "
@@ -124,15 +94,11 @@ class FleetTrainer(BaseEstimator):
             )
         if not self.estimators:
             raise ValueError("estimators must hold at least one estimator, got an empty list.")
-        return self.estimators
-
-    def _fit(self, data: Iterable[tuple[Any, ...]]) -> "FleetTrainer":
-        fitted = [clone(estimator) for estimator in self._checked()]
-        jobs = _pair(fitted, data)
-        size = fleet_size(self.fleet)
+        size, fitted = fleet_size(self.fleet), [clone(one) for one in self.estimators]
+        jobs = iter(fitted)
 
         def train() -> bool:
-            for estimator, (X, y, fit_params) in jobs:
+            for estimator in jobs:
                 estimator.fit(X, y, **fit_params)
                 return True
             return False
@@ -144,21 +110,3 @@ class FleetTrainer(BaseEstimator):
             Fleet(size, auto=self.fleet == "auto").run(train)
         self.estimators_ = fitted
         return self
-
-
-def _pair(estimators: Sequence[Any], data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield each estimator with its data, which may be made one after the other."""
-    others = iter(data)
-    for number, estimator in enumerate(estimators):
-        one = next(others, None)
-        if one is None:
-            raise _wrong_number(len(estimators), str(number))
-        yield estimator, one
-    if next(others, None) is not None:
-        raise _wrong_number(len(estimators), "more")
-
-
-def _wrong_number(n_estimators: int, n_data: str) -> ValueError:
-    return ValueError(
-        f"fit_each needs one (X, y) for each of the {n_estimators} estimators, got {n_data}."
-    )

@@ -4,9 +4,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 from sklearn.base import clone
 
-from relflat_sk import FleetTrainer
+from relflat_sk import fleet_training
 from relflat_sk._engine.epoch import EPOCH_TRAINER
 
 QUANTITIES = ("train_loss", "flatness_penalty", "flatness_clipped", "train_batch_size")
@@ -71,10 +72,9 @@ def compare(nets, *, X=None, y=None, each=None, fleet=4, atol=1e-8):
         each = [data() if X is None else (X, y)] * len(nets)
     with own_loop():
         singles = [clone(net).fit(*one) for net, one in zip(nets, each, strict=True)]
-    named = [
-        (*one[:2], {"sample_weight": weights}) for one in each for weights in one[2:] or [None]
-    ]
-    stacked = FleetTrainer(nets, fleet=fleet).fit_each(named).estimators_
+    with fleet_training(fleet):
+        jobs = (delayed(clone(net).fit)(*one) for net, one in zip(nets, each, strict=True))
+        stacked = Parallel()(jobs)
     for one, other in zip(singles, stacked, strict=True):
         assert_same(one, other, atol)
     assert_same(singles[0], clone(nets[0]).fit(*each[0]), atol)

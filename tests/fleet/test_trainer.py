@@ -17,7 +17,6 @@ from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     MLP,
-    FlatnessWarning,
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
     SharpnessAwareMixin,
@@ -414,16 +413,6 @@ def test_dropout_has_a_stream_that_depends_on_the_seed_alone(module):
     np.testing.assert_allclose(curve(together[2]), curve(alone[0]), atol=1e-8)
 
 
-def test_each_net_that_its_penalty_kept_from_learning_is_named_once():
-    nets = classifiers(2, flatness_weight=10_000, flatness_clip=None, max_epochs=20)
-    with pytest.warns(FlatnessWarning, match="has hardly learned") as caught:
-        FleetTrainer(nets, fleet=2).fit(*data())
-    assert [f"random_state={seed}" in str(one.message) for seed, one in enumerate(caught)] == [
-        True,
-        True,
-    ]
-
-
 def test_a_trained_net_holds_its_own_tensors_only():
     trained = FleetTrainer(classifiers(20), fleet=20).fit(*data()).estimators_
     alone = classifiers(1)[0].fit(*data())
@@ -718,19 +707,10 @@ def test_methods_of_a_step_may_be_a_subclasss_own(name, caplog):
     caplog.reasons = [f"{kind.__name__} has its own {name}"]
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_sample_weights_and_other_arguments_of_fit(each):
+def test_sample_weights_and_labels_of_each():
     X, y = data()
     weights = np.where(y == 0, 0.0, 1.0 + X[:, 0] ** 2)
-    nets, trainer = classifiers(3), FleetTrainer(classifiers(3), fleet=3)
-    if each:
-        trainer.fit_each([(X, y), (X, y, {"sample_weight": weights}), (X, 2 - y, {})])
-        singles = [nets[0].fit(X, y), nets[1].fit(X, y, weights), nets[2].fit(X, 2 - y)]
-    else:
-        trainer.fit(X, y, sample_weight=weights)
-        singles = [net.fit(X, y, sample_weight=weights) for net in nets]
-    for one, other in zip(singles, trainer.estimators_, strict=True):
-        assert_same(one, other)
+    compare(classifiers(3), each=[(X, y), (X, y, weights), (X, 2 - y)])
 
 
 def test_arguments_of_the_network_are_passed_on(caplog):
@@ -769,22 +749,8 @@ def test_sizes_are_checked(fleet):
 def test_estimators_are_a_list_of_at_least_one():
     with pytest.raises(ValueError, match="at least one estimator, got an empty list"):
         FleetTrainer([]).fit(*data())
-    with pytest.raises(ValueError, match="at least one estimator"):
-        FleetTrainer([]).fit_each([])
     net = classifiers(1)[0]
     for wrong in (net, make_pipeline(StandardScaler(), net)):
         expected = rf"must be a list, got a {type(wrong).__name__}\. Pass a list .*\[estimator\]"
         with pytest.raises(TypeError, match=expected):
             FleetTrainer(wrong).fit(*data())
-
-
-def test_data_must_be_as_many_as_estimators():
-    trainer = FleetTrainer(classifiers(2), fleet=None)
-    for n in (1, 3):
-        message = rf"one \(X, y\) for each of the 2 estimators, got {n}"
-        with pytest.raises(ValueError, match=message):
-            trainer.fit_each([data()] * n)
-    # one data set after the other
-    for n, given in ((1, "1"), (3, "more")):
-        with pytest.raises(ValueError, match=f"for each of the 2 estimators, got {given}"):
-            trainer.fit_each(data() for _ in range(n))
