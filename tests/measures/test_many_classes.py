@@ -8,7 +8,6 @@ from relflat_sk import measure
 from relflat_sk._network.network import mean_loss
 from relflat_sk.measures._api import evaluate
 from tests.losses.test_many_classes import class_by_class
-from tests.losses.test_many_classes import trace as trace_of
 from tests.measures.nets import CE
 
 TRACES = [
@@ -21,28 +20,16 @@ TRACES = [
 ]
 
 
-def by_sums(net, X, weights=None):
-    """The measures of `TRACES` at the last layer, from sums over classes in float64."""
+def by_sums(net, X):
+    """Flatness at the last layer, from sums over classes in float64."""
     with torch.no_grad():
         features = net[:-1](X).double()
         W, bias = net[-1].weight.detach().double(), net[-1].bias.double()
-    z = features @ W.T + bias
-    weights = torch.ones(len(X)).double() if weights is None else weights
-    share = weights / weights.sum()
-    squares = features.square()
-    forms, traces = class_by_class(z, W), trace_of(z)
-    spread = (share @ (features - share @ features).square()).sqrt()
-    scaled = (squares / spread.square()).sum(dim=1) * (forms * spread.square()).sum(dim=1)
-    trace, rho = share @ (squares.sum(dim=1) * traces), share @ (squares * forms)
-    values = [
-        share @ (squares.sum(dim=1) * forms.sum(dim=1)),
-        share @ scaled,
-        trace,
-        W.square().sum() * trace,
-        rho.sum(),
-        rho.max(),
-    ]
-    return {name: value.item() for name, value in zip(TRACES, values, strict=True)}
+    forms, squares = class_by_class(features @ W.T + bias, W), features.square()
+    spread = features.var(dim=0, correction=0)
+    plain = squares.sum(dim=1) * forms.sum(dim=1)
+    scaled = (squares / spread).sum(dim=1) * (forms * spread).sum(dim=1)
+    return {name: one.mean().item() for name, one in zip(TRACES[:2], (plain, scaled), strict=True)}
 
 
 def make(d, m, gain, n=6):
@@ -54,47 +41,31 @@ def make(d, m, gain, n=6):
     return net, torch.randn(n, 4), torch.randint(d, (n,))
 
 
+# tests/measures/test_layer_kinds.py compares all measures with dense Hessians
 @pytest.mark.parametrize("gain", [0.05, 20.0], ids=["flat", "confident"])
 @pytest.mark.parametrize(("d", "m"), [(7, 5), (50257, 9)], ids=str)
 def test_float32_agrees_with_float64(d, m, gain):
     net, X, y = make(d, m, gain)
-    expected = by_sums(net, X)
-    for name in TRACES:
+    for name, expected in by_sums(net, X).items():
         found = evaluate(name, net, X, y, criterion=CE, batch_size=4)
         assert found.method == "closed form"
-        assert found.value == pytest.approx(expected[name], rel=1e-4)
-
-
-def test_bfloat16_weights_are_summed_in_float32():
-    net, X, _ = make(5000, 16, 1.0)
-    net.bfloat16()
-    seen = []
-    net[-1].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    value = measure("relative_flatness", net, X, criterion=CE)
-    features, z = (x.detach().double() for x in seen[-1])
-    forms = class_by_class(z, net[-1].weight.detach()).sum(dim=1)
-    assert value == pytest.approx(float((features.square().sum(dim=1) * forms).mean()), rel=1e-5)
+        assert found.value == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("d", [5, 5000])
-def test_losses_of_bfloat16_outputs_are_computed_in_float32(d):
+def test_bfloat16_outputs_are_summed_in_float32(d):
     net, X, y = make(d, 16, 1.0)
     net.bfloat16()
+    seen = []
+    net[-1].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
     found = evaluate("relative_flatness", net, X, y, criterion=CE)
-    expected = CE(net(X.bfloat16()).double(), y).item()
-    assert found.risk == pytest.approx(expected, rel=1e-6)
-    assert mean_loss(found.network) == pytest.approx(expected, rel=1e-6)
-
-
-def test_weights_of_samples(few_are_many):
-    few_are_many()
-    net, X, y = make(6, 5, 2.0)
-    net, X = net.double(), X.double()
-    weights = torch.tensor([1.0, 2, 0, 1, 3, 1]).double()
-    expected = by_sums(net, X, weights)
-    for name in TRACES:
-        value = measure(name, net, X, y, criterion=CE, sample_weight=weights)
-        assert value == pytest.approx(expected[name], rel=1e-8)
+    features, z = (x.detach().double() for x in seen[-1])
+    forms = class_by_class(z, net[-1].weight.detach()).sum(dim=1)
+    expected = float((features.square().sum(dim=1) * forms).mean())
+    assert found.value == pytest.approx(expected, rel=1e-5)
+    loss = CE(net(X.bfloat16()).double(), y).item()
+    assert found.risk == pytest.approx(loss, rel=1e-6)
+    assert mean_loss(found.network) == pytest.approx(loss, rel=1e-6)
 
 
 class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -126,26 +126,6 @@ def test_few_and_many_classes_are_penalised_alike(case, normalize, weighted, few
     torch.testing.assert_close(value_and_gradients(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_loss_and_penalty_are_differentiated_apart(few_are_many):
-    """The gradient of the loss alone has nothing of a penalty that was differentiated before."""
-    few_are_many()
-    net, X, y = make(6, 5, 2.0)
-    parameters, penalty = list(net.parameters()), published_penalty()
-    plain = torch.autograd.grad(CE(net(X), y), parameters)
-    with penalty.capture(net):
-        output = net(X)
-    loss, value = CE(output, y), penalty(CE, output, y)
-    torch.autograd.grad(value, output, retain_graph=True)  # does not reach the weight
-    apart = torch.autograd.grad(loss, parameters, retain_graph=True)
-    torch.testing.assert_close(apart, plain, rtol=1e-6, atol=1e-8)
-    of_value = torch.autograd.grad(value, parameters, retain_graph=True)
-    kept = [gradient.clone() for gradient in of_value]
-    together = torch.autograd.grad(loss + value, parameters)
-    torch.testing.assert_close(of_value, tuple(kept), rtol=0, atol=0)
-    summed = tuple(a + b for a, b in zip(apart, of_value, strict=True))
-    torch.testing.assert_close(together, summed, rtol=1e-5, atol=1e-8)
-
-
 def many_tokens():
     torch.manual_seed(0)
     X = torch.randint(0, 5000, (3, 4))
@@ -195,15 +175,3 @@ def test_a_step_makes_few_more_arrays_of_the_weights_size_than_without_penalty(c
     # with its gradient
     more = len(sizes(penalised)) - len(plain)
     assert more <= (6 if normalize else 2)
-
-
-def test_bfloat16_weights_get_gradients_of_their_type(few_are_many):
-    few_are_many()
-    net, X, y = make(6, 5, 2.0)
-    net.bfloat16()
-    penalty = published_penalty()
-    value = evaluate(penalty, net, CE, X.bfloat16(), y)
-    assert value.dtype == torch.float32
-    value.backward()
-    assert all(p.grad.dtype == torch.bfloat16 for p in net.parameters())
-    assert all(p.grad.isfinite().all() for p in net.parameters())
