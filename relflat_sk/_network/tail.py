@@ -21,7 +21,6 @@ The measures and the penalty both choose here.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -220,21 +219,6 @@ _AFFINE = {"Addmm", "Mm", "Convolution", "MkldnnConvolution"}
 _BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 
 
-def _does_not_overlap(step: Any) -> bool:
-    """Return whether each input of a maximum pooling belongs to one window at most."""
-    windows = zip(step._saved_kernel_size, step._saved_stride, step._saved_dilation, strict=True)
-    return all(stride >= size and dilation == 1 for size, stride, dilation in windows)
-
-
-def _averages(step: Any, *, equally: bool = False) -> bool:
-    """Return whether the weights of an average pooling's windows add up to 1 or less.
-
-    Equally: besides, windows at the border weigh an input no more than others do.
-    """
-    at_border = step._saved_count_include_pad or not any(step._saved_padding)
-    return step._saved_divisor_override is None and (at_border or not equally)
-
-
 # steps whose outputs change at most as fast as their inputs, in the maximum norm
 _SLOW: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(
@@ -242,25 +226,20 @@ _SLOW: dict[str, Callable[[Any], bool]] = {
          "Relu", "Select", "Sigmoid", "Slice", "Softplus", "Tanh"),
         lambda step: True,
     ),
-    **dict.fromkeys(("AvgPool2D", "AvgPool3D"), _averages),
+    # the weights of whose windows add up to 1 or less
+    **dict.fromkeys(
+        ("AvgPool2D", "AvgPool3D"), lambda step: step._saved_divisor_override is None
+    ),
     "LeakyRelu": lambda step: abs(step._saved_negative_slope) <= 1,
 }  # fmt: skip
-# and in the Euclidean norm, in which an input counts in each window that it belongs to
-_SLOW_EUCLIDEAN = _SLOW | {
-    **dict.fromkeys(("AvgPool2D", "AvgPool3D"), partial(_averages, equally=True)),
-    **dict.fromkeys(("MaxPool2DWithIndices", "MaxPool3DWithIndices"), _does_not_overlap),
-}
 
 
-def find_faster_step(
-    output: Tensor, x: Tensor, n_layers: int, n_folded: int = 0, *, euclidean: bool
-) -> str | None:
+def find_faster_step(output: Tensor, x: Tensor, n_layers: int, n_folded: int = 0) -> str | None:
     """Return a step by which the outputs may change faster than the layers' norms allow.
 
     The product of the layers' norms limits the changes of the outputs if the network is a chain
     of the layers, and all steps between them change at most as fast as their inputs.
     """
-    slow = _SLOW_EUCLIDEAN if euclidean else _SLOW
     n_affine = n_norms = 0
     for step, reached in steps_behind(output, get_gradient_edge(x).node):
         kind = kind_of(step)
@@ -270,7 +249,7 @@ def find_faster_step(
             n_affine += 1
         elif kind in _BATCH_NORMS:
             n_norms += 1
-        elif not (step.name() in _SAME_BUT_FOR_AXES or (kind in slow and slow[kind](step))):
+        elif not (step.name() in _SAME_BUT_FOR_AXES or (kind in _SLOW and _SLOW[kind](step))):
             return f"{step.name()} may change faster than its input"
     if (n_affine, n_norms) != (n_layers, n_folded):
         return "matrices or batch norms are applied by functions, outside of layers"

@@ -29,7 +29,6 @@ from torch import nn
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._models.network_of import DataOptions, to_network
-from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import mean_loss
 from relflat_sk._random import RandomState, as_random_state, make_generator
@@ -63,12 +62,10 @@ class Smoothing:
         uniform in the ball, or on the sphere, of radius ``sigma r_i``.
     sigma : float, default=1
         Width of the kernel.
-    bandwidth : float, "scott" or "silverman", optional
+    bandwidth : float, optional
         Smooth all samples by a Gaussian kernel density estimate with this bandwidth, in the unit
         of the features and the same for all samples, in place of a kernel whose radius is in
-        proportion to the features, so that `kernel`, `sigma` and ``delta`` are left out. The rules
-        of Scott and Silverman take the root mean variance of the features times
-        ``n^(-1/(m+4))`` and ``(n (m+2)/4)^(-1/(m+4))``, with n samples and m features.
+        proportion to the features, so that `kernel`, `sigma` and ``delta`` are left out.
     alphas : array of shape (n,), optional
         Weights ``alpha_i`` of the samples, divided by their sum; equal if None. Some may be zero,
         but not those of all samples in one part of a split. A DataLoader must not shuffle then.
@@ -99,7 +96,7 @@ class Smoothing:
 
     kernel: str = "truncated_normal"
     sigma: float = 1.0
-    bandwidth: float | str | None = None
+    bandwidth: float | None = None
     alphas: Any = None
     label_noise: Callable[[Any, np.random.RandomState], Any] | None = None
 
@@ -108,9 +105,7 @@ class Smoothing:
         if not isinstance(self.kernel, str) or self.kernel not in KERNELS:
             raise ValueError(f"kernel must be one of {sorted(KERNELS)}, got {self.kernel!r}.")
         check_number("sigma", self.sigma)
-        if self.bandwidth not in ("scott", "silverman"):
-            named = 'bandwidth, where it is not "scott" or "silverman",'
-            check_number(named, self.bandwidth, optional=True)
+        check_number("bandwidth", self.bandwidth, optional=True)
         changed = (self.kernel, self.sigma) != ("truncated_normal", 1.0)
         if self.bandwidth is not None and changed:
             raise ValueError(
@@ -167,7 +162,7 @@ def smooth(
     if smoothing.bandwidth is None:
         moves = kernel_moves(smoothing.kernel, smoothing.sigma, delta, n_draws, generator)
     else:
-        moves = normal_moves(find_bandwidth(site, smoothing.bandwidth), n_draws, generator)
+        moves = normal_moves(smoothing.bandwidth, n_draws, generator)
     relabel = None if noise is None else lambda _, labels: noise(labels, rng)
     batches = list(move_features(site, moves, each=True, relabel=relabel))
     weight = torch.cat([batch.weights for batch in batches])
@@ -183,17 +178,6 @@ def smooth(
         shares,
         moves.stderr(rises @ share / (share @ divisor)),
     )
-
-
-def find_bandwidth(site: Site, bandwidth: float | str) -> float:
-    """Find the bandwidth of a Gaussian kernel density estimate, by a rule in one pass."""
-    if not isinstance(bandwidth, str):
-        return bandwidth
-    with borrowed(site.network.module):
-        features = torch.cat([split.features for split in site.splits()])
-    n, m = features.shape
-    factor = n if bandwidth == "scott" else n * (m + 2) / 4
-    return float(features.var(dim=0).mean().sqrt()) * float(factor ** (-1 / (m + 4)))
 
 
 def check_smoothing(smoothing: Smoothing | None, delta: float | None) -> Smoothing:
@@ -278,8 +262,7 @@ def representativeness(  # noqa: PLR0913
         ``n^(-1 / (4 + m))``, the choice of Theorem 6, with n samples and m features.
     smoothing : Smoothing, optional
         Another kernel, a bandwidth for all samples, weights of the samples or noise on their
-        labels. With ``bandwidth="scott"`` and `refit`, each new model has the bandwidth of the
-        samples that it was fitted to.
+        labels.
     n_splits : int, default=10
         Random splits to average over, at least 2.
     test_size : float or int, default=0.25
@@ -404,7 +387,7 @@ class GeneralizationBound:
     delta : float
         Radius of the smoothing, ``n^(-1 / (4 + m))`` if it was not given; nan with a bandwidth.
     bandwidth : float or None
-        Bandwidth of the kernel density estimate on all samples, if one was asked for.
+        Bandwidth of the kernel density estimate, if one was asked for.
     stderr : float
         Standard error of the total, from random splits and draws.
     """
@@ -543,15 +526,15 @@ def generalization_bound(  # noqa: PLR0913
             f"{site.name!r} receives {tuple(site.shape)}. Choose a linear layer behind it."
         )
     rng = as_random_state(random_state)
-    delta, h = find_delta(site, delta), None
-    name = "relative_flatness" if smoothing.bandwidth is None else "feature_curvature"
+    h = smoothing.bandwidth
+    delta = find_delta(site, delta) if h is None else math.nan
+    name = "relative_flatness" if h is None else "feature_curvature"
     found = measure_layers(site.network, [name], [site.name], random_state=rng)
     flatness = found[site.name, name]
-    if smoothing.bandwidth is None:
+    if h is None:
         moment = KERNELS[smoothing.kernel].second_moment(site.size, smoothing.sigma)
         factor = delta**2 / (2 * site.size) * moment
     else:
-        delta, h = math.nan, find_bandwidth(site, smoothing.bandwidth)
         factor = h**2 / 2
     estimate, stderr = representativeness(
         model,

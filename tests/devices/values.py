@@ -131,7 +131,7 @@ def test_reports():
     assert_same_everywhere(compute, trained("convolution"), places=("model and data",))
 
 
-PERMUTED = Smoothing(bandwidth="scott", label_noise=lambda labels, rng: rng.permutation(labels))
+PERMUTED = Smoothing(bandwidth=0.3, label_noise=lambda labels, rng: rng.permutation(labels))
 NORMAL = Smoothing(kernel="normal")
 ALPHAS = Smoothing(sigma=0.2, alphas=np.arange(40.0))
 MOVES = {"delta": 0.1, "n_draws": 4}

@@ -177,7 +177,6 @@ REFUSED = [
     (named("inverse_margin", percentile=101), V, "percentile must be between 0 and 100, got 101"),
     (named("group_norm_product", p=0.5), V, "p must be a number of at least 1, .*inf, got 0.5"),
     (named("group_norm_product", q=math.nan), V, "q must be a number of at least 1, .* got nan"),
-    (named("log_robustness", norm="l1"), V, r"norm must be one of \['l2', 'linf'\], got 'l1'"),
     (margin(1, MSE, torch.ones(4, 1)), V, "MSELoss is not known as a class"),
     (margin(2, lambda z, y: z.sum(dim=1).mean(), torch.ones(4)), V, "<lambda> is not known"),
     (margin(2, CE, None), V, "y is needed: the margin is that of the true class"),

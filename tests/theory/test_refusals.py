@@ -79,8 +79,8 @@ VALUES = [
     ("Smoothing", {"kernel": "box"}, "kernel must be one of .*, got 'box'"),
     ("Smoothing", {"kernel": 3}, "kernel must be one of .*, got 3"),
     ("Smoothing", {"sigma": 0}, "sigma must be a finite positive number, got 0"),
-    ("Smoothing", {"bandwidth": "best"}, "bandwidth, where it is not \"scott\" or .* got 'best'"),
-    ("Smoothing", {"bandwidth": -1}, "bandwidth, .* a finite positive number or None, got -1"),
+    ("Smoothing", {"bandwidth": "best"}, "bandwidth must be .* number or None, got 'best'"),
+    ("Smoothing", {"bandwidth": -1}, "bandwidth must be .* number or None, got -1"),
     (
         "Smoothing",
         {"bandwidth": 0.1, "kernel": "uniform"},
@@ -88,7 +88,7 @@ VALUES = [
     ),
     (
         "Smoothing",
-        {"bandwidth": "scott", "sigma": 2.0},
+        {"bandwidth": 0.1, "sigma": 2.0},
         "in place of a kernel, but .* and sigma=2.0 are",
     ),
     ("label_constancy", {"by": "size"}, 'by must be "labels" or "loss", got \'size\''),
