@@ -51,7 +51,8 @@ class DenseHessianNet(NeuralNetClassifier):
         if not training:
             return loss
         head = self.module_.head
-        features = self.module_.features(to_tensor(X, device=self.device))
+        X, y_true = to_tensor((X, y_true), device=self.device)
+        features = self.module_.features(X)
         m = head.in_features
 
         def risk(weight: Tensor) -> Tensor:

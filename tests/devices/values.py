@@ -53,6 +53,7 @@ def device():
 def assert_same_everywhere(compute, net, rtol=1e-4, atol=1e-6, places=tuple(PLACES)):
     """Compare ``compute(model, X, y, **options)`` in these places with the CPU's value."""
     X, y = make_data()
+    X = X.to(next(net.parameters()).dtype)
     expected = np.asarray(compute(copy.deepcopy(net), X, y), dtype=float)
     assert np.isfinite(expected).any()
     for place in places:
@@ -128,7 +129,9 @@ def test_reports():
         )
         return table.select_dtypes("number").to_numpy(dtype=float, na_value=np.nan)
 
-    assert_same_everywhere(compute, trained("convolution"), places=("model and data",))
+    # in float32, the standard error of an almost exact value is rounding
+    net = trained("convolution").double()
+    assert_same_everywhere(compute, net, places=("model and data",))
 
 
 PERMUTED = Smoothing(bandwidth=0.3, label_noise=lambda labels, rng: rng.permutation(labels))
@@ -188,7 +191,8 @@ def test_theory(name):
         found = function(model, X, y, **arguments, **where)
         return found[part] if isinstance(part, list) else getattr(found, part or "", found)
 
-    assert_same_everywhere(compute, trained(), rtol=1e-3, places=("model", "device"))
+    # in float32, the disturbances of condition C2 are as small as rounding
+    assert_same_everywhere(compute, trained().double(), rtol=1e-3, places=("model", "device"))
 
 
 @pytest.mark.parametrize("factors", [[2.0, 0.5, 1.0], torch.tensor([4.0, 0.5, 0.5])], ids=str)

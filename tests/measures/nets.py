@@ -70,7 +70,7 @@ class GroupedQueries(nn.Module):
         return self.head((x + self.o_proj(h.transpose(1, 2).reshape(n, length, 8))).mean(1))
 
     def turn(self, z):
-        angle = torch.arange(z.shape[2], dtype=z.dtype)[:, None]
+        angle = torch.arange(z.shape[2], dtype=z.dtype, device=z.device)[:, None]
         a, b = z.split(1, dim=-1)
         return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
