@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -159,8 +160,8 @@ class Network:
     @property
     def device(self) -> torch.device:
         """The device of the network's parameters."""
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        return tensors[0].device if tensors else torch.device("cpu")
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return torch.device("cpu") if first is None else first.device
 
     def __call__(self, x: Any) -> Tensor:
         """Run the network on inputs as they come from the data."""
