@@ -143,8 +143,13 @@ def main() -> int:
         budgets.append(Budget(f"{name} / forward", found[name].value, limit))
         if name in peaks:
             budgets.append(Budget(f"{name}, GiB above the model", peaks[name] / 2**10, 0.6))
+    size = problem.head[0].weight.nbytes / 2**20
     budgets += [
-        Budget(f"{name}, GiB above a step without", (peaks[name] - peaks[PLAIN]) / 2**10, 0.1)
+        Budget(
+            f"{name}, sizes of the weight above a step without",
+            (peaks[name] - peaks[PLAIN]) / size,
+            3.5 if "normalised" in name else 1.3,
+        )
         for name in peaks
         if "penalty" in name
     ]

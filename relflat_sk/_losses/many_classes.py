@@ -1,7 +1,7 @@
 r"""The curvature of softmax cross-entropy over very many classes, in little memory.
 
 The head of a language model has 50,000 classes and more. Sums over the classes run chunk by chunk.
-Of the size of the weight there is one array at most, its gradient in training.
+In training, the penalty's gradient in the weight is one array more of the weight's size.
 
 Let ``t`` be the most probable class of a sample, ``z_n`` the greatest of its other logits, and
 
