@@ -15,6 +15,7 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import kendalltau, rankdata
 
 from relflat_sk import rank_minima
+from relflat_sk.search._results import is_averaged
 
 __all__ = ["FORMS", "SHARES", "Fits", "Way", "judge", "test_errors", "ways"]
 
@@ -225,6 +226,21 @@ def as_in_a_search(fits: Fits, scores: Floats) -> Floats:
     return places
 
 
+def averages(fits: Fits) -> dict[str, NDArray[np.bool_]]:
+    """Return which candidates means are of: all, those that a search averages, those at its goal.
+
+    A search's goal is a twentieth of a constant's loss.
+    """
+    depth = fits.constant / fits.losses
+    state = np.where(np.isfinite(fits.losses), "complete", "failed")
+    table = pd.DataFrame({"depth": depth, "converged": fits.converged, "state": state})
+    return {
+        "average of all": fits.converged,
+        "average, as in a search": fits.converged & is_averaged(table),
+        "average of those at a search's goal": fits.converged & (depth >= 20),
+    }
+
+
 def best_of_few(first: Floats, then: Floats, n: int) -> Floats:
     """Order by `first`, but the best n of it by `then`."""
     places = rankdata(_finite_first(first), method="ordinal")
@@ -262,7 +278,11 @@ def ways(fits: Fits) -> dict[str, Way]:
         "random": Way(same, 1.0, full, errors),
         "5 random": Way(same, 1.0, full, errors, FEW),
         "flatter half": Way(flat, 1.0, full, errors, n // 2),
-        "average of all": Way(same, 1.0, full, errors, n),
+    }
+    found |= {
+        name: Way(np.where(kept, 0.0, np.inf), 1.0, full, errors, int(kept.sum()))
+        for name, kept in averages(fits).items()
+        if kept.any()
     }
     for part, share in (("20%", 0.8), ("5%", 0.95), ("5-fold", 4.0), ("10-fold", 9.0)):
         if part in fits.held_out:

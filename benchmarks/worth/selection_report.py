@@ -53,6 +53,7 @@ RULES = {
     "5 flattest; hold-out": ("5 flattest", BASE),
     "5 flattest if most fit, else hold-out": ("5 flattest if most fit, else 20%", BASE),
     "average of all": ("average of all",) * 2,
+    "average, as in a search": ("average, as in a search",) * 2,
     "5 best of 20%": (f"{FEW} best of 20%, refit",) * 2,
     "better half of 20%": ("better half of 20%, refit",) * 2,
 }

@@ -115,8 +115,8 @@ def _warn_of_missing(table: pd.DataFrame) -> None:
     others = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
     if len(others):
         warn(
-            f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others; "
-            "ensemble_ leaves them out. Reasons:\n" + list_reasons(others)
+            f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others. "
+            "Reasons:\n" + list_reasons(others)
         )
     lacking = table[table["comparable"] & (table["reason"] != "")]
     if len(lacking):
@@ -189,11 +189,20 @@ def list_reasons(table: pd.DataFrame) -> str:
     return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
 
 
-def on_best_data(minima: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows converged on the fewest random labels and the most samples among them.
+def is_averaged(minima: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows the mean is of: networks that have learned, on the best of the data.
 
-    It is the first row if none converged.
+    They have learned if they lower a constant's loss at least half as far as the best of them: the
+    worst that benchmarks.worth.selection averages. Without depths, all that converged have. The
+    best data have the fewest random labels and the most samples. It is the first row if there are
+    none.
     """
+    depth = minima["depth"].where(is_complete(minima)).to_numpy(dtype=float)
+    drop = 1 - 1 / depth
+    kept = np.where(
+        np.isnan(drop), minima["converged"], drop >= np.fmax.reduce(drop, initial=0.0) / 2
+    ).astype(bool)
+    kept = kept if kept.any() else np.arange(len(minima)) == 0
 
     def varied(name: str) -> NDArray[np.float64]:
         column = minima.get(f"{PARAM_PREFIX}{PREFIX}{name}", pd.Series(0.0, minima.index))
@@ -201,8 +210,6 @@ def on_best_data(minima: pd.DataFrame) -> NDArray[np.bool_]:
 
     size = varied("train_size")
     size = np.where((size == 0) | (size == 1), np.inf, size)  # all samples
-    kept = minima["converged"].to_numpy(dtype=bool)
-    kept = kept if kept.any() else np.arange(len(minima)) == 0
     for amount in (varied("random_labels"), varied("confusion_size"), -size):
         kept = kept & (amount == amount[kept].min())
     return kept
@@ -256,7 +263,7 @@ class _Held(NamedTuple):
 
 
 class HeldEstimators:
-    """The estimators of the candidates that may rank first, or of `every` minimum for a mean.
+    """The estimators of the candidates that may rank first, or of `every` one for a mean.
 
     Only minima of about the same depth are compared, and which depth that is depends on all
     candidates. A minimum cannot rank first any more once flatter ones at least as deep and at
@@ -273,7 +280,8 @@ class HeldEstimators:
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
         """Hold the estimator of a trial if it may be needed, as lean as it can be."""
-        if is_minimum(trial):
+        complete = trial.state == TrialState.COMPLETE
+        if is_minimum(trial) or (self.every and complete):
             # minima without a depth are in every band, as if all had the depth 1
             depth = attributes_of(trial).get("depth", 1.0) if self.band is not None else 1.0
             self.held.append(_Held(trial.values[0], trial.number, depth, estimator))
@@ -282,7 +290,7 @@ class HeldEstimators:
             else:
                 self.held = [one for one in self.held if not self._is_beaten(one)]
             self.other = None
-        elif trial.state == TrialState.COMPLETE and not self.held:
+        elif complete and not self.held:
             both = [one for one in (self.other, (trial, estimator)) if one is not None]
             table = table_of_trials((one for one, _ in both), {})
             first = rank_minima(table, self.by)["trial"].iloc[0]

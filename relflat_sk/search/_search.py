@@ -48,8 +48,8 @@ from relflat_sk.search._results import (
     candidate_table,
     check_table,
     cv_results,
+    is_averaged,
     listed,
-    on_best_data,
     warn_if_few_fit,
 )
 from relflat_sk.search._space import Space
@@ -184,8 +184,8 @@ def _if_available(method: str) -> Callable[[Any], Any]:
             )
         if method == "decision_function" and search._predicts_with_mean():
             raise AttributeError(
-                "decision_function is of one network, and the search predicts with the mean of "
-                "all minima. Take best_estimator_.decision_function, or set refit=True."
+                "decision_function is of one network, and the search predicts with a mean "
+                "of several. Take best_estimator_.decision_function, or set refit=True."
             )
         return hasattr(getattr(search, "best_estimator_", search.estimator), method)
 
@@ -203,7 +203,7 @@ def _predicting(method: str, summary: str, returns: str) -> Any:
         return getattr(model, method)(X)
 
     call.__name__ = method
-    call.__doc__ = f"""{summary} with the mean of all minima, or the flattest; see `refit`.
+    call.__doc__ = f"""{summary} with the mean of networks, or the flattest; see `refit`.
 
         Parameters
         ----------
@@ -217,7 +217,7 @@ def _predicting(method: str, summary: str, returns: str) -> Any:
     return _if_available(method)(call)
 
 
-MEAN = "mean"  # of all minima's predictions
+MEAN = "mean"  # of the predictions of all networks that have learned
 # parameters that change the steps of training, but neither the network nor the loss at its end
 _OF_STEPS = {"batch_size", "lr", "lr_scaling", "learning_rate_init", "momentum", "random_state"}
 _PREDICTORS = ("best_estimator_", "ensemble_")
@@ -231,7 +231,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     `GridSearchCV` fits each candidate k times on parts of the data, and the winner once more on
     all of it. This search fits each candidate once, on all of it, and ranks by a measure of
     flatness on the training data: no data are held out. It is a scikit-learn estimator: it
-    predicts with the mean of all minima, or with the flattest, see `refit`.
+    predicts with the mean of all networks that have learned, or with the flattest, see `refit`.
 
     Parameters
     ----------
@@ -292,11 +292,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         of scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not
         change them, and with a loss they must have reached it, too.
     refit : bool or "mean", default="mean"
-        What the search predicts with. "mean": `ensemble_`, the mean prediction of all minima,
-        which generalises better than any way to choose one of them (``docs/does_it_help.md``).
-        It takes the time and memory of all networks. Estimators whose predictions have no mean
-        predict as with True: classifiers without `predict_proba`, with a threshold or several
-        labels of a sample, and what is neither classifier nor regressor. True:
+        What the search predicts with. "mean": `ensemble_`, the mean prediction of all networks
+        that have learned, which generalises better than any way to choose one of them
+        (``docs/does_it_help.md``). A network has learned if it lowers the loss of the best
+        constant prediction at least half as far as the best network does; it need not be a
+        minimum. The mean takes the time and memory of all networks. Estimators whose predictions
+        have no mean predict as with True: classifiers without `predict_proba`, with a threshold
+        or several labels of a sample, and what is neither classifier nor regressor. True:
         `best_estimator_`, the flattest minimum; the search holds the one to three networks that
         may rank first. False: nothing.
     random_state : int, RandomState or None, default=None
@@ -318,11 +320,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     best_estimator_ : estimator
         The flattest minimum, trained on all of X; the deepest candidate if none is a minimum.
     ensemble_ : VotingClassifier or VotingRegressor
-        All minima, with ``refit="mean"``; its `named_estimators_` are named by their trials. If
-        the space varies the data (``data__``), only those with the fewest random labels and the
-        most samples. It has what this search trained, what saved weights restore, and
-        `best_estimator_`, which alone is trained again if need be. A warning says how many minima
-        are left out. Members are frozen: to cross-validate, pass the search.
+        All networks that have learned, with ``refit="mean"``, see `refit`; its
+        `named_estimators_` are named by their trials. If the space varies the data (``data__``),
+        only those with the fewest random labels and the most samples. It has what this search
+        trained, what saved weights restore, and `best_estimator_`, which alone is trained again
+        if need be. A warning says how many are left out. Members are frozen: to cross-validate,
+        pass the search.
     best_params_ : dict
         The parameters of `best_estimator_`; ``data__`` and ``lr_scaling`` are the search's own.
     best_score_ : float
@@ -354,7 +357,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     A candidate that raises, diverges, runs out of memory or is no better than a constant
     prediction is recorded as failed, with its reason, and not tried again. A candidate that did
     not reach its goal is recorded as not converged. Both rank behind every minimum. If there is no
-    minimum, the search warns, and predicts with the deepest network. With `n_jobs`, a candidate
+    minimum, the search warns, and the deepest network ranks first. With `n_jobs`, a candidate
     whose process is killed is tried once more, while nothing else trains.
 
     Minima rank together if their depths differ by at most a factor of 3, and all of them if the
@@ -602,7 +605,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         -------
         Choice
             A named tuple of `way` and `reason`. The way is "mean", the mean prediction of all
-            minima, with which the search predicts by default; "mean of the best held out", of
+            networks, with which the search predicts by default; "mean of the best held out", of
             the five candidates with the smallest loss on held-out data, trained again on all
             data; or "best held out".
 
@@ -685,12 +688,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     def get_ensemble(
         self, k: int | None = None, X: Any = None, y: Any = None, **fit_params: Any
     ) -> Any:
-        """Return minima as one fitted estimator that averages their predictions.
+        """Return candidates as one fitted estimator that averages their predictions.
 
         Parameters
         ----------
         k : int, optional
-            Number of minima, the first of `minima_`. If None, all that `ensemble_` averages.
+            Number of minima, the first of `minima_`. If None, all that `ensemble_` averages, see
+            `refit`.
         X : array-like of shape (n, n_features), optional
             The training data that `fit` was given; needed only if the search was unpickled and
             does not hold all of these.
@@ -729,13 +733,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         return _average(members, None if known else self._objective_of(X, y, fit_params).y)
 
     def _first_trials(self, k: int | None) -> list[int]:
-        """Return the trials of the first k minima; if None, of those that are averaged.
-
-        These are all that converged on the best of the data, or the first if none converged.
-        """
+        """Return the trials of the first k minima; if None, of those that are averaged."""
         trained = (self.minima_["state"] == "complete").to_numpy(dtype=bool)
         if k is None:
-            kept = on_best_data(self.minima_)
+            kept = is_averaged(self.minima_)
         elif k <= trained.sum():
             kept = trained & (trained.cumsum() <= k)
         else:
@@ -958,8 +959,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
 
-    def _set_ensemble(self, found: Mapping[int, Any], y: Any, n_minima: int) -> None:
-        """Average the minima that are at hand."""
+    def _set_ensemble(self, found: Mapping[int, Any], y: Any, n_all: int) -> None:
+        """Average the networks that are at hand."""
         if not found:
             return
         try:
@@ -967,9 +968,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         except ValueError as error:
             warn(f"the search predicts with the flattest minimum only: {error}")
             return
-        if len(found) < n_minima:
+        if len(found) < n_all:
             warn(
-                f"the search predicts with the mean of {len(found)} of {n_minima} minima: other "
+                f"the search predicts with the mean of {len(found)} of {n_all} networks: other "
                 "sessions or processes trained the rest, and their weights were not saved or "
                 "cannot be read. Give the search an artifact_store before it trains, or train "
                 "them again by get_ensemble()."

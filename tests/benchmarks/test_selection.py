@@ -218,6 +218,18 @@ def test_ensembles_average_probabilities():
     assert math.isnan(judged(fits, np.arange(7), size=5)["top5"])
 
 
+def test_a_search_averages_what_lowers_the_loss_half_as_far_as_the_best():
+    fits = made_up([0, 0, 40, 40, 40, 0])
+    fits.losses = fits.constant * np.array([0.04, 0.5, 0.53, 0.53, 0.53, np.nan])
+    fits.converged[-1] = False
+    rows = ways.judge_all(fits, seed=0)
+    assert rows["average of all"]["error"] == pytest.approx(40)
+    assert rows["average, as in a search"]["error"] == 0
+    assert (
+        ways.averages(fits)["average of those at a search's goal"].tolist() == [True] + [False] * 5
+    )
+
+
 def test_costs_count_fits_of_all_candidates():
     fits = made_up([4, 10, 2, 8, 6, 20, 30, 5, 7, 9])
     fits.held_out = {
