@@ -23,16 +23,12 @@ from sklearn.datasets import (
     make_classification,
 )
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
-from sklearn.experimental import enable_halving_search_cv  # noqa: F401
 from sklearn.inspection import permutation_importance
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, Ridge
 from sklearn.model_selection import (
     GridSearchCV,
-    HalvingGridSearchCV,
     StratifiedKFold,
-    cross_val_score,
     cross_validate,
-    learning_curve,
 )
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
@@ -181,36 +177,17 @@ def validated():
     return [results[key] for key in results if key.endswith(("flat", "first"))]
 
 
-def permuted(scorer, name=None, **options):
+def permuted():
     """The first score, and those behind the importances of features."""
-    found = permutation_importance(
-        net().fit(X, Y), X, Y, scoring=scorer, n_repeats=2, random_state=0, **options
-    )
-    found = found["importances"] if name is None else found[name]["importances"]
+    scoring = {"flat": Checked(non_minimum="accept"), "accuracy": "accuracy"}
+    options = {"n_repeats": 2, "random_state": 0, "sample_weight": np.ones(len(Y))}
+    found = permutation_importance(net().fit(X, Y), X, Y, scoring=scoring, **options)
+    found = found["flat"]["importances"]
     assert found.shape == (4, 2)
     return [KEPT[0], KEPT[0] - found]
 
 
-TOOLS = {
-    "cross_val_score": lambda: [cross_val_score(net(), X, Y, scoring=Checked(), **FOLDS)],
-    "cross_validate": validated,
-    "learning_curve": lambda: learning_curve(
-        net(), X, Y, train_sizes=[0.5, 1.0], shuffle=True, random_state=0, scoring=Checked(),
-        **FOLDS,
-    )[1:],
-    "halving": lambda: splits(
-        HalvingGridSearchCV(
-            net(), {"batch_size": [8, 16, 32]}, min_resources=50, scoring=Checked(),
-            random_state=0, **FOLDS,
-        ),
-        "score",
-    ),
-    "permutation_importance": lambda: permuted(Checked(non_minimum="accept")),
-    "permutation_importance, dict and weights": lambda: permuted(
-        {"flat": Checked(non_minimum="accept"), "accuracy": "accuracy"}, "flat",
-        sample_weight=np.ones(len(Y)),
-    ),
-}  # fmt: skip
+TOOLS = {"cross_validate": validated, "permutation_importance": permuted}
 
 
 @pytest.mark.parametrize("tool", TOOLS)
@@ -537,53 +514,32 @@ def history(*epochs, shuffle=True):
 
 
 NOISE = np.random.default_rng(0).normal(0, 0.1, (20, 10))
+HARDER = np.linspace(0.5, 1.5, 10)[::-1]  # batches in a fixed order, harder ones first
+PROGRESS = {  # losses of the batches in each epoch, whether they are shuffled, and the verdict
+    "large": ([[1.0], [0.7]], True, True),
+    "an outlier at the end": ([[1.0], [0.7], [99.0]], True, True),
+    "rounding": ([[1.0], [1.0 - 1e-6]], True, False),
+    "small, may be noise": ([[1.0], [0.95]], True, False),
+    "noise": ([1 + noise for noise in NOISE[:3]], True, False),
+    "beyond noise": ([1 - 0.02 * at + noise for at, noise in enumerate(NOISE)], True, True),
+    "batches of one epoch": ([np.linspace(1.0, 0.9, 40)], True, True),
+    "nan": ([[1.0, math.nan], [math.nan, 0.5]], True, False),
+    "noise in one epoch": ([1 + NOISE[0]], True, False),
+    "order": ([HARDER], False, False),
+    "order and noise": ([HARDER + noise / 10 for noise in NOISE[:3]], False, False),
+    "lower in the same order": ([HARDER - 0.05 * at for at in range(3)], False, True),
+}
 
 
-@pytest.mark.parametrize(
-    ("epochs", "progress"),
-    [
-        ([[1.0], [0.7]], True),
-        ([[1.0], [0.7], [99.0]], True),
-        ([[1.0], [1.0 - 1e-6]], False),
-        ([[1.0], [0.95]], False),  # may be noise
-        ([1 + noise for noise in NOISE[:3]], False),
-        ([1 - 0.02 * at + noise for at, noise in enumerate(NOISE)], True),
-        ([np.linspace(1.0, 0.9, 40)], True),
-        ([[1.0, math.nan], [math.nan, 0.5]], False),
-        ([1 + NOISE[0]], False),
-    ],
-    ids=[
-        "large",
-        "an outlier at the end",
-        "rounding",
-        "small",
-        "noise",
-        "beyond noise",
-        "batches of one epoch",
-        "nan",
-        "noise in one epoch",
-    ],
-)
-def test_progress_is_more_than_rounding_and_noise(epochs, progress):
-    model = history(*epochs)
+@pytest.mark.parametrize(("epochs", "shuffle", "progress"), PROGRESS.values(), ids=PROGRESS)
+def test_progress_is_more_than_rounding_noise_and_order(epochs, shuffle, progress):
+    model = history(*epochs, shuffle=shuffle)
     assert made_progress(model) == progress
     if progress:
         assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
     else:
         with pytest.warns(FlatnessWarning, match="made no progress"):
             assert math.isnan(SCORER(model, X, Y))
-
-
-def test_batches_that_are_not_shuffled_are_compared_with_themselves():
-    sorted_by_difficulty = np.linspace(1.5, 0.5, 20)
-    rng = np.random.default_rng(0)
-    noisy = [sorted_by_difficulty + rng.normal(0, 0.01, 20) for _ in range(3)]
-    still = history(*noisy, shuffle=False)
-    lower = history(*(sorted_by_difficulty - 0.05 * at for at in range(3)), shuffle=False)
-    one = history(sorted_by_difficulty, shuffle=False)
-    assert not made_progress(still)
-    assert made_progress(lower)
-    assert not made_progress(one)
 
 
 def test_the_loss_curve_of_a_scikit_learn_network_is_evidence():
