@@ -554,7 +554,7 @@ class HyperparameterDisplay(MinimaDisplay):
             ax.set_xticks(range(len(names)), names, rotation=turned)
         elif few:
             ax.set_xticks(levels, [f"{level:g}" for level in levels])
-            ax.minorticks_off()
+            ax.set_xticks([], minor=True)
         ax.set(xlabel=label_of(self.axis, ""), ylabel=label_of(self.measure, loss_unit))
         return [ax]
 

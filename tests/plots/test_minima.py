@@ -230,6 +230,11 @@ def test_a_measure_against_a_number():
     assert display.ax_.get_xscale() == "log"
     assert ticks(display.ax_.xaxis) == ["8", "32", "128"]
     assert legend(display.ax_) == ["median of the minima"]
+    # a logarithmic axis of the measure has labels between powers of ten
+    ax = HyperparameterDisplay.from_minima(
+        named_table(relative_flatness=np.geomspace(30, 400, 12))
+    ).ax_
+    assert {"50", "200"} <= {label.get_text() for label in ax.get_yticklabels(minor=True)}
     many = named_table(20, param_batch_size=np.arange(20) + 1.0)
     assert not lines(HyperparameterDisplay.from_minima(many, "batch_size", color_by=None).ax_)
 
