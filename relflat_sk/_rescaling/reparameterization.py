@@ -118,10 +118,10 @@ def reparameterize(
 ) -> nn.Module:
     r"""Copy a network so that it computes the same function with rescaled weights.
 
-    Where the steps between two layers are positively homogeneous, f(c x) = c f(x) for c > 0,
-    one layer can be multiplied by c and a later one divided by it [1]_. Losses and predictions
-    stay the same, and a measure of flatness should, too; the Hessian's trace and largest
-    eigenvalue and the norms of weights change [2]_.
+    Where the steps between two layers are positively homogeneous, f(c x) = c f(x) for c > 0, one
+    layer can be multiplied by c and a later one divided by it [1]_. Losses and predictions stay the
+    same, and a measure of flatness should as well; the Hessian's trace and largest eigenvalue and
+    the norms of weights change [2]_.
 
     Parameters
     ----------

@@ -257,7 +257,7 @@ def measure(
         Return the samples' terms, whose mean is the value, see `relative_flatness`. Only for
         measures that are means over samples: relative flatness, the Hessian's trace and the
         neurons' flatness. `neuron_flatness_max` has the terms of the least flat neuron. A
-        DataLoader that shuffles is refused.
+        DataLoader that shuffles raises a ValueError.
     **params : dict
         Further arguments, see `relative_flatness`. `weight_decay` is the optimiser's, to be
         counted into the loss as ``weight_decay / 2 * |W|^2``. "comparable_flatness" is measured
@@ -380,8 +380,8 @@ def relative_flatness(  # noqa: PLR0913
     criterion : torch loss, optional
         The loss; needed for a bare module only: estimators and causal LMs know their own.
     normalize : bool, default=False
-        Measure features in units of their standard deviation (Theorem 4), which makes the
-        value independent of the scale of every single feature, too.
+        Measure features in units of their standard deviation (Theorem 4), which makes the value
+        independent of the scale of every single feature.
     method : {"auto", "exact", "hutchinson"}, default="auto"
         "auto" is exact where a closed form or few Hessian-vector products are enough.
         Otherwise it draws random probes, or takes all products if that costs less. "exact" takes
@@ -409,9 +409,9 @@ def relative_flatness(  # noqa: PLR0913
         Seeds the probes, which differ from call to call if None.
     per_sample : bool, default=False
         Return the terms :math:`|\phi(x_i)|^2 \mathrm{Tr}(W^\top B_i W)` of the samples instead of
-        their mean. Weights of samples and classes are in, so that the plain mean of the terms
-        is the value. A sample with several positions or tokens has one term. The terms are in
-        the order of the samples; a DataLoader that shuffles is refused.
+        their mean. Weights of samples and classes are in, so that the plain mean of the terms is
+        the value. A sample with several positions or tokens has one term. The terms are in the
+        order of the samples; a DataLoader that shuffles raises a ValueError.
     return_stderr : bool, default=False
         Whether to return the standard error as well, which is 0 for exact values; with
         `per_sample`, one for each term.
@@ -431,8 +431,8 @@ def relative_flatness(  # noqa: PLR0913
     Returns
     -------
     float or ndarray of shape (n,), or a pair of these
-        :math:`\kappa`, a mean over samples in the unit of the loss (nats for cross-entropy), or
-        its terms; with `return_stderr`, the standard errors, too.
+        :math:`\kappa`, a mean over samples in the unit of the loss (nats for cross-entropy), or its
+        terms; with `return_stderr`, also the standard errors.
 
     Raises
     ------

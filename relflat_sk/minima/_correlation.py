@@ -190,7 +190,7 @@ def correlate_measures(
     minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
         The minima; `relflat_sk.minima` describes the columns of a table.
     target : str or callable, default="generalization_gap"
-        The numeric column to predict, or the function of which it is the measure.
+        The numeric column to predict, or the measure function that produced it.
     strata : str, sequence of str or None, default=None
         Columns or hyper-parameters that divide the minima into groups, such as ``"method"``. A
         coefficient over all minima can have the opposite sign of those within every group

@@ -78,7 +78,7 @@ def granulated_kendall(
         parameter that was varied, and the first of several that were only varied together.
         Random seeds are left out unless they are named: runs with other seeds are repeats.
     target : str or callable, default="generalization_gap"
-        The numeric column to predict, or the function of which it is the measure.
+        The numeric column to predict, or the measure function that produced it.
     n_bootstrap : int, default=1000
         Number of bootstrap resamples behind each interval.
     random_state : int, RandomState, Generator or None, default=None
@@ -260,11 +260,11 @@ def conditional_mutual_information(
 ) -> pd.DataFrame:
     r"""Compute how much a measure tells about the gap beyond the hyper-parameters.
 
-    The question is asked for pairs of minima: given the values of up to two hyper-parameters in
-    both, by which share does the sign of the measure's difference reduce the uncertainty about
-    the sign of the gap's difference? The result is the smallest share over all such sets of
-    hyper-parameters. It is 0 for a measure that only repeats hyper-parameters, and 1 for a
-    measure that orders the minima as the gap does, or in exactly the opposite order.
+    For pairs of minima whose values of up to two hyper-parameters are known: what fraction of the
+    uncertainty about the sign of the gap's difference does the sign of the measure's difference
+    remove? The result is the smallest fraction over all such sets of hyper-parameters. It is 0 for
+    a measure that only repeats hyper-parameters, and 1 for a measure that orders the minima as the
+    gap does, or in exactly the opposite order.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ def conditional_mutual_information(
         parameter that was varied, and the first of several that were only varied together.
         Random seeds, which have no systematic effect on the gap, are left out unless named.
     target : str or callable, default="generalization_gap"
-        The numeric column to predict, or the function of which it is the measure.
+        The numeric column to predict, or the measure function that produced it.
     given : sequence of str or callable, default=()
         Measures, or columns such as ``train_loss``, whose differences are known beside the
         hyper-parameters: does a measure tell anything that these do not? They have no rows, and

@@ -139,17 +139,17 @@ def rank_minima(
         The minima; `relflat_sk.minima` describes the columns of a table. Without a column
         ``converged`` every row counts as a minimum. The input is not changed.
     by : str or callable, default="relative_flatness"
-        The numeric column to rank by, or the function of which it is the measure, smallest value
-        first; of the two scores, ``"train_score"`` and ``"test_score"``, the largest comes first.
+        The numeric column to rank by, or the measure function that produced it. The smallest value
+        comes first; of ``"train_score"`` and ``"test_score"``, the largest.
     depth_band : float, "auto" or None, default="auto"
-        The largest depth over the smallest of the minima that are compared. The depth is the
-        loss of the best constant prediction over the training loss. Of all such bands, the
-        ranking takes the one with the most minima that reached their goal (if none did, with
-        the most minima), and of several the deepest; saturated networks, of depth 1e6, only if
-        there are no others. None compares all minima. "auto" leaves the minima as they are
-        marked, those of a search for example; unmarked ones have a band of 3, or None for
-        "comparable_flatness", which is at equal loss. Without a column ``depth`` all minima are
-        compared, and a column ``comparable`` stays as it is.
+        The largest depth over the smallest of the minima that are compared. The depth is the loss
+        of the best constant prediction over the training loss. The band with the most minima at
+        their goal ranks first (if no minimum reached one, the band with the most minima), and of
+        several the deepest. Saturated networks, of depth 1e6, rank first only if there are no
+        others. None compares all minima. "auto" leaves the minima as they are marked, those of a
+        search for example; unmarked ones have a band of 3, or None for "comparable_flatness", which
+        is at equal loss. Without a column ``depth`` all minima are compared, and a column
+        ``comparable`` stays as it is.
 
     Returns
     -------

@@ -98,8 +98,8 @@ class FlatnessGapDisplay(MinimaDisplay):
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima, see `relflat_sk.minima`.
         measure : str or callable, default="relative_flatness"
-            The numeric column on the x axis, or the function of which it is the measure. The
-            axis is logarithmic if it spans more than a decade.
+            The numeric column on the x axis, or the measure function that produced it. The axis is
+            logarithmic if it spans more than a decade.
         target : str or callable, default="generalization_gap"
             The numeric column on the y axis, in the same way.
         color_by : str or None, default="auto"
@@ -217,9 +217,9 @@ class MeasurePanelsDisplay(MinimaDisplay):
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima, see `relflat_sk.minima`.
         measures : str, callable, sequence of these or None, default=None
-            The numeric columns on the x axes, or the functions of which they are the measures.
-            Each axis is logarithmic if it spans more than a decade. None takes every measure of
-            the table.
+            The numeric columns on the x axes, or the measure functions that produced them. Each
+            axis is logarithmic if it spans more than a decade. None takes every measure of the
+            table.
         target : str or callable, default="generalization_gap"
             The numeric column on the y axis, in the same way.
         color_by : str or None, default="auto"
@@ -349,8 +349,7 @@ class MinimaRankingDisplay(MinimaDisplay):
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima, in any order; `relflat_sk.minima` describes the columns of a table.
         by : str or callable, default="relative_flatness"
-            The numeric column to rank by, flattest first, or the function of which it is the
-            measure.
+            The numeric column to rank by, flattest first, or the measure function that produced it.
         target : str, callable or None, default=None
             The numeric column in the lower panel, in the same way. None takes the test loss or,
             if no minimum has one, the training loss.
@@ -486,8 +485,8 @@ class HyperparameterDisplay(MinimaDisplay):
             The hyper-parameter, such as ``"batch_size"``. None takes the batch size if it was
             varied, or else the first parameter that was.
         measure : str or callable, default="relative_flatness"
-            The numeric column on the y axis, or the function of which it is the measure. The
-            axis is logarithmic if it spans more than a decade.
+            The numeric column on the y axis, or the measure function that produced it. The axis is
+            logarithmic if it spans more than a decade.
         color_by : str or None, default="auto"
             The column that colors the minima. "auto" takes another varied parameter, if there is
             one; None uses one color.

@@ -218,7 +218,7 @@ class LayerSensitivityDisplay(EstimatorDisplay):
         bits : int or sequence of int, default=(8, 4)
             Numbers of bits.
         measured : bool, default=False
-            Whether to measure the rises, too.
+            Whether to measure the rises as well.
         sensitivity_params : dict or None, default=None
             Further arguments of `layer_sensitivity`, such as
             ``{"criterion": torch.nn.CrossEntropyLoss(), "per_channel": False}``.

@@ -136,8 +136,8 @@ class MinimaObjective:
     n_threads : int or None, default=1
         CPU threads that train and measure a candidate; None for torch's own number.
     fit_params : dict, optional
-        Arguments of the estimator's `fit`, such as ``{"sample_weight": weights}``. Measures use
-        the weights, too.
+        Arguments of the estimator's `fit`, such as ``{"sample_weight": weights}``. Measures use the
+        weights.
 
     Raises
     ------

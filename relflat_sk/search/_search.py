@@ -286,11 +286,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     goal : "auto", float or None, default="auto"
         What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own: a
         training loss, or "auto", a twentieth of the loss of the best constant prediction. With
-        "auto" or None, a net that has not reached a goal is a minimum if its training has come
-        to a plateau: the mean training losses of the last two fifths of its epochs, of at least
-        10, differ by at most 1% of the drop from the best constant prediction's loss. Estimators
-        of scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not
-        change them, and with a loss they must have reached it, too.
+        "auto" or None, a net that has not reached a goal is a minimum if its training has come to a
+        plateau: the mean training losses of the last two fifths of its epochs, of at least 10,
+        differ by at most 1% of the drop from the best constant prediction's loss. Estimators of
+        scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not change
+        them, and with a loss they must also have reached it.
     refit : bool or "mean", default="mean"
         What the search predicts with. "mean": `ensemble_`, the mean prediction of all networks
         that have learned, which generalises better than any way to choose one of them
@@ -777,7 +777,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         -------
         pandas.DataFrame
             `minima_`, with a column for each measure, nan for candidates without weights or with
-            damaged ones, which a warning names. The study stores the measures, too.
+            damaged ones, which a warning names. The study stores the measures.
 
         Raises
         ------
@@ -793,10 +793,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     def report(self, path: Any = None) -> Path | str:
         """Write a report on the search: one HTML page that any browser opens.
 
-        The page holds the goal, the depth of the minima, why candidates were left out, the table
-        of minima, which a click sorts, plots, the correlation of every measure with the
-        generalization gap (if `fit` was given held-out data), the settings, all parameters of
-        the estimator and the versions of all libraries. It loads nothing from elsewhere.
+        The page holds the goal, the depth of the minima, why candidates were left out, the table of
+        minima, which a click sorts, plots, the correlation of every measure with the generalization
+        gap (if `fit` was given held-out data), the settings, the estimator's parameters and the
+        versions of all libraries. It loads nothing from elsewhere.
 
         Parameters
         ----------

@@ -304,11 +304,11 @@ def representativeness(  # noqa: PLR0913
     Definition 9, equation 14 of [2]_.
 
     Without `refit`, the model was trained on both parts of every split. The parts then differ by
-    chance only, and the result tends to minus the feature robustness as `n_splits` grows: it
-    shows how much the smoothing raises the loss, but nothing about new data. With `refit`,
+    chance only, and the result tends to minus the feature robustness as `n_splits` grows: it shows
+    how much the smoothing raises the loss, but nothing about new data. With `refit`,
     representativeness plus robustness estimates the generalisation gap by repeated splits; the
-    authors refit the head, too. The refitted models are trained on fewer samples, and may be less
-    or more robust than the model passed in.
+    authors refit the head. The refitted models are trained on fewer samples, and may be less or
+    more robust than the model passed in.
 
     For a bare module with test data, apply the definition directly: the mean loss on the test
     data, minus the mean loss on the training data, minus
@@ -438,7 +438,7 @@ def generalization_bound(  # noqa: PLR0913
         Radius of the smoothing, as a share of the features' norm; that of Theorem 6 if None.
     smoothing : Smoothing, optional
         Another kernel, a bandwidth for all samples, weights of the samples or noise on their
-        labels. With weights, mean loss, flatness and robustness have them, too.
+        labels. With weights, mean loss, flatness and robustness have them.
     n_splits, test_size, refit, n_draws : optional
         See `representativeness`. Without `refit`, the result is no estimate of the risk on new
         data.

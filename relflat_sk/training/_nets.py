@@ -232,13 +232,13 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in logits, one per class.
     criterion : type or nn.Module, default=torch.nn.CrossEntropyLoss
         A classification loss.
-    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : object
+    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : optional
         The penalty, as in `RelativeFlatnessRegularizedNet`.
-    flatness_warmup, flatness_clip : object
+    flatness_warmup, flatness_clip : optional
         Growth and limit of the penalty, as there.
-    random_state, optimizer, lr, max_epochs, batch_size : object
+    random_state, optimizer, lr, max_epochs, batch_size : optional
         How the net is trained, as in `RelativeFlatnessRegularizedNet`.
-    iterator_train__shuffle, train_split : object
+    iterator_train__shuffle, train_split : optional
         Whether batches are shuffled, and what is held out; as there.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
@@ -273,13 +273,13 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
         The network's class, or an instance to copy. Ends in one logit, or one per label.
     criterion : type or nn.Module, default=torch.nn.BCEWithLogitsLoss
         A loss for two classes.
-    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : object
+    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : optional
         The penalty, as in `RelativeFlatnessRegularizedNet`.
-    flatness_warmup, flatness_clip : object
+    flatness_warmup, flatness_clip : optional
         Growth and limit of the penalty, as there.
-    random_state, optimizer, lr, max_epochs, batch_size : object
+    random_state, optimizer, lr, max_epochs, batch_size : optional
         How the net is trained, as in `RelativeFlatnessRegularizedNet`.
-    iterator_train__shuffle, train_split : object
+    iterator_train__shuffle, train_split : optional
         Whether batches are shuffled, and what is held out; as there.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
@@ -322,17 +322,17 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in one output per column of y.
     criterion : type or nn.Module, default=torch.nn.MSELoss
         A regression loss.
-    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : object
+    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : optional
         The penalty, as in `RelativeFlatnessRegularizedNet`.
-    flatness_warmup, flatness_clip : object
+    flatness_warmup, flatness_clip : optional
         Growth and limit of the penalty, as there.
-    random_state, optimizer : object
+    random_state, optimizer : optional
         Seed and class of the optimizer, as there.
     lr : float, default=0.01
         Learning rate. Numbers take larger steps and more epochs to fit than classes.
     max_epochs : int, default=50
         Number of passes over the training data.
-    batch_size, iterator_train__shuffle, train_split : object
+    batch_size, iterator_train__shuffle, train_split : optional
         How batches are made, and what is held out; as there.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
