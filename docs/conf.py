@@ -1,5 +1,6 @@
 """Settings of Sphinx: `make docs` builds the site into out/site."""
 
+import re
 import warnings
 
 from docutils import nodes
@@ -123,6 +124,12 @@ def link_names(app, document):
         target += nodes.literal(name, name)
 
 
+def shorten_classes(app, what, name, obj, options, signature, returns):
+    """Write classes among the defaults of a signature by their names alone."""
+    short = None if signature is None else re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", signature)
+    return short, returns
+
+
 NAMES = nodes.literal, nodes.title_reference  # of Markdown, and of docstrings
 LINKS = nodes.reference, pending_xref, nodes.title
 PACKAGES = {"exceptions", "fleet", "measures", "minima", "plots", "search", "theory", "training"}
@@ -132,6 +139,7 @@ del PAGES["measure"]  # is an argument of many functions as well
 
 
 def setup(app):
-    """Register the two functions above."""
+    """Register the functions above."""
     app.add_html_math_renderer("mathml", (add_formula, None), (add_formula, None))
+    app.connect("autodoc-process-signature", shorten_classes)
     app.connect("doctree-read", link_names)
