@@ -148,7 +148,7 @@ def test_the_last_functions_end_the_call_also_if_they_train_no_net(n):
         assert Parallel()(delayed(abs)(-i) for i in range(n)) == list(range(n))
 
 
-@pytest.mark.parametrize("fleet", [None, 0, "all"])
+@pytest.mark.parametrize("fleet", [None, 0, 1.5, "all"])
 def test_the_size_is_checked(fleet):
     with pytest.raises(ValueError, match="fleet must be"), fleet_training(fleet):
         pass

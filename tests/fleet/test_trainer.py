@@ -10,7 +10,6 @@ import torch
 from sklearn.base import clone
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, EarlyStopping, GradientNormClipping, LRScheduler
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -379,14 +378,6 @@ def test_labels_that_callbacks_change_must_be_classes(label, fleet):
         nets[0].fit(*data())  # by NumPy
 
 
-def test_nets_inside_of_pipelines():
-    pipelines = [make_pipeline(StandardScaler(), net) for net in classifiers(3)]
-    X, y = data()
-    trained = FleetTrainer(pipelines, fleet=3).fit(X, y).estimators_
-    for pipeline, other in zip(pipelines, trained, strict=True):
-        np.testing.assert_allclose(curve(pipeline.fit(X, y)[-1]), curve(other[-1]), atol=1e-8)
-
-
 class Dropping(nn.Sequential):
     def __init__(self, n_features, n_outputs):
         super().__init__(
@@ -726,24 +717,11 @@ def test_arguments_of_the_network_are_passed_on(caplog):
     caplog.reasons = ["its network takes further arguments: ['scale']"]
 
 
-def test_other_nets_are_trained_as_ever():
-    net = NeuralNetClassifier(nn.Linear(6, 3), max_epochs=1, verbose=0, train_split=None)
-    X, y = data()
-    trained = FleetTrainer([net], fleet=2).fit(X.astype(np.float32), y).estimators_
-    assert len(trained[0].history) == 1
-
-
 def test_errors_end_all_trainings(same_threads):
     nets = classifiers(3)
     nets[2].set_params(flatness_layer="nowhere")
     with pytest.raises(Exception, match="nowhere"):
         FleetTrainer(nets, fleet=3).fit(*data())
-
-
-@pytest.mark.parametrize("fleet", [0, 1.5, "all"])
-def test_sizes_are_checked(fleet):
-    with pytest.raises(ValueError, match="fleet must be"):
-        FleetTrainer(classifiers(1), fleet=fleet).fit(*data())
 
 
 def test_estimators_are_a_list_of_at_least_one():

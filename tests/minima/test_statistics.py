@@ -130,11 +130,6 @@ def test_a_study_gives_the_result_of_its_table(statistic):
     assert_frame_equal(statistic(study)[:1], statistic(table))
 
 
-def test_integers_of_numpy_are_accepted(statistic):
-    few, same = (statistic(make_minima(), n_bootstrap=n) for n in (np.int64(5), 5))
-    assert_frame_equal(few, same)
-
-
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [

@@ -18,7 +18,6 @@ from sklearn.pipeline import Pipeline
 from relflat_sk import FlatnessWarning, StopAtLoss
 from relflat_sk.search import _search as search_module
 from relflat_sk.search._objective import MinimaObjective
-from relflat_sk.search._remeasure import OF_FLEETS
 from relflat_sk.search._results import is_averaged
 from relflat_sk.search._search import _average
 from relflat_sk.search._workers import progress
@@ -74,28 +73,6 @@ def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
         np.testing.assert_array_equal(search.get_estimator(number).predict_proba(X), expected)
     assert search.get_estimator(search.minima_["trial"][0]) is search.best_estimator_
     assert type(search.get_estimator(1)) is type(estimator)
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["weights", "trained again"])
-def test_minima_of_a_fleet(kept, tmp_path):
-    store = tmp_path if kept else None
-    search = make_search(make_net(), SIZES, fleet=3, artifact_store=store, refit=True).fit(X, Y)
-    for number, loss in search.minima_[["trial", "train_loss"]].itertuples(index=False):
-        found = search.get_estimator(number).predict_proba(X)
-        again = -np.log(found[np.arange(len(Y)), Y]).mean()
-        np.testing.assert_allclose(again, loss, rtol=1e-5 if kept else OF_FLEETS)
-
-
-def test_a_pickled_search_needs_its_data():
-    search = make_search(make_net(), SIZES, refit=True).fit(X, Y)
-    number = int(search.minima_["trial"][2])
-    expected = search.get_estimator(number).predict_proba(X)
-    copied = pickle.loads(pickle.dumps(search))
-    with pytest.raises(ValueError, match="X and y are needed"):
-        copied.get_estimator(number)
-    np.testing.assert_array_equal(copied.get_estimator(number, X, Y).predict_proba(X), expected)
-    with pytest.raises(ValueError, match="made with something else"):
-        copied.get_estimator(number, X[::2], Y[::2])
 
 
 def test_a_pickled_search_needs_no_data_for_the_networks_that_it_holds():

@@ -5,7 +5,6 @@ import pickle
 import numpy as np
 import pytest
 import sklearn
-import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from optuna.trial import FixedTrial
 from sklearn.base import clone
@@ -113,13 +112,6 @@ def test_the_measure_that_ranks_fails_its_candidate():
     with pytest.warns(FlatnessWarning, match="1 x RuntimeError: out of luck"):
         table = search.fit(X, Y).minima_
     assert table["state"].tolist() == ["complete", "complete", "failed"]
-
-
-@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
-def test_device(device):
-    there = FlatnessScorer("hessian_trace", measure_params={"device": device})
-    search = logistic({"C": [0.5]}, measure=["relative_flatness", there]).fit(X, Y)
-    assert search.minima_["hessian_trace"].notna().all()
 
 
 # -- arguments of fit ------------------------------------------------------------------------

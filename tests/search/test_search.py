@@ -42,7 +42,6 @@ from relflat_sk import (
 from relflat_sk.minima._table import attributes_of, measure_columns
 from relflat_sk.search._study import log_level
 from tests.search.examples import (
-    LABELS,
     TARGET,
     X_TEST,
     Y_TEST,
@@ -614,18 +613,6 @@ def test_regression():
     assert not hasattr(search, "feature_names_in_")
 
 
-@pytest.mark.filterwarnings("error")
-def test_a_pipeline_as_candidate():
-    space = {"net__module__hidden_layer_sizes": [(4,), (8,)], "net__batch_size": [8]}
-    search = make_search(piped(make_net()), space)
-    assert is_classifier(search)
-    search.fit(X, Y, X_TEST, Y_TEST)
-    assert search.minima_["converged"].all()
-    assert search.best_estimator_[-1].random_state is not None  # unless one is given
-    assert relative_flatness(search, X, Y) == search.minima_["relative_flatness"][0]
-    assert search.minima_["test_score"][0] == search.best_estimator_.score(X_TEST, Y_TEST)
-
-
 def test_the_users_estimator_and_random_state_stay_as_they_are():
     net = make_net(train_split=ValidSplit(5))
     before = net.get_params()
@@ -648,19 +635,6 @@ def test_in_cross_validation_and_pipelines():
     pipeline = make_pipeline(StandardScaler(), logistic()).fit(X, Y)
     assert pipeline.score(X_TEST, Y_TEST) > 0.8
     assert relative_flatness(pipeline, X, Y) == -pipeline[-1].best_score_
-
-
-@pytest.mark.parametrize("make", [logistic, make_search], ids=["sklearn", "skorch"])
-def test_data_frames_and_string_labels(make):
-    frame = pd.DataFrame(X, columns=list("abcd"))
-    search = make().fit(frame, LABELS, frame[:9], LABELS[:9])
-    names = ["setosa", "versicolor", "virginica"]
-    assert set(search.predict(frame)) <= set(names)
-    assert_array_equal(search.classes_, names)
-    assert search.n_features_in_ == 4
-    assert_array_equal(search.feature_names_in_, list("abcd"))
-    of_best = search.best_estimator_.predict(frame)
-    assert_allclose(search.minima_["train_score"][0], np.mean(of_best == LABELS))
 
 
 # -- what is shown -----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from numpy.testing import assert_allclose, assert_array_equal
 from pandas.testing import assert_frame_equal
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_iris
-from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -369,13 +368,6 @@ def test_types_of_sparse_numbers():
     counts = scipy.sparse.csr_array(RNG.integers(0, 3, size=(N, 5)))
     assert make().fit(counts, Z).predict(counts).shape == (N,)
     assert make().fit(SPARSE.astype("f4"), Z).predict_proba(SPARSE.astype("f4")).dtype == "f4"
-
-
-def test_text_in_a_pipeline():
-    texts, labels = ["good film", "bad film", "good", "bad"] * 10, [1, 0, 1, 0] * 10
-    pipeline = make_pipeline(CountVectorizer(), make(max_epochs=30)).fit(texts, labels)
-    assert pipeline.score(texts, labels) == 1
-    assert relative_flatness(pipeline, texts, labels) > 0
 
 
 @pytest.mark.parametrize("kind", [scipy.sparse.csr_array, scipy.sparse.csr_matrix])

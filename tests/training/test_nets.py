@@ -237,12 +237,6 @@ def test_labels_of_any_kind(kind, name):
     same(make(kind, max_epochs=12, lr=0.03).fit(inputs, index), net)
 
 
-def test_column_labels_are_taken_with_scikit_learn_s_warning():
-    with pytest.warns(UserWarning, match="column-vector y was passed"):
-        net = make().fit(X, NAMES[:, None])
-    same(net, make().fit(X, NAMES))
-
-
 def read_only(array):
     array = array.copy()
     array.setflags(write=False)

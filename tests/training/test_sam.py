@@ -191,14 +191,6 @@ def test_a_gradient_of_zero_moves_nothing():
 # -- together with the rest --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
-def test_any_optimizer(optimizer):
-    net = make(optimizer=optimizer, lr=0.05, max_epochs=30).fit(X, INDEX)
-    assert net.history[-1, "train_loss"] < 0.5 * net.history[0, "train_loss"]
-    plain = make(Plain, optimizer=optimizer, lr=0.05)
-    assert net.history[0, "train_loss"] != plain.fit(X, INDEX).history[-1, "train_loss"]
-
-
 def test_on_stock_skorch_nets():
     params = {**SIZES, "train_split": None, "verbose": 0}
     params |= {"criterion": nn.CrossEntropyLoss, "max_epochs": 2, "batch_size": 14, "lr": 0.1}
