@@ -20,6 +20,7 @@ from relflat_sk.minima._table import (
     is_complete,
     is_converged,
     is_score,
+    list_reasons,
     measure_columns,
     minima_table,
     numeric_column,
@@ -221,10 +222,9 @@ def _check_trained(table: pd.DataFrame) -> None:
             "trials: run the search, or study.optimize(MinimaObjective(...)), first."
         )
     if not is_complete(table).any():
-        reasons = table["reason"].value_counts()
         raise ValueError(
             f"there are no minima to rank: none of {len(table)} candidates could be trained and "
-            "measured:\n" + "\n".join(f"  {n} x {reason}" for reason, n in reasons.items())
+            f"measured:\n{list_reasons(table)}"
         )
     if not measure_columns(table) and table["train_loss"].isna().all():
         raise ValueError(

@@ -93,6 +93,12 @@ def is_converged(table: pd.DataFrame, *, any_depth: bool = False) -> NDArray[np.
     return good
 
 
+def list_reasons(table: pd.DataFrame) -> str:
+    """List why candidates failed or did not converge, the five most frequent reasons first."""
+    counts = table["reason"].value_counts().head(5)
+    return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
+
+
 def is_score(name: str) -> bool:
     """Return whether large values of a column are good."""
     return name in SCORES

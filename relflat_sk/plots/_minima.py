@@ -9,7 +9,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from relflat_sk.minima import correlate_measures, rank_minima
-from relflat_sk.minima._correlation import FEWEST_MINIMA, select_minima
+from relflat_sk.minima._correlation import FEWEST_MINIMA
 from relflat_sk.minima._table import (
     column_of,
     find_axes,
@@ -675,45 +675,32 @@ class LabelNoiseDisplay(Display):
         """
         table, target = minima_table(minima), column_of(target)
         by = find_axis(table, by, argument="by")
-        shares = numeric_column(table, by, argument="by")
+        numeric_column(table, by, argument="by")
         names = [name for name in choose_measures(table, measures, target) if name != by]
-        usable = select_minima(table, target, n_bootstrap).usable
-        found = [
-            correlate_measures(
-                table[rows], target, n_bootstrap=n_bootstrap, random_state=random_state
-            ).assign(share=share)
-            for share in np.unique(shares[np.isfinite(shares)])
-            if (usable & (rows := shares == share)).sum() >= FEWEST_MINIMA
-        ]
-        if not found:
-            known, counts = np.unique(shares[usable & np.isfinite(shares)], return_counts=True)
+        every = correlate_measures(
+            table, target, strata=by, n_bootstrap=n_bootstrap, random_state=random_state
+        )
+        every = every[~every["stratum"].isin(["pooled", "within"])]
+        every = every.assign(share=every["stratum"].astype(float)).drop(columns="stratum")
+        counts = every.groupby("share")["n"].max()
+        if counts.max() < FEWEST_MINIMA:
             raise ValueError(
                 f"No value of {by!r} has {FEWEST_MINIMA} converged minima with a finite "
-                f"{target!r}, as a correlation needs; there are "
-                f"{dict(zip(known.tolist(), counts.tolist(), strict=True))}. Train more minima at "
-                "each value."
+                f"{target!r}, as a correlation needs; there are {counts.to_dict()}. Train more "
+                "minima at each value."
             )
-        every = pd.concat(found, ignore_index=True)
-        display = cls(
-            correlations=pd.concat(
-                [every[every["measure"] == name] for name in names], ignore_index=True
-            ),
-            by=by,
-            target=target,
-        )
+        every = every[every["share"].map(counts) >= FEWEST_MINIMA].sort_values("share")
+        parts = [every[every["measure"] == name] for name in names]
+        display = cls(correlations=pd.concat(parts, ignore_index=True), by=by, target=target)
         return display.plot(ax=ax, **kwargs)
 
-    def plot(
-        self, ax: "Axes | None" = None, *, coefficient: str = "kendall", **kwargs: Any
-    ) -> "LabelNoiseDisplay":
+    def plot(self, ax: "Axes | None" = None, **kwargs: Any) -> "LabelNoiseDisplay":
         """Draw the panels.
 
         Parameters
         ----------
         ax : matplotlib.axes.Axes or None, default=None
             The axes to draw in, which are divided into panels; None makes a new figure.
-        coefficient : {"kendall", "spearman", "pearson"}, default="kendall"
-            The correlation coefficient on the y axis.
         **kwargs
             Passed on to `matplotlib.axes.Axes.errorbar`.
 
@@ -721,25 +708,18 @@ class LabelNoiseDisplay(Display):
         -------
         LabelNoiseDisplay
             The display itself.
-
-        Raises
-        ------
-        ValueError
-            If there is no such coefficient.
         """
-        if coefficient not in SYMBOLS:
-            raise ValueError(f"coefficient={coefficient!r}, expected one of {', '.join(SYMBOLS)}.")
         # the gap by its name, not as a difference of losses
         is_gap = self.target == "generalization_gap"
         target = "generalization gap" if is_gap else label_of(self.target, "")
-        label = f"{SYMBOLS[coefficient]} with the\n{target}"
+        label = f"{SYMBOLS['kendall']} with the\n{target}"
         names = list(dict.fromkeys(self.correlations["measure"]))
         self.axes_ = make_panels(ax, len(names), label, sharex="all")
         style = curve_style(0) | {"markersize": 5, "capsize": 3, "linewidth": 1.2} | kwargs
         for name, panel in zip(names, self.axes_, strict=True):
             rows = self.correlations[self.correlations["measure"] == name]
             value, low, high = (
-                rows[coefficient + end].to_numpy(dtype=np.float64) for end in ("", "_low", "_high")
+                rows[f"kendall{end}"].to_numpy(dtype=np.float64) for end in ("", "_low", "_high")
             )
             draw_grid(panel)
             if not np.isfinite(value).any():

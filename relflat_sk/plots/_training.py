@@ -73,7 +73,6 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         cls,
         estimator: Any,
         *,
-        columns: Sequence[str] | None = None,
         ax: "Axes | None" = None,
         **kwargs: Any,
     ) -> "FlatnessHistoryDisplay":
@@ -83,11 +82,9 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         ----------
         estimator : fitted skorch net
             The net, or a pipeline or search object around one. The losses are the columns
-            ``train_loss`` and ``valid_loss`` of its history.
-        columns : sequence of str or None, default=None
-            The columns of the history in the lower panel. None takes ``flatness_penalty`` and
-            the columns of ``EpochScoring(relative_flatness, name=...)`` and
-            ``EpochScoring(FlatnessScorer(non_minimum="accept"), name=...)`` callbacks. A
+            ``train_loss`` and ``valid_loss`` of its history. The flatness are
+            ``flatness_penalty`` and the columns of ``EpochScoring(relative_flatness, name=...)``
+            and ``EpochScoring(FlatnessScorer(non_minimum="accept"), name=...)`` callbacks. A
             `FlatnessScorer` records minus the flatness; the display reverses the sign, so that
             small is flat.
         ax : matplotlib.axes.Axes or None, default=None
@@ -105,7 +102,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         TypeError
             If the estimator is no skorch net.
         ValueError
-            If a column is missing, or the history has no column of flatness.
+            If the history has no column of flatness.
         NotFittedError
             If the net has no epoch in its history.
 
@@ -131,27 +128,20 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
             raise NotFittedError(
                 f"This {type(net).__name__} has no epoch in its history: call fit first."
             )
-        # the columns that can be drawn, without the counters of skorch
-        known = [name for name, at in history[-1].items() if isinstance(at, float | np.floating)]
         table, signs = pd.DataFrame(history), flatness_columns(net)
-        if columns is None and not signs:
+        if not signs:
             raise ValueError(
                 "The history has no column of flatness. Train a RelativeFlatnessRegularizedNet, or "
                 "add EpochScoring(FlatnessScorer(non_minimum='accept'), name='relative_flatness') "
-                f"to the callbacks, or name columns of the history: there are {known}."
+                "to the callbacks."
             )
-        columns = list(signs) if columns is None else columns
-        names = [columns] if isinstance(columns, str) else list(columns)
-        for name in names:
-            if name not in table:
-                raise ValueError(f"columns: {name!r} is not in the history; there are {known}.")
         losses = [name for name in LOSSES if name in table]
         # nan for epochs without a column
-        values = {name: table[name].to_numpy(np.float64) for name in ["epoch", *losses, *names]}
+        values = {name: table[name].to_numpy(np.float64) for name in ["epoch", *losses, *signs]}
         display = cls(
             epochs=values["epoch"],
             losses={name: values[name] for name in losses},
-            flatness={name: signs.get(name, 1.0) * values[name] for name in names},
+            flatness={name: sign * values[name] for name, sign in signs.items()},
         )
         return display.plot(ax=ax, **with_unit(kwargs, [net]))
 

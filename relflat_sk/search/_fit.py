@@ -42,7 +42,7 @@ def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: A
     """Clone an estimator and set it up for one candidate."""
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
-    drop_default_splits(_nets(estimator))
+    drop_default_splits(nets_of(estimator))
     check_early_stopping(estimator.get_params().items())
     add_goal(estimator, goal)
     if seed is not None:
@@ -69,7 +69,7 @@ def fit(
         with (
             _interruptible(),
             seeded(seed),
-            watched(_nets(estimator), estimator, layers, trial),
+            watched(nets_of(estimator), estimator, layers, trial),
             split_recorded(estimator, data.X_fit),
         ):
             estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
@@ -88,7 +88,7 @@ def fit(
     return estimator
 
 
-def _nets(estimator: Any) -> list[NeuralNet]:
+def nets_of(estimator: Any) -> list[NeuralNet]:
     """List the skorch nets among an estimator and its parameters."""
     parts = [estimator, *estimator.get_params().values()]
     return [part for part in parts if isinstance(part, NeuralNet)]

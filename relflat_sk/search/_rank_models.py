@@ -23,12 +23,12 @@ from relflat_sk._models.network_of import final_estimator
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._table import PARAM_PREFIX, parameter_columns, table_of_rows
+from relflat_sk.minima._table import PARAM_PREFIX, list_reasons, parameter_columns, table_of_rows
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import KEPT, CallError, failure_record
 from relflat_sk.search._goal import record_verdict
 from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
-from relflat_sk.search._results import WRONG_LABELS, list_reasons, listed, warn_if_few_fit
+from relflat_sk.search._results import WRONG_LABELS, listed, warn_if_few_fit
 
 _PLAIN = str | int | float | bool | None  # values of parameters that are columns
 

@@ -19,6 +19,7 @@ from relflat_sk.minima._table import (
     STATES,
     attributes_of,
     is_complete,
+    list_reasons,
     table_of_trials,
 )
 from relflat_sk.search._claims import is_cut_short, is_superseded
@@ -181,12 +182,6 @@ def _losses(table: pd.DataFrame) -> str:
     """Return the range of the training losses."""
     low, high = f"{table['train_loss'].min():.3g}", f"{table['train_loss'].max():.3g}"
     return low if low == high else f"{low} to {high}"
-
-
-def list_reasons(table: pd.DataFrame) -> str:
-    """List why candidates failed or did not converge, the five most frequent reasons first."""
-    counts = table["reason"].value_counts().head(5)
-    return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
 
 
 def is_averaged(minima: pd.DataFrame) -> NDArray[np.bool_]:

@@ -41,7 +41,7 @@ from relflat_sk.fleet._fleet import Fleet, fleet_size
 from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._claims import Plan, claim, give_up, give_up_abandoned, id_of
 from relflat_sk.search._failures import CallError
-from relflat_sk.search._fit import isolated
+from relflat_sk.search._fit import isolated, nets_of
 from relflat_sk.search._goal import EQUAL_LOSS
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._results import is_minimum
@@ -215,15 +215,14 @@ def train_together(
     train: Callable[[], bool], objective: MinimaObjective, fleet: int | str | None
 ) -> None:
     """Train candidates until there is none left, several at a time if their nets can be stacked."""
-    size, estimator = fleet_size(fleet), objective.estimator
-    parts = [estimator, *estimator.get_params().values()]
-    if size is not None and any(isinstance(x, RelativeFlatnessRegularizedNet) for x in parts):
+    size, nets = fleet_size(fleet), nets_of(objective.estimator)
+    if size is not None and any(isinstance(x, RelativeFlatnessRegularizedNet) for x in nets):
         with isolated(objective.n_threads):
             Fleet(size, auto=fleet == "auto").run(train)
         return
     if size is not None:
         level = logging.INFO if fleet == "auto" else logging.WARNING
-        kind = type(estimator).__name__
+        kind = type(objective.estimator).__name__
         _LOG.log(level, f"trained one by one: {kind} holds no net of relflat_sk")
     while train():
         pass

@@ -284,12 +284,12 @@ def test_the_correlation_at_each_share_of_random_labels_is_that_among_its_minima
     assert_allclose([low, high], expected[0.5].loc["l2_norm", ["kendall_low", "kendall_high"]])
 
 
-def test_other_coefficients_and_other_columns():
+def test_the_noise_may_be_another_column():
     minima = noisy_table().rename(columns={"param_random_labels": "depth"})
     display = LabelNoiseDisplay.from_minima(
-        minima, "l2_norm", by="depth", coefficient="pearson", random_state=0, n_bootstrap=10
+        minima, "l2_norm", by="depth", random_state=0, n_bootstrap=10
     )
-    assert "Pearson" in display.ax_.get_ylabel()
+    assert "Kendall" in display.ax_.get_ylabel()
     assert display.ax_.get_xlabel() == "depth"
     every = LabelNoiseDisplay.from_minima(minima, by="depth", random_state=0)
     assert "depth" not in set(every.correlations["measure"])
@@ -339,7 +339,6 @@ GAP, PANELS, AXIS, NOISE = (
         (NOISE, noisy_table(), {"by": "noise"}, r"by: 'noise' is no parameter .* there are \['bat"),
         (NOISE, noisy_table(), {"by": "state"}, "by='state' is not numeric"),
         (NOISE, SPREAD, {}, "No value of 'param_random_labels' has 3 .*there are {0.0: 1, 1.0: 1"),
-        (NOISE, noisy_table(), {"coefficient": "tau"}, "coefficient='tau', expected one of pears"),
     ],
 )  # fmt: skip
 def test_refuses(display, minima, arguments, message):

@@ -68,13 +68,8 @@ def test_losses_are_above_and_flatness_below_with_its_own_sign(net):
     assert (upper.get_ylabel(), lower.get_ylabel()) == ("loss (nats)", "flatness (nats)")
     assert (lower.get_yscale(), lower.get_xlabel()) == ("log", "epoch")
     assert len({line.get_color() for ax in (upper, lower) for line in ax.lines}) == 4
-
-
-def test_named_columns_are_drawn_unchanged(net):
-    display = FlatnessHistoryDisplay.from_estimator(net, columns="dur", loss_unit="", marker="*")
-    assert_allclose(display.flatness["dur"], net.history[:, "dur"])
-    assert display.flatness_ax_.get_ylabel() == "flatness"
-    assert display.flatness_ax_.lines[0].get_marker() == "*"
+    lower = display.plot(loss_unit="", marker="*").flatness_ax_
+    assert (lower.get_ylabel(), lower.lines[0].get_marker()) == ("flatness", "*")
 
 
 @pytest.mark.parametrize(("scoring", "sign"), [(SCORER, -1), (relative_flatness, 1)])
@@ -104,21 +99,18 @@ def test_few_epochs_have_markers_and_many_small_dots(n, marker):
     assert ticks == [1] if n == 1 else all(tick.is_integer() for tick in ticks)
 
 
-def test_refuses_estimators_without_a_history_of_flatness(net):
-    refused = [
-        (LogisticRegression(), {}, TypeError, "Only a skorch net has a history, got LogisticRegr"),
-        (regularized(), {}, NotFittedError, "has no epoch in its history: call fit first"),
-        (
-            plain_net(max_epochs=1).fit(X, y),
-            {},
-            ValueError,
-            r"no column of flatness.*there are \['dur', 'train_loss'\]",
-        ),
-        (net, {"columns": ["rho"]}, ValueError, r"columns: 'rho' is not in the history; there ar"),
-    ]
-    for estimator, arguments, error, message in refused:
-        with pytest.raises(error, match=message):
-            FlatnessHistoryDisplay.from_estimator(estimator, **arguments)
+@pytest.mark.parametrize(
+    ("estimator", "error", "message"),
+    [
+        (LogisticRegression(), TypeError, "Only a skorch net has a history, got LogisticRegr"),
+        (regularized(), NotFittedError, "has no epoch in its history: call fit first"),
+        (plain_net(max_epochs=1).fit(X, y), ValueError, "no column of flatness.*to the callbacks"),
+    ],
+    ids=["no net", "not fitted", "no flatness"],
+)
+def test_refuses_estimators_without_a_history_of_flatness(estimator, error, message):
+    with pytest.raises(error, match=message):
+        FlatnessHistoryDisplay.from_estimator(estimator)
 
 
 # all candidates of a search
