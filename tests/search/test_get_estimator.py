@@ -73,6 +73,8 @@ def test_every_minimum_is_an_estimator(kind, kept, tmp_path, monkeypatch):
         np.testing.assert_array_equal(search.get_estimator(number).predict_proba(X), expected)
     assert search.get_estimator(search.minima_["trial"][0]) is search.best_estimator_
     assert type(search.get_estimator(1)) is type(estimator)
+    params = search.best_estimator_.get_params()
+    assert None not in [one for name, one in params.items() if name.endswith("random_state")]
 
 
 def test_a_pickled_search_needs_no_data_for_the_networks_that_it_holds():
