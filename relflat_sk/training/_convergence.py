@@ -10,7 +10,6 @@ from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.dataset import unpack_data
 from skorch.utils import to_tensor
-from torch.utils.data import IterableDataset
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network.borrowing import borrowed
@@ -69,7 +68,6 @@ class _StopWhenReached(Callback):
         """
         if len(net.history) % self.every:
             return
-        _refuse_used_up(self, net, dataset_train)
         found = self._measure(net, dataset_train)
         if math.isfinite(found):
             setattr(self, self._attribute, found)
@@ -89,20 +87,6 @@ def missed_goal(net: NeuralNet, n_epochs: int) -> str:
         return ""
     callbacks = [one for _, one in net.callbacks_ if isinstance(one, _StopWhenReached)]
     return " or ".join(one._describe() for one in callbacks if one._is_required)
-
-
-def _refuse_used_up(callback: Callback, net: NeuralNet, dataset: Any) -> None:
-    """Refuse a stream that the epoch has used up, so that nothing is left to measure."""
-    if not isinstance(dataset, IterableDataset):
-        return
-    for _ in net.get_iterator(dataset, training=False):
-        return
-    raise ValueError(
-        f"{callback!r} measures all training data after an epoch, but the stream "
-        f"{type(dataset).__name__} can be read only once. Let its __iter__ return a new iterator "
-        "each time. To stop by the running loss of a stream, write a callback that reads "
-        'net.history[-1, "train_loss"].'
-    )
 
 
 class StopAtLoss(_StopWhenReached):
@@ -250,6 +234,12 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
                 if grad is not None:
                     total.add_(grad, alpha=1 if summed else share)
             divisor += share
+    if not divisor:
+        raise ValueError(
+            f"the gradient is that of all training data after an epoch, but the "
+            f"{type(dataset).__name__} gives no samples any more: let its __iter__ return a new "
+            "iterator each time."
+        )
     return float(torch.stack([(total / divisor).double().norm() for total in sums]).norm())
 
 
