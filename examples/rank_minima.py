@@ -101,7 +101,7 @@ def compare(minima, mean, seconds, cv_params, cv_seconds):
     best = ranked.sort_values("test_loss").iloc[0]
     average = ranked[["test_score", "test_loss"]].mean()
     rows = [
-        ("mean of all minima", *mean, seconds),
+        ("mean of all networks", *mean, seconds),
         ("flattest minimum", flattest["test_score"], flattest["test_loss"], seconds),
         ("5-fold cross-validation", cv["test_score"], cv["test_loss"], cv_seconds),
         ("average candidate", average["test_score"], average["test_loss"], seconds / len(minima)),
@@ -138,14 +138,14 @@ def in_words(table, correlation, granulated, n_test):
         found.append(f"  {name}: {interval}: {verdict(low, high)}")
     accuracy = table["held-out accuracy"]
     flat, average = accuracy["flattest minimum"], accuracy["average candidate"]
-    mean = accuracy["mean of all minima"]
+    mean = accuracy["mean of all networks"]
     cv, best = accuracy["5-fold cross-validation"], accuracy["best candidate (hindsight)"]
     noise = 2 * np.sqrt(flat * (1 - flat) / n_test)
     times = table["seconds"]
     ratio = times["5-fold cross-validation"] / times["flattest minimum"]
     return (
         "Flatness against the generalisation gap:\n" + "\n".join(found) + f"\n"
-        f"The mean of all minima has a held-out accuracy of {mean:.3f}. "
+        f"The mean of all networks has a held-out accuracy of {mean:.3f}. "
         f"The flattest minimum has {flat:.3f}: "
         f"{100 * (flat - average):+.1f} points against the average candidate, "
         f"{100 * (flat - cv):+.1f} against the pick of cross-validation, which took "

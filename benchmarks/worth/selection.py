@@ -61,7 +61,7 @@ KEY = ["data", "space", "split"]
 MEASURES = {
     "core": (
         "relative_flatness", "normalized_relative_flatness", "trace_flatness", "hessian_trace",
-        "neuron_flatness_max", "neuron_flatness_sum", "gradient_norm",
+        "neuron_flatness_max", "neuron_flatness_sum", "gradient_norm", "whitened_flatness",
     ),
     "norms": (
         "eigenvalue_flatness", "hessian_max_eigenvalue", "fisher_rao_norm", "l2_norm",
