@@ -47,7 +47,7 @@ def train_row(X: np.ndarray, y: np.ndarray, seed: int, *, quick: bool) -> dict[s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table = sharpness_conditions(net, inputs[:n], initial=initial)
-        curve = sharpness_conditions(net, inputs[:n], deltas=DELTAS)
+        curve = sharpness_conditions(net, inputs[:n], detail="C2", deltas=DELTAS)
     row = {"train_loss": found, "C2_of_sizes": curve["ratio"].max()}
     for condition, rows in table.groupby("condition"):
         worst = "min" if condition == "C1" else "max"

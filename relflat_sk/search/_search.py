@@ -264,7 +264,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     study_name : str, optional
         Name of the study in the storage. If there is such a study, it is resumed: candidates that
         are finished or have failed are not trained again, those that were interrupted or killed
-        are. If None, every call of `fit` makes a study.
+        are. If None, every call of `fit` makes a study, and warns if the storage holds the same.
     pruner : optuna pruner, optional
         Stops hopeless candidates early, by their training loss after each epoch.
     n_jobs : int, optional

@@ -18,7 +18,8 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk.minima._table import remeasured_key
+from relflat_sk._warnings import warn
+from relflat_sk.minima._table import MADE_WITH, remeasured_key
 from relflat_sk.search._claims import give_up_abandoned
 from relflat_sk.search._failures import explain, has_storage_failed
 from relflat_sk.search._objective import MinimaObjective
@@ -36,6 +37,7 @@ _LOST_A_RACE = ("already exists", "unique constraint", "duplicate", "lock")
 _OF_DATABASES = {".db", ".sqlite", ".sqlite3"}
 _OF_JOURNALS = {".log", ".journal"}
 _STOPPED = "stopped_sweeps"  # user attribute of a study: the sweeps that a callback has ended
+_UNNAMED = "no-name-"  # how Optuna's names begin for studies that were given none
 # the log levels that quiet searches of this process have found
 _LEVELS: list[int] = []
 _LEVEL_LOCK = threading.Lock()
@@ -245,6 +247,30 @@ def check_resumable(
                 "study_name of its own. If weights were saved (artifact_store), you can instead "
                 f"call remeasure({lacking}) on a search with the measures of that study."
             )
+    if study.study_name.startswith(_UNNAMED):
+        _warn_of_same(study, storage)
+
+
+def _warn_of_same(study: optuna.Study, storage: BaseStorage) -> None:
+    """Warn if a new study trains again what another one in its storage holds already."""
+    if study.get_trials(deepcopy=False):
+        return
+    made = study.user_attrs[MADE_WITH]
+    others = optuna.get_all_study_summaries(storage, include_best_trial=False)
+    same = [
+        (other.datetime_start, other.study_name)
+        for other in others
+        if other.study_name != study.study_name
+        and other.user_attrs.get(MADE_WITH) == made
+        and other.datetime_start is not None
+    ]
+    if same:
+        _, newest = max(same)
+        warn(
+            f"the storage holds study {newest!r} of the same estimator, data and settings. "
+            "Without a study_name, this search does not resume it, but trains all candidates in a "
+            f"new study, {study.study_name!r}. To resume it, pass study_name={newest!r}."
+        )
 
 
 def in_memory(

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ def sharpness_conditions(
     y: Any = None,
     *,
     initial: nn.Module | None = None,
+    detail: str | None = None,
     deltas: Sequence[float] | None = None,
     batch_size: int = 16,
     device: Any = None,
@@ -82,9 +84,12 @@ def sharpness_conditions(
         Not used.
     initial : nn.Module, optional
         A copy of the module from before training, to compare with, as Appendix D of [1]_ does.
+    detail : {"C1", "C2"}, optional
+        Return what the constants of one condition are made of: the norms of C1 for all layers, or
+        the share of units in C2 for disturbances of many sizes.
     deltas : sequence of float, optional
-        Sizes of a disturbance, in units of the input's norm: return the share of units in C2 for
-        each of them, in place of the constants.
+        With ``detail="C2"``, sizes of the disturbance, in units of the input's norm; 26 values
+        from 1e-4 to 10 if None.
     batch_size : int, default=16
         Samples in one forward pass. The products of weight matrices are computed for so many
         samples at once, or for fewer if they are large.
@@ -101,7 +106,13 @@ def sharpness_conditions(
         `initial_worst` and `initial_median`. Large values of mu are good, and small values of the
         others. The constants have no unit.
 
-        With `deltas`, one row for each layer but the last and each delta, with columns
+        With ``detail="C1"``, one row for each ``a < c < b``, from 0, the input, to d, the last
+        layer, with columns `a`, `c`, `b`, `layer` (the name of layer c) and, at the sample where
+        mu is smallest, `whole` (:math:`|P_{ab}|_F`), `after` (:math:`|P_{c+1,b}|_F`), `before`
+        (:math:`|P_{ac}|_F`) and `mu`, which is :math:`\sqrt{h_c}` times the first over the product
+        of the others, and infinite where one of these is zero.
+
+        With ``detail="C2"``, one row for each layer but the last and each delta, with columns
         `layer`, `position`, `delta`, `mean_share` and `largest_share` (over samples) of units with
         :math:`|z_{ki}| \le \delta |x|`, and `ratio`, the largest share over delta. The constant
         C_2 is the largest ratio over all delta.
@@ -110,7 +121,7 @@ def sharpness_conditions(
     ------
     ValueError
         If the network is not such a chain, the initial one has other layers, all samples are
-        zero, or a delta is not positive.
+        zero, a delta is not positive, or there is no such detail.
 
     Warns
     -----
@@ -142,20 +153,24 @@ def sharpness_conditions(
     >>> X = torch.randn(20, 3)
     >>> sharpness_conditions(net, X)[["condition", "layer"]].values.tolist()
     [['C1', '0'], ['C2', '0'], ['C3', '0'], ['C3', '2']]
-    >>> curve = sharpness_conditions(net, X, deltas=[0.1, 1, 10])
+    >>> curve = sharpness_conditions(net, X, detail="C2", deltas=[0.1, 1, 10])
     >>> curve["mean_share"].is_monotonic_increasing, curve["mean_share"].iloc[-1].item()
     (True, 1.0)
     """
-    if deltas is not None and initial is not None:
+    if detail not in (None, "C1", "C2"):
+        raise ValueError(f'detail must be None, "C1" or "C2", got {detail!r}.')
+    if detail is not None and initial is not None:
         raise ValueError(
-            "deltas are for the units of one module, but initial is given as well. Call once for "
-            "each module, or leave out one of the two."
+            f"detail={detail!r} is about one module, but initial is given as well. Call once for "
+            "each module, or leave out the detail."
         )
     # `to_network` needs a criterion for a bare module; it is not used here
     network = to_network(model, X, None, DataOptions(nn.MSELoss(), batch_size, device))
     chain = _without_zeros(_read_chain(network, batch_size))
-    if deltas is not None:
-        return _curve(chain, deltas)
+    if detail == "C1":
+        return _factors(chain)
+    if detail == "C2":
+        return _curve(chain, np.geomspace(1e-4, 10, 26).tolist() if deltas is None else deltas)
     table = _table(chain)
     if initial is None:
         return table
@@ -188,6 +203,15 @@ def _table(chain: "Chain") -> pd.DataFrame:
             "reading": reading.format(worst),
         })
     return pd.DataFrame(rows)
+
+
+def _factors(chain: "Chain") -> pd.DataFrame:
+    """List the norms of condition C1, each at the sample where mu is smallest."""
+    rows = [
+        (a, c, b, chain.names[c - 1], *norms[:, norms[3].argmin()].cpu().tolist())
+        for (a, c, b), norms in _norms_in_c1(chain).items()
+    ]
+    return pd.DataFrame(rows, columns=["a", "c", "b", "layer", "whole", "after", "before", "mu"])
 
 
 def _curve(chain: "Chain", deltas: Sequence[float]) -> pd.DataFrame:
@@ -505,19 +529,13 @@ def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
 
 def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
     """Compute the constants of each sample, (n,), by condition and position of the layer."""
-    norms, last = _norms_of_products(chain), len(chain.names)
+    mu: dict[int, Tensor] = {}
+    for (_, c, _b), (*_, found) in _norms_in_c1(chain).items():
+        mu[c] = torch.minimum(mu.get(c, found), found)
     constants = {}
     for k, weight in enumerate(chain.weights):
-        c = k + 1
-        if c < last:
-            ratios = [
-                norms[a, b] / (norms[a, c] * norms[c + 1, b])
-                for a in range(c)
-                for b in range(c + 1, last + 1)
-            ]
-            # products of zero do not count as cancellation
-            together = torch.stack(ratios).nan_to_num(torch.inf, posinf=torch.inf)
-            constants["C1", k] = len(weight) ** 0.5 * together.amin(dim=0)
+        if k + 1 in mu:
+            constants["C1", k] = mu[k + 1]
             # the maximum of C2 is reached where delta is the size of one of the units
             sizes = chain.relative_sizes(k).sort(dim=1).values
             width = sizes.shape[1]
@@ -529,6 +547,22 @@ def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
         # weights of zero have no largest row, and the condition holds for any constant
         constants["C3", k] = largest / active if largest > 0 else active
     return constants
+
+
+def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
+    """Compute the three norms of condition C1, and their mu: (4, n), by a, c and b."""
+    norms = _norms_of_products(chain)
+    last = len(chain.names)
+    found = {}
+    for c in range(1, last):
+        for a in range(c):
+            for b in range(c + 1, last + 1):
+                whole, after, before = norms[a, b], norms[c + 1, b], norms[a, c]
+                apart = after * before
+                root = len(chain.weights[c - 1]) ** 0.5
+                mu = torch.where(apart > 0, root * whole / apart, torch.inf)
+                found[a, c, b] = torch.stack([whole, after, before, mu])
+    return found
 
 
 def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:

@@ -155,7 +155,8 @@ def _has_died(net: Any) -> bool:
 def _check_outcome(net: Any, since: int) -> None:
     """Warn if training ended badly, unless that was said in other words.
 
-    It ended badly if it diverged, or if it ended much worse than it was.
+    It ended badly if it diverged, if it ended much worse than it was, or if the net has hardly
+    learned and the penalty can be the reason, see `_has_outweighed`.
     """
     losses = [epoch["train_loss"] for epoch in net.history[since:] if "train_loss" in epoch]
     found = net._record.comparison
@@ -172,6 +173,12 @@ def _check_outcome(net: Any, since: int) -> None:
             f"one, where the best constant prediction has {found.constant_loss:.3g}. "
             f"{_advice(net)} skorch's callback Checkpoint(load_best=True) keeps the best "
             "epoch."
+        )
+    elif found.is_known and not found.is_lower_by(_HARDLY) and _has_outweighed(net, since):
+        warn(
+            f"{describe(net)} has hardly learned, because its penalty was larger than its "
+            f"loss: its training loss is {found.loss:.4g}, where the best constant prediction "
+            f"has {found.constant_loss:.4g}. {_advice(net)}"
         )
     elif found.is_known and found.is_lower_by(_HARDLY):
         _check_limit(net, since)
@@ -202,6 +209,19 @@ def _has_collapsed(losses: Sequence[float], found: ConstantComparison) -> bool:
     last, best = min(losses[-1], found.loss), np.nanmin(losses)
     gain = found.constant_loss - best
     return bool(gain > _GAIN * abs(found.constant_loss) and last - best > _LOST * gain)
+
+
+def _has_outweighed(net: Any, since: int) -> bool:
+    """Return whether the penalty can have kept the net from learning.
+
+    It was larger than the loss in some epoch, and its limit allowed its gradient to be at least
+    as large as the loss's. With a lower limit, each step still lowers the loss.
+    """
+    limited = net.flatness_clip is not None and net.flatness_clip < 1
+    return not limited and any(
+        epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
+        for epoch in net.history[since:]
+    )
 
 
 def _advice(net: Any) -> str:

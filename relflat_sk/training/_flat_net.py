@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -549,12 +549,16 @@ class FlatNet(SkorchNet):
         made = "criterion must be a class or a module, such as torch.nn.CrossEntropyLoss, got"
         if not callable(criterion):
             raise TypeError(f"{made} {criterion!r}.")
-        if isfunction(criterion):
+        if not isfunction(criterion):
+            return
+        try:  # a function may also make a criterion
+            signature(criterion).bind(**self.get_params_for("criterion"))
+        except TypeError:
             raise TypeError(
                 f"{made} the function {criterion.__name__}. A net makes the criterion itself, as "
                 "skorch does. For a loss of your own, pass a class of torch.nn.Module whose "
                 "forward takes outputs and targets."
-            )
+            ) from None
 
     # -- the penalty ---------------------------------------------------------------------
 

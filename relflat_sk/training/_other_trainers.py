@@ -12,12 +12,17 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
 )
 
 from relflat_sk._checks import check_integer
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk.measures import flatness_report
+
+# shuffles, with samples of about the same length side by side; not imported, which takes seconds
+_LENGTH_GROUPED = ("transformers.trainer_pt_utils", "LengthGroupedSampler")
 
 
 class FlatTraining:
@@ -72,7 +77,7 @@ def rows_in_order(
             "data set as dataset=..., or every=None for no measurement."
         )
     if dataset is None:
-        _check_draws_all(loader, found)
+        found = _drawn(loader, found)
     collate = getattr(loader, "collate_fn", None) or torch.utils.data.default_collate
     return DataLoader(
         found,
@@ -82,21 +87,30 @@ def rows_in_order(
     )
 
 
-def _check_draws_all(loader: Any, dataset: Any) -> None:
-    """Refuse a loader that may leave samples of a data set out of an epoch."""
+def _drawn(loader: Any, dataset: Any) -> Any:
+    """Return those samples of a data set that a loader draws in an epoch, or may draw."""
     sampler = _find_sampler(loader)
-    if isinstance(sampler, SequentialSampler | RandomSampler):
-        if len(sampler.data_source) == len(dataset):
-            return
-    # a trainer may distribute another sampler's numbers in place of the data set
-    elif isinstance(sampler, DistributedSampler) and getattr(sampler, "dataset", None) is dataset:
-        return
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(dataset, [int(i) for i in sampler.indices])
+    if _draws_all(sampler, dataset):
+        return dataset
     raise ValueError(
         "the flatness is measured on the samples that are trained on, but the "
         f"{type(loader if sampler is None else sampler).__name__} of the training data does not "
         "say which samples of the data set it draws. Pass them as dataset=..., or every=None for "
         "no measurement."
     )
+
+
+def _draws_all(sampler: Any, dataset: Any) -> bool:
+    """Return whether a sampler draws every sample of a data set in an epoch, in any order."""
+    if isinstance(sampler, SequentialSampler | RandomSampler):
+        return len(sampler.data_source) == len(dataset)
+    kind = type(sampler)
+    if (kind.__module__, kind.__name__) == _LENGTH_GROUPED:
+        return len(sampler) == len(dataset)
+    # a trainer may distribute another sampler's numbers in place of the data set
+    return isinstance(sampler, DistributedSampler) and getattr(sampler, "dataset", None) is dataset
 
 
 def _find_sampler(loader: Any) -> Any:

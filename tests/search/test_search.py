@@ -338,6 +338,19 @@ def test_draws_go_on_as_they_would_have(stored):
     assert resumed.minima_["param_C"].nunique() == 12
 
 
+@pytest.mark.parametrize("name", ["minima.db", "minima.log"])
+def test_a_search_without_a_name_says_which_study_it_does_not_resume(tmp_path, name):
+    storage = tmp_path / name
+    first = logistic(storage=storage).fit(X, Y).study_.study_name
+    with pytest.warns(FlatnessWarning, match=rf"does not resume .* study_name='{first}'") as caught:
+        second = logistic(storage=storage).fit(X, Y)
+    assert len(caught) == 1
+    assert second.study_.study_name != first
+    logistic(storage=storage, measure="hessian_trace").fit(X, Y)  # warnings are errors
+    resumed = logistic(storage=storage, study_name=first, refit=False).fit(X, Y)
+    assert len(resumed.study_.trials) == 3
+
+
 # -- Ctrl-C ------------------------------------------------------------------------------------
 
 

@@ -55,18 +55,29 @@ def norm_of(factors, a, b):
     return np.sqrt((product**2).sum())
 
 
+def factors_of(net, x):
+    """Whole, after and before of every a < c < b at x, with mu in front."""
+    matrices, _ = products(net, x)
+    found = {}
+    for c in range(1, len(matrices) - 1):
+        for a in range(c):
+            for b in range(c + 1, len(matrices)):
+                whole, after, before = (
+                    norm_of(matrices, *ends) for ends in ((a, b), (c + 1, b), (a, c))
+                )
+                mu = math.sqrt(len(matrices[c])) * whole / (after * before)
+                found[a, c, b] = (mu, whole, after, before)
+    return found
+
+
 def constants(net, X):
     """Compute mu, C_2 and C_3 of every sample, as the paper defines them."""
     found = {}
     for x in X:
         matrices, outputs = products(net, x)
+        factors = factors_of(net, x)
         for c in range(1, len(outputs)):
-            ratios = [
-                norm_of(matrices, a, b) / norm_of(matrices, c + 1, b) / norm_of(matrices, a, c)
-                for a in range(c)
-                for b in range(c + 1, len(matrices))
-            ]
-            mu = math.sqrt(len(matrices[c])) * min(ratios)
+            mu = min(values[0] for (_, at, _), values in factors.items() if at == c)
             found.setdefault(("C1", c), []).append(mu)
             # the share grows only where delta is the size of a unit
             sizes = np.abs(outputs[c - 1]) / np.linalg.norm(x.numpy())
@@ -179,10 +190,26 @@ def test_leaky_slopes_may_be_rounded(dtype):
 # what they are made of
 
 
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
+def test_the_factors_are_norms_of_products(activation):
+    net, X = network(activation), data()
+    table = sharpness_conditions(net, X, detail="C1", batch_size=4).set_index(["a", "c", "b"])
+    found = [factors_of(net, x) for x in X]
+    assert sorted(table.index) == sorted(found[0])
+    for at in found[0]:
+        mu, *norms = min(one[at] for one in found)
+        row = table.loc[at]
+        assert row["mu"] == pytest.approx(mu, rel=1e-9)
+        assert row[["whole", "after", "before"]].tolist() == pytest.approx(norms, rel=1e-9)
+        assert row["layer"] == str(2 * (at[1] - 1))
+    worst = sharpness_conditions(net, X).query("condition == 'C1'")["worst"]
+    assert worst.tolist() == pytest.approx(table.groupby("c")["mu"].min().tolist())
+
+
 def test_the_curve_counts_units_that_a_disturbance_can_switch():
     net, X = network(), data()
     deltas = [0.01, 0.1, 0.5, 20]
-    curve = sharpness_conditions(net, X, deltas=deltas, batch_size=4)
+    curve = sharpness_conditions(net, X, detail="C2", deltas=deltas, batch_size=4)
     assert curve["delta"].tolist() == deltas * 2
     for (layer, delta), row in curve.set_index(["layer", "delta"]).iterrows():
         k = int(layer) // 2
@@ -202,12 +229,12 @@ def test_samples_of_zeros_have_no_unit_and_are_left_out(bias):
     net, X = network(bias=bias), data()
     X[[2, 7]] = 0
     rest = X[[0, 1, 3, 4, 5, 6, 8]]
-    for deltas in (None, [0.1, 1]):
+    for detail in (None, "C1", "C2"):
         with pytest.warns(FlatnessWarning, match="2 of 9 samples are zero and left out"):
-            table = sharpness_conditions(net, X, deltas=deltas, batch_size=3)
-        pd.testing.assert_frame_equal(table, sharpness_conditions(net, rest, deltas=deltas))
+            table = sharpness_conditions(net, X, detail=detail, batch_size=3)
+        pd.testing.assert_frame_equal(table, sharpness_conditions(net, rest, detail=detail))
         with pytest.raises(ValueError, match="all samples in X are zero, but the cond"):
-            sharpness_conditions(net, 0 * X, deltas=deltas)
+            sharpness_conditions(net, 0 * X, detail=detail)
 
 
 class Largest(TorchDispatchMode):
@@ -324,13 +351,14 @@ def test_slopes_of_the_losses_are_the_largest_gradients():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"deltas": [0.1, 0]}, "deltas must be a finite positive number, got 0"),
-        ({"deltas": [0.1], "initial": network()}, "deltas are for the units of one module, but"),
+        ({"detail": "C2", "deltas": [0.1, 0]}, "deltas must be a finite positive number, got 0"),
+        ({"detail": "C4"}, 'detail must be None, "C1" or "C2", got \'C4\''),
+        ({"detail": "C1", "initial": network()}, "detail='C1' is about one module, but initial"),
         ({"initial": network()[:3]}, r"the initial module has the layers \['0', '2'\], and"),
     ],
     ids=str,
 )
-def test_bad_arguments(arguments, message):
+def test_bad_details(arguments, message):
     with pytest.raises(ValueError, match=message):
         sharpness_conditions(network(), data(), **arguments)
 

@@ -349,6 +349,14 @@ def test_squeezed_outputs_are_not_broadcast():
         same(net, make(Regressor).fit(X, y), rtol=1e-4, atol=1e-6)  # by formulas
 
 
+def test_a_function_may_make_the_criterion():
+    def smooth(smoothing=0.0):
+        return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+    net = make(criterion=smooth, criterion__smoothing=0.1, module=nn.Linear(4, 3))
+    assert net.fit(X, INDEX).criterion_.label_smoothing == 0.1
+
+
 # -- as scikit-learn estimators ----------------------------------------------------------
 
 
@@ -591,6 +599,13 @@ BAD_ENDINGS = {
     ),
     "in vain": (Regressor, {"criterion": nn.L1Loss}, VAIN.format("L1Loss")),
     "own, in vain": (Regressor, {"criterion": Absolute}, VAIN.format("Absolute")),
+    "outweighed": (
+        Classifier,
+        {"flatness_weight": 10_000, "flatness_clip": None, "max_epochs": 20},
+        r"Classifier\(.*flatness_weight=10000.*\) has hardly learned, because its penalty was "
+        r"larger than its loss: its training loss is 1\.\d+, where the best constant prediction "
+        r"has 1\.\d+\. Use a limit .* \(flatness_clip=0\.5\)",
+    ),
     "diverged": (
         Classifier,
         {"optimizer": torch.optim.SGD, "lr": 1e38},
@@ -618,7 +633,7 @@ def test_warns_once_of_a_training_that_ended_badly(name):
     if name in ("dead", "dead in front", "in vain", "own, in vain"):
         assert net.relative_flatness_ == 0
     else:
-        assert not net.relative_flatness_ > 0
+        assert (net.relative_flatness_ > 0) == (name == "outweighed")
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])
@@ -658,13 +673,19 @@ class Saturated(MLP):
         return super().forward(x) * 1e5
 
 
-def test_is_silent_if_the_net_is_accurate_unpenalised_or_hardly_trained():
+def test_is_silent_if_the_penalty_did_not_keep_the_net_from_learning():
     accurate = make(module=Saturated, max_epochs=60).fit(X, NAMES)  # warnings are errors
     assert accurate.relative_flatness_ == 0
     assert accurate.score(X, NAMES) > 0.8
     make(Regressor, criterion=nn.L1Loss, flatness_weight=0).fit(X, VALUES)
-    started = make(max_epochs=1, lr=1e-5).fit(X, np.roll(NAMES, 1))  # hardly trained
-    assert not started.constant_comparison_.is_lower_by(0.05)
+    labels = np.roll(NAMES, 1)
+    started = make(flatness_clip=None, max_epochs=1, lr=1e-5).fit(X, labels)  # hardly trained
+    limited = make(flatness_weight=10_000, max_epochs=1, lr=1e-5).fit(X, labels)
+    for net in (started, limited):
+        assert not net.constant_comparison_.is_lower_by(0.05)
+    learned = make(flatness_weight=60, flatness_clip=None, max_epochs=60).fit(X, NAMES)
+    epochs = learned.history[:, ("flatness_penalty", "train_loss")]
+    assert any(penalty > loss for penalty, loss in epochs)
 
 
 def test_is_silent_if_the_net_recovers_or_its_best_weights_are_back(tmp_path):

@@ -52,6 +52,20 @@ def test_all_samples_are_measured_in_their_order(kind):
     assert numbers(DataLoader(DATA, **LOADERS[kind])) == list(range(10))
 
 
+@pytest.mark.parametrize("wrap", [list, torch.tensor], ids=["list", "tensor"])
+def test_only_the_samples_of_a_subset_are_measured(wrap):
+    sampler = SubsetRandomSampler(wrap(SOME))
+    assert numbers(DataLoader(DATA, sampler=sampler)) == SOME
+    batches = Shared(BatchSampler(sampler, 2, drop_last=False))
+    assert numbers(DataLoader(DATA, batch_sampler=batches)) == SOME
+
+
+def test_samples_that_are_grouped_by_length_are_measured_in_their_order():
+    library = pytest.importorskip("transformers.trainer_pt_utils")
+    sampler = library.LengthGroupedSampler(2, lengths=[2, 6, 3, 6, 2, 2, 3, 6, 2, 3])
+    assert numbers(DataLoader(DATA, sampler=sampler)) == list(range(10))
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(DATA)
@@ -76,7 +90,6 @@ UNKNOWN = {
         DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 5 + [0.0] * 5, 10)),
         "WeightedRandomSampler",
     ),
-    "subset": (DataLoader(DATA, sampler=SubsetRandomSampler(SOME)), "SubsetRandomSampler"),
     "numbers": (DataLoader(DATA, sampler=SOME), "list"),
     "lists": (DataLoader(DATA, batch_sampler=[SOME]), "list"),
     "own batches": (
