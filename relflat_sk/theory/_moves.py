@@ -172,9 +172,7 @@ def _run_with(network: Network, layer: Any, x: Any) -> Callable[[Tensor], Tensor
     def run(move: Tensor) -> Tensor:
         def run_moved(*args: Any, **kwargs: Any) -> Tensor:
             features = layer_input(args, kwargs)
-            others = {name: value for name, value in kwargs.items() if value is not features}
-            moved = features + move.reshape(features.shape).to(features.dtype)
-            output: Tensor = forward(moved, *args[1:], **others)
+            output: Tensor = forward(features + move.reshape(features.shape).to(features.dtype))
             return output
 
         with ReplacedForwards([(layer, run_moved)]):

@@ -380,7 +380,7 @@ def test_error_rate_of_classes_counts_labels():
     assert error_rate(network(Table(), CE, X, y, sample_weight=weight)) == 0.75
     shares = nn.functional.one_hot(y, 3).float()
     assert error_rate(network(Table(), CE, X, shares)) == 0.5
-    outputs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
+    outputs = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [0.0, 0.0, 0.0]])
     # one label of each row is on the wrong side of zero, and in the last row it is the nan
     assert error_rate(network(Table(), BCE, X, outputs)) == pytest.approx(4 / 12)
     inside = nn.Sequential(Table(), nn.Sigmoid())

@@ -171,6 +171,17 @@ def none():
     return net
 
 
+class WithSize(nn.Module):
+    """Calls a layer with the size of its output, which another one would have by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.ConvTranspose1d(1, 1, 2, stride=2).double()
+
+    def forward(self, x):
+        return self.a(x[:, None], output_size=[11])[:, 0]
+
+
 @pytest.mark.parametrize(
     ("make", "layer", "message"),
     [
@@ -179,8 +190,9 @@ def none():
         (tied, -1, r"layer 'b' is shared by the modules \['a', 'b'\]"),
         (lambda: Net(overwritten), "a", "input that layer 'a' received was overwritten in place"),
         (none, -1, "layer 'b' does not compute W x"),
+        (WithSize, -1, "layer 'a' does not compute W x .*, or an output_size"),
     ],
-    ids=["twice", "never", "shared", "overwritten", "no linear layer"],
+    ids=["twice", "never", "shared", "overwritten", "no linear layer", "output_size"],
 )
 def test_layers_without_a_weight_to_themselves(make, layer, message):
     with pytest.raises(ValueError, match=message):

@@ -259,6 +259,22 @@ def test_a_network_that_diverged_warns(value, cause):
     assert not math.isfinite(robustness)
 
 
+class ByKeyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.second(input=torch.tanh(self.first(input=x))))
+
+
+def test_layers_called_by_keyword():
+    _, X, y = network(n=9)
+    net, move = ByKeyword().double(), torch.randn(4, 4).double()
+    value, _ = feature_robustness(net, X, y, 0.5, matrices=move, **CE)
+    assert value == pytest.approx(rise_by(net, "second", X, y, 0.5 * move), rel=EXACT)
+
+
 @pytest.mark.parametrize("n_classes", [3, 4])  # 4 makes the weight a square
 def test_a_head_with_a_transposed_weight_is_that_linear_layer(n_classes):
     torch.manual_seed(0)
