@@ -59,6 +59,7 @@ from relflat_sk.measures._quantities import (
     Trace,
     draw_terms,
     exact_terms,
+    is_deflatable,
     n_passes,
 )
 from relflat_sk.measures._results import EVERY_CHANGE, RESCALINGS, Flatness, Found, Summary
@@ -71,12 +72,16 @@ from relflat_sk.measures._scan import ForwardPass, scan, summarize
 # An exact sum and one of probes are kept in the same way: as a sum over samples and probes, with
 # what it scatters between probes. Probes are drawn for each sample independently, and in pairs:
 # half of the squared difference of a pair estimates the variance of a probe. The first pass draws
-# one pair; the number of further probes follows from the variance, and from `max_passes`.
+# one pair; the number of further probes follows from the variance, and from `max_passes`. If they
+# are many, the next pass draws a deflated pair, and further passes go on with such.
 
 # most backward passes or products for one batch that an exact sum may take before the number of
 # probes is known
 METHODS = {"auto": 64, "exact": math.inf, "hutchinson": 0}
 _PILOT = 2  # probes for each sample in the first pass
+_DIRECTIONS = 8  # of each sample, that deflate it
+_DEFLATION = 2 * _DIRECTIONS  # products that this takes
+_KEPT = 2**26  # numbers that it may keep for a batch
 # A pass is a forward and a backward pass over all data, or one further backward pass or product
 # with the Hessian, which takes about as long.
 MAX_PASSES = 100
@@ -213,6 +218,8 @@ class _Plan:
     n_passes: float
     method: str
     exact: bool = False
+    deflatable: bool = False
+    deflated: bool = False
 
 
 class TraceMeasures:
@@ -292,13 +299,16 @@ class TraceMeasures:
                 spread = spreads.get(_QUANTITIES[name].whitened)
                 quantity = _QUANTITIES[name].quantity(layer, spread)
                 plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
+                plan.deflatable = is_deflatable(layer, quantity, _KEPT // _DEFLATION)
                 self._plans[layer.name, name] = plan
-        own, most = {key: plan.n_passes for key, plan in self._plans.items()}, METHODS[self.method]
+        own = {key: (plan.n_passes, plan.deflatable) for key, plan in self._plans.items()}
+        most = METHODS[self.method]
         if self.method == "auto":
             most = min(most, self.precision.n_left(self._spent))
         every = self.network.processes.gather(own)
         for key, plan in self._plans.items():
-            plan.n_passes = max(one[key] for one in every)
+            plan.n_passes = max(one[key][0] for one in every)
+            plan.deflatable = self.method == "auto" and all(one[key][1] for one in every)
             plan.exact = plan.n_passes <= most and self.method != "hutchinson"
 
     def _add(self, forward: ForwardPass, keys: Iterable[Key], n_probes: int) -> None:
@@ -306,6 +316,12 @@ class TraceMeasures:
         plans = {key: self._plans[key] for key in keys}
         exact = {key: plan.quantity for key, plan in plans.items() if plan.exact}
         drawn = {key: plan.quantity for key, plan in plans.items() if not plan.exact}
+        for key, trace in drawn.items():
+            if plans[key].deflated and isinstance(trace, Trace):
+                layer = forward.layers[key[0]]
+                drawn[key] = trace.deflated(layer, _DIRECTIONS, self._generator)
+        if any(plans[key].deflated for key in drawn):
+            self._bar.update(_DEFLATION)
         found: dict[Key, Pair] = {}
         for key, terms in exact_terms(forward.layers, exact):
             weights = forward.row_weights(forward.layers[key[0]])
@@ -350,33 +366,64 @@ class TraceMeasures:
         done = _PILOT
         self._spent += 1 + _PILOT
         probed = [key for key in sums if not self._plans[key].exact]
+        plain: dict[Key, _Sum] = {}  # sums of plain probes, while deflated ones are tried
         while probed:
             left, n_probes = self.precision.n_left(self._spent), 0
+            self._keep_better(sums, plain, left, summary)
             every = {key: self._n_needed(key, sums[key], summary) for key in probed}
-            needed = {key: n for key, n in every.items() if n > done}
+            needed = {key: n for key, n in every.items() if n > sums[key].n_probes}
             dear = []
             if self.method == "auto":
                 plans = {key: (n, self._plans[key].n_passes) for key, n in needed.items()}
                 dear = [key for key, (n, n_exact) in plans.items() if left >= n_exact < n]
+            probed = [key for key in needed if key not in dear]
+            missing = {key: needed[key] - sums[key].n_probes for key in probed}
+            new = self._deflate(missing, left)
             if self.precision.n_probes is not None:
                 left = self.precision.n_probes - done
-            probed = [key for key in needed if key not in dear] if left >= 2 else []
+            n_more = _DEFLATION * any(self._plans[key].deflated for key in probed)
+            if left < n_more + _PILOT:
+                probed, n_more = [], 0
             if probed:
-                missing = min(1.05 * max(needed[key] for key in probed) - done, left)
-                n_probes = 2 * max(int(missing) // 2, 1)
+                most = _PILOT if new else int(min(1.05 * max(missing.values()), left - n_more))
+                n_probes = 2 * max(most // 2, 1)
             for key in dear:
                 self._plans[key].exact = True
                 del sums[key]
+            plain = {key: sums.pop(key) for key in new}
             keys = [*probed, *dear]
             layers = list(dict.fromkeys(layer for layer, _ in keys))
             if layers:
-                self._bar.total = self._bar.n + n_probes * self._bar.n // done
+                self._bar.total = self._bar.n + (n_more + n_probes) * self._bar.n // done
                 scan(self.network, layers, partial(self._add, keys=keys, n_probes=n_probes))
             for key, more in self._close(n_probes).items():
                 sums[key] = sums[key] + more if key in sums else more
-            done += n_probes
-            self._spent += 1 + n_probes
+            done += n_more + n_probes
+            self._spent += 1 + n_more + n_probes
         return sums
+
+    def _keep_better(
+        self, sums: dict[Key, _Sum], plain: dict[Key, _Sum], left: float, summary: Summary
+    ) -> None:
+        """Return to plain probes where they will be more precise than deflated ones."""
+        for key, one in plain.items():
+            n_plain, n_deflated = (self._n_needed(key, each, summary) for each in (one, sums[key]))
+            n_more = min(left, n_plain)  # passes that are left for either
+            n_pairs = max(n_more - _DEFLATION, 0)
+            if n_plain * (_PILOT + n_pairs) < n_deflated * (_PILOT + n_more):
+                sums[key], plan = one, self._plans[key]
+                plan.deflatable = plan.deflated = False
+
+    def _deflate(self, missing: dict[Key, float], left: float) -> list[Key]:
+        """Deflate the probes that so many plain ones are missing of; return those that are new."""
+        pair = _DEFLATION + _PILOT
+        if self.precision.n_probes is not None or left < 2 * pair:
+            return []
+        plans = {key: self._plans[key] for key, n in missing.items() if n > 2 * pair}
+        new = [key for key, plan in plans.items() if plan.deflatable and not plan.deflated]
+        for key in new:
+            plans[key].deflated = True
+        return new
 
     def _n_needed(self, key: Key, found: _Sum, summary: Summary) -> float:
         """Return how many probes bring a measure's standard error below the tolerance."""
@@ -420,7 +467,7 @@ class TraceMeasures:
         if needed <= each.n_probes or not math.isfinite(found.value):
             return  # a value that is not finite has a warning of its own
         n_terms = found.summary.n_samples if self.per_sample else 1
-        what = f"{key[1]} at layer {key[0]!r}"
+        what, kind = f"{key[1]} at layer {key[0]!r}", "deflated " * self._plans[key].deflated
         reached = f"{found.stderr * math.sqrt(n_terms):.3g}"
         if n_terms > 1:
             what, reached = f"the terms of {what}", f"typically {reached}"
@@ -430,7 +477,7 @@ class TraceMeasures:
         precision = self.precision
         warn(
             f"max_passes={precision.max_passes} ended the estimate of {what} after "
-            f"{each.n_probes} probes. Its standard error is {reached} on a value of "
+            f"{each.n_probes} {kind}probes. Its standard error is {reached} on a value of "
             f"{found.value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
             f"allow.{more} Raise max_passes, rtol or atol, or pass method='exact', which takes "
             f"{self._plans[key].n_passes:.0f} passes."

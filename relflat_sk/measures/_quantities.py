@@ -16,7 +16,7 @@ products, all that it takes or random ones.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Protocol
@@ -127,17 +127,21 @@ class LayerPass:
 
         Shapes: `weights` (n,); returns (groups, m, m).
         """
-        total, m = torch.zeros((), dtype=torch.float64), self.map.weight.shape[1]
-        size = max(1, _COPIED // max(1, m * self.offset[:1].numel() // len(self.map.weight)))
-        for some, share in zip(
-            torch.split(self.features, size), torch.split(weights, size), strict=True
-        ):
-            planes = [self.map.planes(some, None, at) for at in range(self.map.n_offsets)]
-            phi = torch.stack(planes, dim=3).flatten(2, 3).double()
+        total, start = torch.zeros((), dtype=torch.float64), 0
+        for phi in self.patches():
             rows = phi.permute(1, 2, 0, 3).flatten(2)  # (groups, m, n * P)
+            share = weights[start : (start := start + len(phi))]
             shares = share.repeat_interleave(phi.shape[3])
             total = (rows * shares) @ rows.mT + total.to(rows)
         return total
+
+    def patches(self) -> Iterator[Tensor]:
+        """Copy ``phi_ip`` of some samples at a time: (n, groups, m, P), float64."""
+        m = self.map.weight.shape[1]
+        size = max(1, _COPIED // max(1, m * self.offset[:1].numel() // len(self.map.weight)))
+        for some in torch.split(self.features, size):
+            planes = [self.map.planes(some, None, at) for at in range(self.map.n_offsets)]
+            yield torch.stack(planes, dim=3).flatten(2, 3).double()
 
     @cached_property
     def summed_loss(self) -> Tensor:
@@ -261,12 +265,9 @@ class Quantity(Protocol):
     ----------
     is_sum : bool
         Whether the forms of all directions are summed up; otherwise each is a number of its own.
-    of_rows : bool
-        Whether `gradient` takes gradients in the layer's output at any layer.
     """
 
     is_sum: bool = True
-    of_rows: bool = False
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
         """Compute each sample's terms from a closed form.
@@ -292,14 +293,29 @@ class Quantity(Protocol):
         layer : LayerPass
             The layer.
         pulled : Tensor of shape (n, d, P) or (n, d, m)
-            Gradients ``g_ic`` in the layer's output, if it is flat or the quantity is `of_rows`,
-            else ``G_ic`` in its weight.
+            Gradients ``g_ic`` in the layer's output if the quantity `takes_rows`, else ``G_ic`` in
+            its weight.
 
         Returns
         -------
         Tensor of shape (n, k)
             To be summed over the passes.
         """
+
+    def takes_rows(self, layer: LayerPass) -> bool:
+        """Return whether `gradient` takes gradients in the layer's output; always if that is flat.
+
+        Parameters
+        ----------
+        layer : LayerPass
+            The layer.
+
+        Returns
+        -------
+        bool
+            Whether it does not take gradients in the weight.
+        """
+        return layer.is_flat
 
     def n_products(self, layer: LayerPass) -> float:
         """Return the number of products that all terms take.
@@ -361,6 +377,23 @@ class Quantity(Protocol):
 
 
 @dataclass(frozen=True)
+class Deflation:
+    """Directions of each sample in which a trace is known, as changes of the layer's output.
+
+    Shapes: `known` (n, 1), `basis`, `dual` (n, r, d * P).
+    """
+
+    known: Tensor
+    basis: Tensor
+    dual: Tensor
+
+    def rest(self, rows: Tensor) -> Tensor:
+        """Leave the directions out of rows. Shapes: (n, d, P)."""
+        along = self.dual @ rows.flatten(1)[:, :, None].to(self.dual.dtype)
+        return rows - (self.basis.mT @ along).reshape(rows.shape)
+
+
+@dataclass(frozen=True)
 class Trace(Quantity):
     """``sum_c |F^T G_c D|^2``; with F = I the trace of the Hessian.
 
@@ -369,19 +402,28 @@ class Trace(Quantity):
 
     factor: Factor | None = None
     inverse: Tensor | None = None
+    deflation: Deflation | None = field(default=None, kw_only=True)
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
         return (self._square_norms(layer) * curvature.trace(self.factor))[:, None]
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
-        if layer.is_flat:
-            left = pulled[:, :, 0].double()
+        if self.takes_rows(layer):  # |F^T sum_p g_p phi_p^T|^2, from products between positions
+            left = pulled.double().mT
             left = left if self.factor is None else left @ self.factor.matrix()
-            return (self._square_norms(layer) * left.square().sum(dim=1))[:, None]
+            return ((left @ left.mT) * self._between_positions(layer)).sum(dim=(1, 2))[:, None]
         pulled = self._mix(pulled, back=True)
         if self.factor is not None:
             pulled = self.factor.matrix().T.to(pulled.dtype) @ pulled
         return pulled.double().square().sum(dim=(1, 2))[:, None]
+
+    def takes_rows(self, layer: LayerPass) -> bool:
+        # whichever takes fewer multiplications
+        (d, m), n_positions = layer.weight.shape, _n_positions(layer)
+        k, by_factor = (d, 0) if self.factor is None else (self.factor.shape[1], d)
+        by_rows = k * by_factor * n_positions + (k + m) * n_positions**2
+        by_weight = d * m * n_positions + k * by_factor * m
+        return layer.is_flat or (layer.map.groups == 1 and by_rows < by_weight)
 
     def n_products(self, layer: LayerPass) -> float:
         k = len(layer.weight) if self.factor is None else self.factor.shape[1]
@@ -400,14 +442,56 @@ class Trace(Quantity):
                 yield layer.apply(self._mix(matrix))
 
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        rows = self.random_rows(layer, generator)
+        if self.deflation is None:
+            return layer.forms([rows])
+        return self.deflation.known + layer.forms([self.deflation.rest(rows)])
+
+    def deflated(self, layer: LayerPass, n_directions: int, generator: torch.Generator) -> "Trace":
+        """Find directions by random products, and the trace in them by as many products again.
+
+        As in Hutch++ [1]_, but for each sample: the Hessian of a sample has few large eigenvalues,
+        as many as there are outputs if the loss is small.
+
+        .. [1] Meyer et al., "Hutch++: Optimal Stochastic Trace Estimation", SOSA 2021.
+        """
+        n, seen, spread = len(layer.features), [], []
+        for _ in range(n_directions):
+            rows = layer.product(self.random_rows(layer, generator))
+            seen.append(rows.reshape(n, -1))
+            spread.append(self.covariance(layer, rows).reshape(n, -1))
+        shape, dual, basis = rows.shape, torch.stack(seen, dim=1), torch.stack(spread, dim=1)
+        # make them orthonormal as changes of the weight, whose products are those of both
+        values, vectors = torch.linalg.eigh((dual @ basis.mT).double())
+        least = torch.finfo(basis.dtype).eps ** 0.5 * values[:, -1:]
+        scale = torch.where(values > least, values.clamp_min(0).rsqrt(), 0.0)
+        mix = (vectors * scale[:, None]).mT.to(basis.dtype)
+        dual, basis = mix @ dual, mix @ basis
+        known = [layer.forms([one.reshape(shape)]) for one in basis.unbind(dim=1)]
+        return replace(self, deflation=Deflation(torch.stack(known).sum(dim=0), basis, dual))
+
+    def random_rows(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        """Draw rows whose quadratic form has the trace as its mean. Shapes: returns (n, d, P)."""
         columns = self._columns(layer)
-        if layer.is_flat:
-            signs = rademacher((len(layer.features), columns.shape[1]), columns, generator)
-            rows = (signs @ columns.T)[:, :, None]
-            rows = rows * self._square_norms(layer).sqrt()[:, None, None]
-        else:
-            rows = layer.draw_rows(columns, self.inverse, generator)
-        return layer.forms([rows])
+        if not layer.is_flat:
+            return layer.draw_rows(columns, self.inverse, generator)
+        signs = rademacher((len(layer.features), columns.shape[1]), columns, generator)
+        return (signs @ columns.T)[:, :, None] * self._square_norms(layer).sqrt()[:, None, None]
+
+    def covariance(self, layer: LayerPass, rows: Tensor) -> Tensor:
+        """Multiply the covariance of random rows with some rows. Shapes: (n, d, P)."""
+        columns = self._columns(layer).to(rows.dtype)
+        if self.takes_rows(layer):
+            between = self._between_positions(layer).to(rows.dtype)
+            return columns @ (columns.T @ (rows @ between))
+        size, found = max(1, _PULLED // layer.weight.numel()), []
+        for some, features in zip(
+            torch.split(rows, size), torch.split(layer.features, size), strict=True
+        ):
+            pulled = self._mix(layer.map.transpose(features, some), back=True)
+            pulled = self._mix(columns @ (columns.T @ pulled))
+            found.append(layer.map.apply(features, pulled))
+        return torch.cat(found)
 
     def identity(self, weight: Tensor) -> Tensor:
         if self.factor is None:
@@ -432,6 +516,13 @@ class Trace(Quantity):
             return norm.square()
         return (layer.features.double() * self.inverse).square().sum(dim=1)
 
+    def _between_positions(self, layer: LayerPass) -> Tensor:
+        """Return ``<D phi_ip, D phi_iq>`` of all positions p and q: (n, P, P)."""
+        if layer.is_flat:
+            return self._square_norms(layer)[:, None, None]
+        every = (self._mix(phi.flatten(1, 2).mT, back=True) for phi in layer.patches())
+        return torch.cat([phi @ phi.mT for phi in every])
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixedTrace(Trace):
@@ -442,12 +533,12 @@ class MixedTrace(Trace):
 
     unmix: Tensor
 
-    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+    def random_rows(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
         if layer.is_flat:
-            return super().draw(layer, generator)
+            return super().random_rows(layer, generator)
         columns, n = self._columns(layer), len(layer.features)
         signs = rademacher((n, columns.shape[1], layer.weight.shape[1]), columns, generator)
-        return layer.forms([layer.apply(self._mix(columns @ signs))])
+        return layer.apply(self._mix(columns @ signs))
 
     def _mix(self, matrices: Tensor, *, back: bool = False) -> Tensor:
         root = (self.unmix.mT if back else self.unmix).to(matrices.dtype)
@@ -465,7 +556,9 @@ class FeatureTrace(Trace):
     """``scale sum_p Tr(W^T B_ipp W)``, with the curvature ``B_ipp`` at each position p."""
 
     scale: float = 1.0
-    of_rows = True
+
+    def takes_rows(self, layer: LayerPass) -> bool:
+        return True
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         left = self._columns(layer).T @ pulled.double()
@@ -482,10 +575,14 @@ class FeatureTrace(Trace):
                 rows[:, :, p] = math.sqrt(self.scale) * column
                 yield rows
 
-    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
-        columns = self._columns(layer)
+    def random_rows(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        columns = math.sqrt(self.scale) * self._columns(layer)
         shape = (len(layer.features), columns.shape[1], _n_positions(layer))
-        return self.scale * layer.forms([columns @ rademacher(shape, columns, generator)])
+        return columns @ rademacher(shape, columns, generator)
+
+    def covariance(self, layer: LayerPass, rows: Tensor) -> Tensor:
+        columns = math.sqrt(self.scale) * self._columns(layer).to(rows.dtype)
+        return columns @ (columns.T @ rows)
 
     def _square_norms(self, layer: LayerPass) -> Tensor:
         return torch.full_like(layer.features[:, 0], self.scale, dtype=torch.float64)
@@ -534,6 +631,12 @@ class Neurons(Quantity):
     def _finish(self, terms: Tensor) -> Tensor:
         """Sum terms (n, m) over the neurons, if that is asked for."""
         return terms.sum(dim=1, keepdim=True) if self.is_sum else terms
+
+
+def is_deflatable(layer: LayerPass, quantity: Quantity, most: int) -> bool:
+    """Return whether a trace can be deflated, at outputs of so many numbers in a batch at most."""
+    known = layer.curvature is not None or layer.gradients is not None
+    return isinstance(quantity, Trace) and not known and layer.offset.numel() <= most
 
 
 # -- the terms of several quantities in one batch --------------------------------------------------
@@ -614,9 +717,8 @@ def _by_gradients(
 ) -> Iterator[tuple[Key, Tensor]]:
     """Yield the terms that belong to one vector (n, o) in the network's output.
 
-    It is pulled back to rows (n, d, 1) of a flat layer's output, and to the weight (n, d, m) of
-    any other, for some samples at a time: all quantities there share the sum over positions, which
-    dominates the cost.
+    It is pulled back to rows (n, d, P) of a layer's output, or to its weight (n, d, m) for some
+    samples at a time: the quantities that take that share the sum over positions.
     """
     names = [name for name, _ in quantities if layers[name].gradients is not None]
     names = list(dict.fromkeys(names))
@@ -629,15 +731,19 @@ def _by_gradients(
     )
     for name, slope in zip(names, slopes, strict=True):
         layer, rows = layers[name], layers[name].map.to_rows(slope)
-        size = len(rows) if layer.is_flat else max(1, _PULLED // layer.weight.numel())
-        parts: dict[Key, list[Tensor]] = {key: [] for key in quantities if key[0] == name}
+        size = max(1, _PULLED // layer.weight.numel())
+        parts: dict[Key, list[Tensor]] = {}
+        for key in [key for key in quantities if key[0] == name]:
+            if quantities[key].takes_rows(layer):
+                yield key, quantities[key].gradient(layer, rows)
+            else:
+                parts[key] = []
+        if not parts:
+            continue
         for some, features in zip(
             torch.split(rows, size), torch.split(layer.features, size), strict=True
         ):
-            pulled = some
-            if not layer.is_flat and not all(quantities[key].of_rows for key in parts):
-                pulled = layer.map.transpose(features, some)
+            pulled = layer.map.transpose(features, some)
             for key, terms in parts.items():
-                given = some if quantities[key].of_rows else pulled
-                terms.append(quantities[key].gradient(layer, given))
+                terms.append(quantities[key].gradient(layer, pulled))
         yield from ((key, torch.cat(terms)) for key, terms in parts.items())

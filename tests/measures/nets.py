@@ -105,6 +105,11 @@ NETS = {
                               nn.Flatten(), nn.Linear(6, 3)),
         (2, 9),
     ),
+    "grouped conv": (
+        lambda: nn.Sequential(nn.Conv1d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(),
+                              nn.Linear(8, 3)),
+        (4, 3),
+    ),
     "transposed": (
         lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), nn.ReLU(),
                               nn.AvgPool2d(3), nn.Flatten(), nn.Linear(16, 3)),

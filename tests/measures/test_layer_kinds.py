@@ -10,6 +10,7 @@ import torch
 from scipy.linalg import hadamard
 from torch import nn
 
+from relflat_sk import _random as random
 from relflat_sk import measure
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
@@ -28,6 +29,7 @@ from tests.measures.nets import (
     dense,
     make,
     measure_all,
+    reached,
 )
 
 # networks with random weights are at no minimum
@@ -104,18 +106,47 @@ def test_heads_of_few_and_of_many_classes(name, many, few_are_many):
     assert_measures(problem, problem.layers[0])
 
 
-@pytest.mark.parametrize(("kind", "name"), [("conv", "0"), ("conv tanh", "0"), ("mlp relu", "0"),
-                                            ("mlp tanh", "0"), ("transformer", "qkv")])  # fmt: skip
+PROBED = [("conv", "0"), ("conv tanh", "0"), ("mlp relu", "0"), ("mlp tanh", "0"),
+          ("transformer", "qkv")]  # fmt: skip
+CURVED = [("conv tanh", "0"), ("grouped conv", "0"), ("mlp tanh", "0"), ("transformer", "qkv")]
+
+
 @pytest.mark.parametrize(
-    "measure_name",
-    ["relative_flatness", "hessian_trace", "neuron_flatness_sum", "neuron_flatness_max"],
+    ("kind", "name", "measure_name", "n_directions"),
+    [
+        *(
+            (*at, one, 0)
+            for at in PROBED
+            for one in (
+                "relative_flatness",
+                "hessian_trace",
+                "neuron_flatness_sum",
+                "neuron_flatness_max",
+            )
+        ),
+        *(
+            (*at, one, 2)
+            for at in CURVED
+            for one in (
+                "relative_flatness",
+                "normalized_relative_flatness",
+                "whitened_flatness",
+                "comparable_flatness",
+            )
+        ),
+    ],
 )
-def test_probes_average_to_the_exact_value(kind, name, measure_name, monkeypatch):
-    """Signs of which any two average to zero together have the mean of random ones."""
+def test_probes_average_to_the_exact_value(kind, name, measure_name, n_directions, monkeypatch):
+    """Signs of which any two average to zero together have the mean of random ones.
+
+    So they have where a trace is deflated, in directions that do not depend on them.
+    """
     net, X, y = make(kind)
-    arguments = {"layer": name, "criterion": CE}
+    criterion, y = reached(measure_name, CE, X, y)
+    arguments = {"layer": name, "criterion": criterion}
     exact = measure(measure_name, net, X, y, method="exact", **arguments)
     signs, calls, own = hadamard(128), itertools.count(), []
+    draw, deflated = _quantities.Trace.draw, []
 
     def rademacher(shape, like, generator):
         if own:  # of the two signs of each sample, after the matrix that all samples share
@@ -126,7 +157,16 @@ def test_probes_average_to_the_exact_value(kind, name, measure_name, monkeypatch
         own.extend(2 * [1] if shared else [])
         return drawn.expand(1 if shared else shape[0], -1).reshape(shape)
 
+    def deflate_and_draw(trace, layer, generator):
+        if not deflated:  # of the only batch
+            with monkeypatch.context() as patch:
+                patch.setattr(_quantities, "rademacher", random.rademacher)
+                deflated.append(trace.deflated(layer, n_directions, generator))
+        return draw(deflated[0], layer, generator)
+
     monkeypatch.setattr(_quantities, "rademacher", rademacher)
+    if n_directions:
+        monkeypatch.setattr(_quantities.Trace, "draw", deflate_and_draw)
     found = evaluate(measure_name, net, X, y, method="hutchinson", n_probes=128, rtol=1e-9,
                      **arguments)  # fmt: skip
     assert next(calls) == 128
