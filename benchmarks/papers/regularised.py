@@ -69,7 +69,7 @@ def train_row(
         X_fit, y_fit = X, y
     kind = SharpnessAwareClassifier if method == "SAM" else RelativeFlatnessRegularizedClassifier
     own = {"flatness_weight": 0} | METHODS[method]
-    net = kind(SmallConvNet, optimizer=torch.optim.SGD, lr=0.05, optimizer__momentum=0.9,
+    net = kind(SmallConvNet, optimizer=torch.optim.SGD, lr=0.01, optimizer__momentum=0.9,
                batch_size=batch_size, max_epochs=epochs, callbacks=[StopAtLoss(0.01)],
                random_state=seed, verbose=0, **own)  # fmt: skip
     with warnings.catch_warnings():
