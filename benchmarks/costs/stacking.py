@@ -33,7 +33,7 @@ from benchmarks._harness.timing import (
 from relflat_sk import FleetTrainer, RelativeFlatnessRegularizedClassifier
 from relflat_sk.fleet._fleet import why_alone
 
-STEPS, EPOCHS = 4, 4
+STEPS, EPOCHS = 32, 1
 # how many times as fast stacked nets must be: where fleet="auto" stacks, and for 64 on a GPU
 LEAST_ON_CPU, LEAST_ON_GPU = 1.0, 20.0
 
