@@ -383,7 +383,9 @@ def optimize_study(
     objective: MinimaObjective,
     n_trials: int | None = None,
     *,
+    timeout: float | None = None,
     catch: Iterable[type[Exception]] | type[Exception] = (),
+    callbacks: Any = None,
     fleet: int | str | None = "auto",
 ) -> None:
     """Add trials to a study as `optuna.Study.optimize` does, and train their nets together.
@@ -399,10 +401,16 @@ def optimize_study(
     objective : MinimaObjective
         Trains and measures one candidate per trial.
     n_trials : int, optional
-        Number of trials to add. If None, trials are added until the sampler or Ctrl-C ends it.
+        Number of trials to add. If None, trials are added until the sampler, a callback, `timeout`
+        or Ctrl-C ends it.
+    timeout : float, optional
+        Seconds after which no trial begins; those in training are finished.
     catch : tuple of Exception types, default=()
         Exceptions of candidates that fail their trial only. After any other, the trials that are
         in training fail as well, and the exception is raised.
+    callbacks : list of callable, optional
+        Functions of the study and of a finished trial. In them, ``study.stop()`` ends it after the
+        trials in training; the study that they get is a view of yours.
     fleet : int, "auto" or None, default="auto"
         Number of trials at a time, see `FlatMinimaSearch`; None for one after the other. A sampler
         that learns from results knows fewer of them.
@@ -410,7 +418,7 @@ def optimize_study(
     Raises
     ------
     TypeError
-        If `objective` is no `MinimaObjective`.
+        If `objective` is no `MinimaObjective`, or `callbacks` is no list of functions.
     ValueError
         If a number is not valid, or the study's minima were made with something else.
 
@@ -439,6 +447,7 @@ def optimize_study(
             "your own that fit nets can run inside of fleet_training(), by joblib.Parallel."
         )
     check_integer("n_trials", n_trials, minimum=1, optional=True)
+    deadline, after = deadline_after(timeout), check_callbacks(callbacks)
     caught = catch if isinstance(catch, type) else tuple(catch)
     view, begun = SearchStudy(study), set[int]()
     numbers = count() if n_trials is None else iter(range(n_trials))
@@ -448,9 +457,9 @@ def optimize_study(
         return objective(trial)
 
     def train() -> bool:
-        if view.is_stopped() or next(numbers, None) is None:
+        if is_due(view, deadline) or next(numbers, None) is None:
             return False
-        view.optimize(run, n_trials=1, catch=caught)
+        view.optimize(run, n_trials=1, catch=caught, callbacks=after)
         return True
 
     try:

@@ -366,6 +366,24 @@ def test_ask_and_tell_in_turns(study_alone, sizes):
     assert_same(study, study_alone)
 
 
+@pytest.mark.usefixtures("same_threads")
+def test_a_timeout_and_callbacks_can_end_it():
+    study, seen = make_study(RandomSampler(seed=0)), []
+
+    def stop(view, trial):
+        assert view.study_name == study.study_name
+        seen.append(trial.number)
+        if len(seen) == 3:
+            view.stop()
+
+    optimize_study(study, make_objective(), timeout=1e-9)
+    assert not study.trials
+    optimize_study(study, make_objective(), callbacks=[stop], fleet=2)
+    assert len(study.trials) in (3, 4)  # one more may have been in training
+    assert sorted(seen) == [trial.number for trial in study.trials]
+    assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
+
+
 def test_a_pruner_stops_trials():
     pruner = optuna.pruners.ThresholdPruner(upper=1.0, n_warmup_steps=5)
     grid = {"lr": [1e-5, 0.03]}

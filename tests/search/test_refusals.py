@@ -314,6 +314,10 @@ TYPES = [
     (objective(fit_params=WEIGHTS), "fit_params must be a dict or None"),
     (objective(X={"C": [1.0]}, y=X, space=Y), "space must be a dict .* got ndarray"),
     (lambda: optimize_study(None, lambda trial: 0.0, 1), "a MinimaObjective, got a func.*fleet_tr"),
+    (
+        lambda: optimize_study(None, objective()(), 1, callbacks=print),
+        "callbacks must be a list",
+    ),
     (lambda: Space([{"lr": [0.1]}]), "space must be a dict .* got list"),
     (lambda: Space(dict), "or one function of a trial that returns a dict .* got type"),
     (lambda: Space({"lr": 0.1}), r"space\['lr'\] must be a list .* got 0.1.*list: \[0.1\]"),
