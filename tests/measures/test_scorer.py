@@ -525,7 +525,7 @@ PROGRESS = {  # losses of the batches in each epoch, whether they are shuffled, 
     "batches of one epoch": ([np.linspace(1.0, 0.9, 40)], True, True),
     "nan": ([[1.0, math.nan], [math.nan, 0.5]], True, False),
     "noise in one epoch": ([1 + NOISE[0]], True, False),
-    "order": ([HARDER], False, False),
+    "order": ([np.linspace(1.5, 0.5, 20)], False, False),
     "order and noise": ([HARDER + noise / 10 for noise in NOISE[:3]], False, False),
     "lower in the same order": ([HARDER - 0.05 * at for at in range(3)], False, True),
 }
