@@ -25,7 +25,7 @@ Pull = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Tensor]], Sequence[Te
 
 
 def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Select inputs and outputs of a layer that suffice for `check_linear`.
+    """Select inputs and outputs of a layer that suffice for `is_linear`.
 
     Shapes: returns (k, ...).
     """
@@ -36,8 +36,8 @@ def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, 
     return features[:few].detach(), z[:few].detach()
 
 
-def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
-    """Refuse a layer that does not compute ``W x + b`` with its weight.
+def is_linear(record: LayerRecord, features: Tensor, z: Tensor) -> bool:
+    """Return whether a layer computes ``W x + b`` with its weight.
 
     Shapes: `features`, `z` (k, ...).
     """
@@ -48,11 +48,19 @@ def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
         found, scale = layer.to_rows(z), expected.abs().max()
         # an output_size that is given in the call makes another shape
         error = (found - expected).abs().max() if found.shape == expected.shape else torch.inf
-    if not bool(error <= 0.01 * scale) and bool(torch.isfinite(scale)):
+    return bool(error <= 0.01 * scale) or not bool(torch.isfinite(scale))
+
+
+def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
+    """Refuse a layer that does not compute ``W x + b`` with its weight.
+
+    Shapes: `features`, `z` (k, ...).
+    """
+    if not is_linear(record, features, z):
         raise ValueError(
             f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
-            "with another forward, or an output_size?), so the curvature in its weight is not "
-            "that of a linear layer. Measure another layer."
+            "with another forward, as of DoRA, or an output_size?), so the curvature in its weight "
+            "is not that of a linear layer. Measure another layer."
         )
 
 

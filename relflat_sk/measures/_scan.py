@@ -7,6 +7,8 @@ runs on the next one.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from relflat_sk._network.layer_checks import (
     few_rows,
     find_mixed,
     find_uses_elsewhere,
+    is_linear,
 )
 from relflat_sk._network.layers import (
     Layer,
@@ -293,6 +296,8 @@ class _Runner:
             output, records = self._record(names, batch)
         by_name, named = {record.name: record for record in records}, dict(module.named_modules())
         records = [by_name[name] for name in names]
+        if self.layers == "all":
+            records = self._linear(records)
         for record in records if self.checked else ():
             check_unshared(record.name, named)
             check_linear(record, *few_rows(record, *record.check()))
@@ -301,6 +306,15 @@ class _Runner:
         if self.checked and self.layers != "all" and -1 in self.layers:
             self._warn_of_other_head(output, records[-1])
         return output, records
+
+    def _linear(self, records: list[LayerRecord]) -> list[LayerRecord]:
+        """Leave out layers that are not linear in their weight; a single one says so itself."""
+        fit = [is_linear(one, *few_rows(one, *one.check())) for one in records]
+        if all(fit) or not any(fit):
+            return records
+        unfit = ", ".join(repr(one.name) for one in compress(records, map(not_, fit)))
+        warn(f"{unfit} left out: the layer does not compute W x + b with its own weight.")
+        return list(compress(records, fit))
 
     def _warn_of_other_head(self, output: Tensor, last: LayerRecord) -> None:
         """Warn if the last layer, which was asked for by its position, is no head."""

@@ -418,13 +418,17 @@ def _read_file(path: Path) -> Weights:
     """Read the weights from one file."""
     if path.suffix == ".safetensors":
         try:
+            from safetensors import SafetensorError  # noqa: PLC0415
             from safetensors.torch import load_file  # noqa: PLC0415
         except ImportError as error:
             raise ImportError(
                 f"{str(path)!r} needs safetensors, which is not installed. Install it with: pip "
                 "install safetensors"
             ) from error
-        loaded: Weights = load_file(path)
+        try:
+            loaded: Weights = load_file(path)
+        except SafetensorError as error:
+            raise _unreadable(path, "safetensors") from error
         return loaded
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
@@ -438,12 +442,11 @@ def _read_file(path: Path) -> Weights:
             "code. If you trust the file, call rank_models within "
             "torch.serialization.safe_globals([...]) with these types, or pass the state dict in "
             "what torch.load(path, weights_only=False) returns."
+            + " It may be no file of torch.save, too."
+            * (not kinds)
         ) from error
     except (EOFError, KeyError, RuntimeError) as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read: it is no file of torch.save, or was not written to its "
-            "end. Remove it, or save it again."
-        ) from error
+        raise _unreadable(path, "torch.save") from error
     inside = found if isinstance(found, Mapping) else {}
     found = next((inside[name] for name in _ENTRIES if is_weights(inside.get(name))), found)
     if not is_weights(found):
@@ -453,6 +456,14 @@ def _read_file(path: Path) -> Weights:
         )
     weights: Weights = found
     return weights
+
+
+def _unreadable(path: Path, kind: str) -> ValueError:
+    """Return the error for a broken file."""
+    return ValueError(
+        f"{str(path)!r} cannot be read: it is no file of {kind}, or was not written to its end. "
+        "Remove it, or save it again."
+    )
 
 
 # -- loading ---------------------------------------------------------------------------------------

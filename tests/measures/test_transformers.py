@@ -261,6 +261,19 @@ def test_report_leaves_out_layers_that_share_a_weight():
         flatness_report(net, X, y, **arguments)
 
 
+def test_report_leaves_out_layers_that_compute_more_than_a_product():
+    class Scaled(nn.Linear):  # as that of DoRA
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    net, X, y = nn.Sequential(Scaled(4, 4), nn.Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
+    with pytest.warns(FlatnessWarning, match=r"^'0' left out: the layer does not compute W x \+ b"):
+        report = flatness_report(net, X, y, criterion=CE, measures=["relative_flatness"])
+    assert report["layer"].tolist() == ["1"]
+    with pytest.raises(ValueError, match=r"'0' does not compute W x \+ b with its own weight"):
+        flatness_report(net[:1], X, y, criterion=CE)
+
+
 class Convolution(nn.Module):
     """A user's own module, which happens to have that name."""
 

@@ -418,7 +418,7 @@ def test_files_without_weights_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, match in {
         "a.pt": r"than tensors \(sklearn.linear_model._logistic.LogisticRegression\), and",
-        "old.pt": "than tensors, and loading these may run code",
+        "old.pt": "(?s)than tensors, and loading these may run code.*no file of torch.save, too",
         **dict.fromkeys(("half.pt", "text.pt", "none.pt"), "no file of torch.save, or was not"),
         "b.pt": "holds no state dict, but list",
         "empty": "is no checkpoint",
@@ -429,6 +429,10 @@ def test_files_without_weights_are_refused(tmp_path):
         rank_models(tmp_path / "empty", X, Y, module=build(), **OF_MODULE)
     with pytest.raises(FileNotFoundError):
         rank_models([tmp_path / "c.pt"], X, Y, module=build(), **OF_MODULE)
+    pytest.importorskip("safetensors")
+    (tmp_path / "d.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="no file of safetensors, or was not written to its end"):
+        rank_models([tmp_path / "d.safetensors"], X, Y, module=build(), **OF_MODULE)
 
 
 # -- adapters of PEFT ------------------------------------------------------------------------------
