@@ -636,7 +636,9 @@ class Neurons(Quantity):
 def is_deflatable(layer: LayerPass, quantity: Quantity, most: int) -> bool:
     """Return whether a trace can be deflated, at outputs of so many numbers in a batch at most."""
     known = layer.curvature is not None or layer.gradients is not None
-    return isinstance(quantity, Trace) and not known and layer.offset.numel() <= most
+    # half precision holds no squares of products
+    fits = layer.offset.numel() <= most and layer.offset.dtype in {torch.float32, torch.float64}
+    return isinstance(quantity, Trace) and not known and fits
 
 
 # -- the terms of several quantities in one batch --------------------------------------------------

@@ -208,6 +208,9 @@ def test_few_passes_are_enough_where_samples_have_hessians_of_low_rank():
     exact = relative_flatness(*at_minimum, method="exact", **options)
     assert (found.method, found.stderr <= 1e-4 * exact) == ("hutchinson", True)
     assert found.value == pytest.approx(exact, rel=1e-6)
+    half = net.half(), X.half(), at_minimum[2].half()
+    with pytest.warns(relflat_sk.FlatnessWarning, match="after 58 probes"):  # plain ones
+        relative_flatness(*half, rtol=1e-4, max_passes=60, **options)
 
 
 @pytest.mark.parametrize("name", ["relative_flatness", "trace_flatness", "neuron_flatness_max"])
