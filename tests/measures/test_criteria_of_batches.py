@@ -1,13 +1,10 @@
 """Criteria that take several tensors, or that are no mean over samples, and mixing batch norm."""
 
-import copy
 import warnings
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
-from skorch import NeuralNet
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,23 +65,9 @@ SETTINGS = {
 WHOLE = "takes the module's whole output, but {} a criterion of one tensor"
 
 
-def test_a_criterion_of_both_heads_gets_both_in_training(data, two_heads):
-    theirs = NeuralNet(
-        copy.deepcopy(two_heads), criterion=GaussianLoss, train_split=None, **SETTINGS
-    ).fit(*data)
-    with pytest.warns(FlatnessWarning, match=WHOLE.format("measures need")):
-        ours = RelativeFlatnessRegularizedNet(
-            two_heads, criterion=GaussianLoss, flatness_weight=0, **SETTINGS
-        ).fit(*data)
-    np.testing.assert_allclose(
-        ours.history[:, "train_loss"], theirs.history[:, "train_loss"], rtol=1e-6
-    )
-    assert np.isnan(ours.relative_flatness_)
-
-
-def test_a_penalty_and_measures_refuse_a_criterion_of_both_heads(data, two_heads):
+def test_nets_penalty_and_measures_refuse_a_criterion_of_both_heads(data, two_heads):
     net = RelativeFlatnessRegularizedNet(two_heads, criterion=GaussianLoss, **SETTINGS)
-    with pytest.raises(ValueError, match=WHOLE.format("the flatness penalty needs")):
+    with pytest.raises(ValueError, match=WHOLE.format("nets of relflat_sk need")):
         net.fit(*data)
     penalty = published_penalty(layer="mean")
     with penalty.capture(two_heads):
