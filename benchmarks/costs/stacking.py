@@ -73,7 +73,8 @@ def main() -> int:
     for name in dict.fromkeys(names):
         row, (module, shape) = [name], NETWORKS[name]
         for size in batches:
-            times = _times(module, shape, size, n, rounds, options.device)
+            steps = 4 if options.quick else STEPS
+            times = _times(module, shape, size, n, rounds, options.device, steps)
             found = ratio(times["single"], times["stacked"])
             row.append(str(found))
             least = _least(name, size, options.device)
@@ -111,10 +112,11 @@ def _times(
     n: int,
     rounds: int,
     device: str,
+    steps: int,
 ) -> dict[str, list[float]]:
     """Return the seconds that epochs take for each net, stacked and by itself."""
     rng = np.random.default_rng(0)
-    X = rng.normal(size=(STEPS * size, *shape)).astype(np.float32)
+    X = rng.normal(size=(steps * size, *shape)).astype(np.float32)
     y = np.arange(len(X)) % 10
 
     def seconds(nets: int, fleet: int | None, epochs: int) -> float:
