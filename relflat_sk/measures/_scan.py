@@ -7,8 +7,6 @@ runs on the next one.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
-from operator import not_
 from typing import Any
 
 import torch
@@ -309,12 +307,12 @@ class _Runner:
 
     def _linear(self, records: list[LayerRecord]) -> list[LayerRecord]:
         """Leave out layers that are not linear in their weight; a single one says so itself."""
-        fit = [is_linear(one, *few_rows(one, *one.check())) for one in records]
-        if all(fit) or not any(fit):
+        unfit = [one.name for one in records if not is_linear(one, *few_rows(one, *one.check()))]
+        if not 0 < len(unfit) < len(records):
             return records
-        unfit = ", ".join(repr(one.name) for one in compress(records, map(not_, fit)))
-        warn(f"{unfit} left out: the layer does not compute W x + b with its own weight.")
-        return list(compress(records, fit))
+        names = ", ".join(map(repr, unfit))
+        warn(f"{names} left out: the layer does not compute W x + b with its own weight.")
+        return [one for one in records if one.name not in unfit]
 
     def _warn_of_other_head(self, output: Tensor, last: LayerRecord) -> None:
         """Warn if the last layer, which was asked for by its position, is no head."""
