@@ -328,9 +328,10 @@ def _estimator_inside(model: Any) -> Any | None:
 
 def unwrap(model: Any) -> Iterator[Any]:
     """Yield pipelines and search objects from outside to inside, then what holds the network."""
-    while model is not None:
-        yield model
-        model = model.steps[-1][1] if isinstance(model, Pipeline) else _estimator_inside(model)
+    yield model
+    inside = model.steps[-1][1] if isinstance(model, Pipeline) else _estimator_inside(model)
+    if inside is not None:
+        yield from unwrap(inside)
 
 
 def final_estimator(model: Any) -> Any:

@@ -5,9 +5,10 @@ import json
 import pickle
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from math import ceil, isnan
 from pathlib import Path
@@ -93,14 +94,15 @@ def rank_models(  # noqa: PLR0913
 
     Raises
     ------
-    ImportError
-        If a file needs safetensors, or a folder peft, and it is not installed.
     TypeError
         If `models` is a single model, or `module` cannot take weights.
     ValueError
-        If there are no models, weights come without `module` or are those of another network, a
-        file holds other objects than tensors, no model can be measured, or an argument of the
-        measures is not valid.
+        If there are no models, no model can be measured, or an argument of the measures is not
+        valid.
+    ImportError, OSError, ValueError
+        If no model can be loaded: weights come without `module` or are those of another network, a
+        file is missing or holds other objects than tensors, or safetensors or peft is needed and
+        not installed. A model among others that cannot be loaded has a row with the reason.
 
     Warns
     -----
@@ -179,8 +181,8 @@ def rank_models(  # noqa: PLR0913
     target = None if module is None else find_module(module)
     by = str(measuring.names[0])
     default = measuring.default_share(by)
-    with nullcontext() if target is None else restored(target):
-        rows = task.measure_all(models, module, target)
+    with restored(target) as restore:
+        rows = task.measure_all(models, module, target, restore)
         share = None if default is None else _share_of_half(rows, by)
         if share is not None:
             once = isinstance(models, Iterator)
@@ -193,7 +195,7 @@ def rank_models(  # noqa: PLR0913
             )
             if not once:
                 measuring.take_at(by, share)
-                rows = task.measure_all(models, module, target)
+                rows = task.measure_all(models, module, target, restore)
                 task.units["at_loss"] = share
     return _rank(rows, measuring, task.units, warned=share is not None)
 
@@ -208,27 +210,32 @@ class _Task:
     measuring: Measuring
     seed: int
     units: dict[Any, Any] = field(default_factory=dict)  # attributes of the table
+    unread: list[Exception] = field(default_factory=list)  # why models cannot be loaded
 
     def measure_all(
-        self, models: Any, module: Any, target: nn.Module | None
+        self, models: Any, module: Any, target: nn.Module | None, restore: Callable[[], Any]
     ) -> list[dict[str, Any]]:
         """Measure one model after the other, and return their rows of the table."""
         rows: list[dict[str, Any]] = []
         for label, item in _named(models):
-            model, has_record = _load(label, item, module, target)
-            rows.append(
-                {"model": label, "trial": len(rows)} | self.measure(model, has_record, label)
-            )
-            del model, item  # or this model would be in memory together with the next
+            row = self.measure(label, item, module, target)
+            rows.append({"model": label, "trial": len(rows)} | row)
+            del item  # or this model would be in memory together with the next
+            restore()  # the next one may be the module itself, or share its weights
         if not rows:
             raise ValueError("there are no models to rank: models is empty.")
+        if all(row["kind"] is None for row in rows):
+            raise self.unread[0]
         return rows
 
-    def measure(self, model: Any, has_record: bool, label: str) -> dict[str, Any]:
-        """Measure one model, and return its row of the table."""
-        record: dict[str, Any] = {"state": "complete", "ended_by": "", "reason": ""}
-        record |= _parameters(model) | {"kind": type(final_estimator(model))}
+    def measure(
+        self, label: str, item: Any, module: Any, target: nn.Module | None
+    ) -> dict[str, Any]:
+        """Load and measure one model, and return its row of the table."""
+        record: dict[str, Any] = {"kind": None, "state": "complete", "ended_by": "", "reason": ""}
         try:
+            model, has_record = _load(label, item, module, target)
+            record |= _parameters(model) | {"kind": type(final_estimator(model))}
             with seeded(self.seed):  # data loaders draw from torch's random state
                 networks = self.measuring.networks(model, self.data)
                 network = next(iter(networks.values()))
@@ -245,6 +252,8 @@ class _Task:
         except CallError as error:
             raise ValueError(f"{label!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:
+            if record["kind"] is None:
+                self.unread.append(error.with_traceback(None))
             record |= failure_record(error) | {"state": "failed", "converged": False}
         record.pop("failed", None)
         return record
@@ -482,13 +491,17 @@ def find_module(model: Any) -> nn.Module:
 
 
 @contextmanager
-def restored(module: nn.Module) -> Iterator[None]:
-    """Give a module its own weights back at the end, also after an exception."""
-    own = copy.deepcopy(module.state_dict())
+def restored(module: nn.Module | None) -> Iterator[Callable[[], Any]]:
+    """Yield what gives a module its own weights back; call it at the end, also after an exception.
+
+    It does nothing without a module.
+    """
+    own = {} if module is None else copy.deepcopy(module.state_dict())
+    restore = partial(module.load_state_dict, own) if module is not None else lambda: None
     try:
-        yield
+        yield restore
     finally:
-        module.load_state_dict(own)
+        restore()
 
 
 def load_into(module: nn.Module, weights: Weights, name: str) -> None:

@@ -4,7 +4,9 @@ import copy
 import gc
 import json
 import math
+import re
 import weakref
+from contextlib import nullcontext
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -260,19 +262,15 @@ def test_the_module_gets_its_own_weights_back(ends, steps):
     module = build().train()
     before = copy.deepcopy(module.state_dict())
 
-    def items():
-        yield steps["step 10"]
-        assert torch.equal(module[0].weight, steps["step 10"]["0.weight"])
-        if ends == "measure":
-            raise KeyboardInterrupt
-        yield {"0.weight": torch.ones(5, 4)} if ends == "weights" else steps["step 20"]
+    def interrupting(model, inputs, labels):
+        assert torch.equal(model[0].weight, steps["step 10"]["0.weight"])
+        raise KeyboardInterrupt
 
+    items = [{"0.weight": torch.ones(5, 4)}] if ends == "weights" else [steps["step 10"]]
+    options = OF_MODULE | ({"measure": interrupting} if ends == "measure" else {})
     errors = {"measure": KeyboardInterrupt, "weights": ValueError}
-    if ends == "well":
-        assert len(rank_models(items(), X, Y, module=module, **OF_MODULE)) == 2
-    else:
-        with pytest.raises(errors[ends]):
-            rank_models(items(), X, Y, module=module, **OF_MODULE)
+    with pytest.raises(errors[ends]) if ends in errors else nullcontext():
+        rank_models(items, X, Y, module=module, **options)
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
     assert module.training
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -359,6 +357,41 @@ def test_models_without_a_value_rank_last_with_a_reason(steps):
     assert table.loc["none", "state"] == "failed"
     assert "LayerNotFoundError" in table.loc["none", "reason"]
     assert table.loc[["dead", "nan", "none"], "depth"].isna().tolist() == [False, True, True]
+
+
+def test_a_model_that_cannot_be_loaded_has_a_row_with_the_reason(steps, expected, tmp_path):
+    (tmp_path / "half.pt").write_bytes(b"\x80\x02")
+    bad = {
+        "missing": tmp_path / "none.pt",
+        "half": tmp_path / "half.pt",
+        "other": {"0.weight": torch.ones(5, 4)},
+        "sizes": steps["step 10"] | {"2.weight": torch.ones(3, 9)},
+        "empty": None,
+    }
+    with pytest.warns(FlatnessWarning, match="5 of 8 models are no minima"):
+        table = rank_models({**bad, **steps}, X, Y, module=build(), **OF_MODULE)
+    assert_ranked(table[:3], expected)
+    reasons = table.set_index("model")["reason"]
+    for name, start in {
+        "missing": "FileNotFoundError",
+        "half": "ValueError: .*cannot be read",
+        "other": "ValueError: the weights of 'other' are not those of module",
+        "sizes": "ValueError: the weights of 'sizes' do not fit module",
+        "empty": "TypeError: a model of type NoneType",
+    }.items():
+        assert re.match(start, reasons[name])
+
+
+def test_models_may_share_the_weights_of_the_module(steps, expected):
+    module = loaded(steps["step 30"])
+    models = {
+        "step 10": steps["step 10"],
+        "step 20": steps["step 20"],
+        "step 30": module.state_dict(),
+    }
+    assert_ranked(rank_models(models, X, Y, module=module, **OF_MODULE), expected)
+    models["step 30"] = module
+    assert_ranked(rank_models(models, X, Y, module=module, **OF_MODULE), expected)
 
 
 MISSPELT = FlatnessScorer(measure_params={"n_probs": 3})
