@@ -11,7 +11,7 @@ from torch.backends import cuda
 from torch.nn import functional as F
 
 from relflat_sk import flatness_report
-from tests import oracles
+from tests import cases, oracles
 from tests.hugging_face import GPT2, Conv1D, GPT2LMHeadModel, conv1d
 
 CE = nn.CrossEntropyLoss()
@@ -439,6 +439,50 @@ def regression_on_tokens():
     return Problem(net, X, y, nn.MSELoss(), closed=())
 
 
+class Cube(torch.autograd.Function):
+    """A user's own function, which torch cannot run for several vectors at once."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x * Square.apply(x, g)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, g):
+        ctx.save_for_backward(x, g)
+        return x * g
+
+    @staticmethod
+    def backward(ctx, outer):
+        x, g = ctx.saved_tensors
+        if bool(outer.isnan().any()):  # a question that has several answers for several vectors
+            raise FloatingPointError
+        return outer * g, outer * x
+
+
+class Cubic(nn.Module):
+    def __init__(self, function=Cube.apply):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def not_vectorised():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), Cubic(), nn.Linear(6, 3)).double()
+    oracle = nn.Sequential(net[0], Cubic(lambda x: x**3), net[2])
+    return Problem(net, torch.randn(7, 4).double(), torch.arange(7) % 3, oracle=oracle)
+
+
 def head(criterion, y, n_outputs, *parts, method="closed form"):
     """A linear layer whose outputs are reshaped, or followed by a softmax."""
     torch.manual_seed(0)
@@ -454,6 +498,31 @@ CRITERIA = {
     "smoothed": nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1),
     "class weights": nn.CrossEntropyLoss(weight=WEIGHTS),
     "weights, smoothed, ignoring": nn.CrossEntropyLoss(WEIGHTS, None, 1, label_smoothing=0.3),
+}
+
+
+def of_criterion(case, reduction=None):
+    """A criterion of tests/cases.py, or the sum or the list of its losses, measured as a mean."""
+    build, make_criterion, target, closed = cases.CASES[case]
+    torch.manual_seed(1)
+    net, criterion, X, y = build(), make_criterion(), torch.randn(11, 5).double(), target(11)
+    closed = None if closed else ()
+    problem = Problem(net, X, y, criterion, closed=closed, rtol=1e-10, is_mean=False)
+    if reduction:
+        criterion.reduction = reduction
+        n = len(y) if reduction == "sum" else 1
+        problem.loss = lambda out, y: criterion(out, y).mean() / n
+    return problem
+
+
+REDUCED = ("cross-entropy", "cross-entropy class weights", "squared error")
+OF_CRITERIA = {
+    **{case: lambda case=case: of_criterion(case) for case in cases.CASES},
+    **{
+        f"{case}, {reduction}": lambda case=case, reduction=reduction: of_criterion(case, reduction)
+        for case in REDUCED
+        for reduction in ("sum", "none")
+    },
 }
 # of classes, of labels for each sample
 SHAPES = {"one label": (4,), "4 labels": (4, 4), "images": (4, 2, 2), "an axis": (4, 1)}
@@ -473,6 +542,8 @@ PROBLEMS = {
         for axis in ("classes second", "mapping")
     },
     "regression on tokens": regression_on_tokens,
+    "functions that cannot be vectorised": not_vectorised,
+    **OF_CRITERIA,
 }
 HEADS_OF_CLASSES = {
     **{

@@ -20,8 +20,7 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._names import number_names
-from tests.cases import CASES as CRITERIA
-from tests.measures.nets import CE, reached
+from tests.measures.nets import CE, OF_CRITERIA, PROBLEMS, reached
 from tests.network.test_network import prepared, same, state_of
 
 # networks with random weights are at no minimum
@@ -101,13 +100,9 @@ def test_batches_precision_and_frozen_weights_do_not_matter(name):
     ],
 )
 def test_batches_do_not_matter_for_any_criterion(name, case):
-    make_net, make_criterion, make_target, _ = CRITERIA[case]
-    torch.manual_seed(1)
-    net, criterion = make_net(), make_criterion()
-    data, target = torch.randn(11, 5).double(), make_target(11)
-    one, two = (
-        value(name, net, data, target, criterion=criterion, batch_size=size) for size in (11, 4)
-    )
+    problem = PROBLEMS[case]()
+    at, options = (problem.net, problem.X, problem.y), {"criterion": problem.criterion}
+    one, two = (value(name, *at, batch_size=size, **options) for size in (11, 4))
     assert one == pytest.approx(two, rel=1e-6, nan_ok=True)
 
 
@@ -155,121 +150,49 @@ def test_estimators_of_all_kinds_are_measured():
 
 # -- sample weights: whole numbers have the effect of repeated samples ----------------------------
 
-N = 14
-
-# the first of the batches of 4 has no weight at all
-COUNTS = np.array([0, 0, 0, 0, 1, 0, 4, 1, 2, 1, 1, 3, 0, 2])
-
-ROWS = np.repeat(np.arange(N), COUNTS)
-
-RNG = torch.Generator().manual_seed(0)
-
-X = torch.randn(N, 6, generator=RNG, dtype=torch.float64)
-
-CLASSES = torch.randint(0, 3, (N,), generator=RNG)
-
-VALUES = torch.randn(N, 3, generator=RNG, dtype=torch.float64)
+# the first of the batches of 3 has no weight at all
+COUNTS = np.array([0, 0, 0, 1, 4, 1, 2, 0, 1, 3, 1])
+MEANS = {"a function", "kl divergence"}  # have no losses of single samples
+WEIGHTED = [*sorted(OF_CRITERIA.keys() - MEANS), "mlp relu", "conv", "conv tanh",
+            "regression on tokens", "language model, smoothed, classes second"]  # fmt: skip
 
 
-def perceptron(activation):
-    return nn.Sequential(
-        nn.Linear(6, 5), activation(), nn.Linear(5, 4), activation(), nn.Linear(4, 3)
-    )
-
-
-def convolutional():
-    convolutions = nn.Conv1d(1, 3, 2), nn.ReLU(), nn.Conv1d(3, 2, 2)
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 6)), *convolutions, nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
-    )
-
-
-def tokens():
-    """A layer that is applied to each of three positions."""
-    return nn.Sequential(
-        nn.Unflatten(1, (3, 2)), nn.Linear(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)
-    )
-
-
-class ClassesSecond(nn.Module):
-    def forward(self, z):
-        return z.transpose(1, 2)
-
-
-def labelled_tokens():
-    """A label for each of two positions."""
-    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), ClassesSecond()
-    return nn.Sequential(nn.Unflatten(1, (2, 3)), *layers)
-
-
-CASES = {
-    "softmax": (lambda: perceptron(nn.ReLU), CE, CLASSES),
-    "smooth": (lambda: perceptron(nn.Tanh), CE, CLASSES),
-    "sum": (lambda: perceptron(nn.ReLU), nn.CrossEntropyLoss(reduction="sum"), CLASSES),
-    "class weights": (
-        lambda: perceptron(nn.ReLU),
-        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)),
-        CLASSES,
-    ),
-    "smoothed, ignoring": (
-        lambda: perceptron(nn.ReLU),
-        nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=2),
-        CLASSES,
-    ),
-    "probabilities": (
-        lambda: nn.Sequential(*perceptron(nn.ReLU), nn.Sigmoid()),
-        nn.BCELoss(torch.tensor([1.0, 3.0, 0.2], dtype=torch.float64)),
-        (VALUES > 0).double(),
-    ),
-    "squares": (lambda: perceptron(nn.ReLU), nn.MSELoss(), VALUES),
-    "huber": (lambda: perceptron(nn.Tanh), nn.HuberLoss(), VALUES),
-    "soft margin": (lambda: perceptron(nn.Tanh), nn.SoftMarginLoss(), VALUES.sign()),
-    "convolutions": (convolutional, CE, CLASSES),
-    "tokens": (tokens, CE, CLASSES),
-    "labelled tokens": (labelled_tokens, CE, torch.stack([CLASSES, CLASSES.roll(1)], dim=1)),
-}
-
-
-def make(case):
-    build, criterion, y = CASES[case]
-    torch.manual_seed(1)
-    return build().double(), criterion, y
+def weighted_and_repeated(case):
+    """A problem, and data of which each sample counts several times in one way or the other."""
+    problem = PROBLEMS[case]()
+    X, y = problem.X, problem.y
+    counts = COUNTS[: len(y)]
+    rows = np.repeat(np.arange(len(y)), counts)
+    return problem, (X, y, counts), (X[rows], y[rows])
 
 
 @pytest.mark.parametrize("layer", [0, -1])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["relative_flatness", "normalized_relative_flatness"])
-def test_weights_of_relative_flatness(case, layer, name):
-    net, criterion, y = make(case)
-    options = {"layer": layer, "criterion": criterion, "method": "exact", "batch_size": 4}
-    weighted, tripled = (
-        evaluate(name, net, X, y, sample_weight=times * COUNTS, **options) for times in (1, 3)
+@pytest.mark.parametrize("case", WEIGHTED)
+def test_weights_of_relative_flatness(case, layer):
+    problem, (X, y, counts), repeated = weighted_and_repeated(case)
+    options = {"layer": layer, "criterion": problem.criterion, "method": "exact", "batch_size": 3}
+    for name in ("relative_flatness", "normalized_relative_flatness"):
+        weighted = evaluate(name, problem.net, X, y, sample_weight=counts, **options)
+        expected = evaluate(name, problem.net, *repeated, **options)
+        assert weighted.value == pytest.approx(expected.value, rel=1e-10)
+    assert weighted.risk == pytest.approx(expected.risk, rel=1e-12)
+    assert weighted.constant_risk() == pytest.approx(expected.constant_risk(), rel=1e-9)
+    plain, tripled = (
+        evaluate(name, problem.net, X, y, sample_weight=given, **options)
+        for given in (None, 3 * counts)
     )
-    repeated = evaluate(name, net, X[ROWS], y[ROWS], **options)
-    assert weighted.value == pytest.approx(repeated.value, rel=1e-10)
-    assert weighted.risk == pytest.approx(repeated.risk, rel=1e-12)
-    assert weighted.constant_risk() == pytest.approx(repeated.constant_risk(), rel=1e-9)
-    assert weighted.value != pytest.approx(evaluate(name, net, X, y, **options).value, rel=1e-3)
+    assert weighted.value != pytest.approx(plain.value, rel=1e-3)
     # a mean: the scale does not matter
     assert tripled.value == pytest.approx(weighted.value, rel=1e-10)
 
 
 @pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
 def test_weights_of_probes(normalize):
-    net, criterion, y = make("smooth")
-    arguments = {"layer": 1, "criterion": criterion, "normalize": normalize}
-    estimate, stderr = relative_flatness(
-        net,
-        X,
-        y,
-        sample_weight=COUNTS,
-        method="hutchinson",
-        n_probes=400,
-        random_state=0,
-        return_stderr=True,
-        **arguments,
-    )
-    exact = relative_flatness(net, X[ROWS], y[ROWS], method="exact", **arguments)
+    problem, (X, y, counts), repeated = weighted_and_repeated("squared error")
+    options = {"layer": 0, "criterion": problem.criterion, "normalize": normalize}
+    exact = relative_flatness(problem.net, *repeated, method="exact", **options)
+    options |= {"method": "hutchinson", "n_probes": 400, "random_state": 0, "return_stderr": True}
+    estimate, stderr = relative_flatness(problem.net, X, y, sample_weight=counts, **options)
     assert stderr < 0.1 * exact
     assert abs(estimate - exact) < 4 * stderr
 
@@ -277,27 +200,28 @@ def test_weights_of_probes(normalize):
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        *(("softmax", name) for name in sorted(set(NAMES) - MARGINS)),
-        *(("squares", name) for name in sorted(set(NAMES) - CLASSIFIERS - {"network_flatness"})),
-        *(("convolutions", name) for name in sorted({*LAYER_MEASURES, "takeuchi_criterion"})),
+        *(("mlp relu", name) for name in sorted(set(NAMES) - MARGINS)),
+        *(("squared error", name) for name in sorted(WHOLE - CLASSIFIERS - {"network_flatness"})),
+        *(("conv", name) for name in sorted({*LAYER_MEASURES, "takeuchi_criterion"})),
     ],
 )
 def test_weights_of_every_measure(case, name):
-    net, criterion, y = make(case)
-    arguments = {"criterion": criterion, "batch_size": 4}
+    problem, (X, y, counts), repeated = weighted_and_repeated(case)
+    options = {"criterion": problem.criterion, "batch_size": 3}
     for layer in (0, -1) if name in LAYER_MEASURES else (-1,):
-        weighted = value(name, net, X, y, layer=layer, sample_weight=COUNTS, **arguments)
-        repeated = value(name, net, X[ROWS], y[ROWS], layer=layer, **arguments)
-        assert weighted == pytest.approx(repeated, rel=1e-8)
+        weighted = value(name, problem.net, X, y, layer=layer, sample_weight=counts, **options)
+        expected = value(name, problem.net, *repeated, layer=layer, **options)
+        assert weighted == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
 def test_the_margin_refuses_weights():
-    net, criterion, y = make("softmax")
+    problem, (X, y, counts), _ = weighted_and_repeated("mlp relu")
+    options = {"criterion": CE, "sample_weight": counts}
     for name in MARGINS:
         with pytest.raises(ValueError, match="leave sample_weight out"):
-            measure(name, net, X, y, criterion=criterion, sample_weight=COUNTS)
+            measure(name, problem.net, X, y, **options)
     with pytest.warns(FlatnessWarning, match="leave sample_weight out"):
-        report = flatness_report(net, X, y, criterion=criterion, sample_weight=COUNTS)
+        report = flatness_report(problem.net, X, y, **options)
     report = report.set_index("measure")["value"]
     assert report[sorted(MARGINS)].isna().all()

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
 from skorch import NeuralNetClassifier
 from torch import nn
 from torch.utils.data import (
@@ -15,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from relflat_sk import MLP, FlatnessScorer, flatness_report, measure, relative_flatness
+from relflat_sk import MLP, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE
@@ -172,17 +171,3 @@ def test_samples_that_a_loader_may_shuffle_have_no_terms():
     iris = load_iris(return_X_y=True)
     with pytest.raises(ValueError, match="but the RandomSampler of the DataLoader may draw"):
         relative_flatness(net, iris[0].astype(np.float32), iris[1], per_sample=True)
-
-
-def test_what_has_no_terms_says_so():
-    X, y = load_iris(return_X_y=True)
-    model = LogisticRegression(max_iter=1000).fit(X, y)
-    with pytest.raises(ValueError, match=r"per_sample=True needs .* got 'eigenvalue_flatness'"):
-        measure("eigenvalue_flatness", model, X, y, per_sample=True)
-    with pytest.raises(ValueError, match=r"per_sample=True gives .* aggregate='max' asks"):
-        measure("relative_flatness", model, X, y, per_sample=True, aggregate="max")
-    with pytest.raises(TypeError, match="flatness_report has no argument per_sample"):
-        flatness_report(model, X, y, per_sample=True)
-    scorer = FlatnessScorer(measure_params={"per_sample": True})
-    with pytest.raises(ValueError, match="must not contain 'per_sample': a score is a single"):
-        scorer(model, X, y)

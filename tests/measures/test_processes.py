@@ -135,10 +135,3 @@ def test_after_an_exchange_that_was_interrupted_there_is_no_other(monkeypatch):
     with pytest.raises(KeyboardInterrupt), several.together():
         several.begin("a task")
     assert exchanged == [("begin of a task", None)]
-
-
-def test_a_group_is_needed():
-    with pytest.raises(ValueError, match="process_group='world' needs a process group, and there"):
-        relative_flatness(
-            shards.network("relu"), shards.X, shards.Y, criterion=shards.CE, process_group="world"
-        )

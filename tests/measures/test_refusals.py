@@ -10,12 +10,14 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from relflat_sk import (
     FlatnessScorer,
     LayerNotFoundError,
     flatness_report,
     get_measure_names,
+    layer_sensitivity,
     measure,
     register_measure,
     relative_flatness,
@@ -53,7 +55,11 @@ def named(name, **own):
 
 
 def line(name, **own):
-    return lambda: measure(name, LINE, INPUTS, NUMBERS.double(), criterion=MSE, **own)
+    return lambda: measure(name, LINE, INPUTS, NUMBERS.double(), **{"criterion": MSE, **own})
+
+
+def sensitive(**own):
+    return lambda: layer_sensitivity(NET, X, **{"y": Y, "criterion": CE, **own})
 
 
 def margin(n_outputs, criterion, y, **own):
@@ -126,6 +132,36 @@ REFUSED = [
         V,
         "for 12 samples; expected one for each sample",
     ),
+    (flat(process_group="world"), V, "process_group='world' needs a process group, and there"),
+    # at equal loss
+    (flat(at_loss=1.5), V, "between 0 and 1"),
+    (flat(at_loss="low"), V, "between 0 and 1"),
+    (lambda: relative_flatness(NET, X, criterion=CE, at_loss=0.1), V, "y is needed"),
+    (named("l2_norm", at_loss=0.1), V, "no effect on l2_norm"),
+    (line("adaptive_sharpness", at_loss=0.1, normalize_logits=True), V, "pass one of the two"),
+    (line("comparable_flatness", criterion=nn.HuberLoss()), V, "HuberLoss has none"),
+    (line("hessian_trace", criterion=nn.PoissonNLLLoss(), at_loss=0.1), V, "has none"),
+    (named("hessian_trace", criterion=cross_entropy, at_loss=0.1), V, "cross_entropy has none"),
+    (lambda: measure("hessian_trace", NET, X, 0 * Y, criterion=CE, at_loss=0.1), V, "the same"),
+    (named("hessian_trace", criterion=nn.NLLLoss(), at_loss=0.1), V, "do not sum to 1"),
+    # terms of samples
+    (on_iris("eigenvalue_flatness", per_sample=True), V, "per_sample=True needs .* got 'eigenvalu"),
+    (
+        on_iris("relative_flatness", per_sample=True, aggregate="max"), V,
+        "per_sample=True gives .* aggregate='max' asks",
+    ),
+    (report(per_sample=True), T, "flatness_report has no argument per_sample"),
+    (
+        scores(measure_params={"per_sample": True}), V,
+        "must not contain 'per_sample': a score is a single",
+    ),
+    # sensitivity
+    (sensitive(bits=1), V, "bits must be an integer of at least 2"),
+    (sensitive(bits=(8, 4.5)), V, "bits must be an integer of at least 2"),
+    (sensitive(bits="8"), T, "bits must be a number of bits or a list of them, got '8'"),
+    (sensitive(bits=[]), T, r"bits must be a number of bits or a list of them, got \[\]"),
+    (sensitive(layers=9), V, "there is no layer 9"),
+    (sensitive(y=None), V, "y is needed"),
     # names
     (named("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}"),
     (named(["l2_norm"]), V, r"there is no measure \['l2_norm'\]"),

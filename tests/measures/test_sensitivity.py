@@ -126,20 +126,3 @@ def test_the_network_is_given_back(fails, monkeypatch):
     else:
         layer_sensitivity(net, X, y, criterion=CE, measured=True)
     same(before, state_of(net))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"bits": 1}, ValueError, "bits must be an integer of at least 2"),
-        ({"bits": (8, 4.5)}, ValueError, "bits must be an integer of at least 2"),
-        ({"bits": "8"}, TypeError, "bits must be a number of bits or a list of them, got '8'"),
-        ({"bits": []}, TypeError, r"bits must be a number of bits or a list of them, got \[\]"),
-        ({"layers": 9}, ValueError, "there is no layer 9"),
-        ({"y": None}, ValueError, "y is needed"),
-    ],
-)
-def test_refused(arguments, error, message):
-    net, X, y = make("mlp relu")
-    with pytest.raises(error, match=message):
-        layer_sensitivity(net, X, arguments.pop("y", y), criterion=CE, **arguments)

@@ -1,5 +1,6 @@
 """The Fisher-Rao norm and the largest eigenvalue in all weights, against loops and Hessians."""
 
+import copy
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,7 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests.cases import CASES
-from tests.measures.nets import NETS
+from tests.measures.nets import NETS, PROBLEMS
 from tests.measures.nets import make as make_kind
 
 CE = nn.CrossEntropyLoss()
@@ -49,34 +50,20 @@ def network(net, criterion, X, y, **options):
     return Network(net, Loss(criterion), make_batches(X, y, **options))
 
 
-@pytest.mark.parametrize("kind", NETS)
-def test_every_architecture(kind):
-    net, X, y = make_kind(kind)
-    expected = norm_by_loop(net, lambda output, i: CE(output, y[i : i + 1]), X)
-    found = fisher_rao_norm(network(net, CE, X, y, batch_size=4))
-    assert found.value == pytest.approx(expected, rel=EXACT)
-    assert (found.stderr, found.method) == (0.0, "exact")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_loss(case):
+@pytest.mark.parametrize("name", [*NETS, *CASES])
+def test_every_architecture_and_loss(name):
     """The per-sample losses that are differentiated have the criterion's mean."""
-    make_net, make_criterion, make_target, _ = CASES[case]
-    torch.manual_seed(1)
-    net, criterion, X, y = (
-        make_net(),
-        make_criterion(),
-        torch.randn(11, 5).double(),
-        make_target(11),
-    )
+    problem = PROBLEMS[name]()
+    net, criterion, X, y = problem.net, problem.criterion, problem.X, problem.y
     summed, divisor = criterion, 1.0
     if hasattr(criterion, "reduction"):
-        summed = make_criterion()
+        summed = copy.deepcopy(criterion)
         summed.reduction = "sum"
-        divisor = (summed(net(X), y) / criterion(net(X), y)).item() / 11
+        divisor = (summed(net(X), y) / criterion(net(X), y)).item() / len(X)
     expected = norm_by_loop(net, lambda output, i: summed(output, y[i : i + 1]) / divisor, X)
     found = fisher_rao_norm(network(net, criterion, X, y, batch_size=4))
     assert found.value == pytest.approx(expected, rel=EXACT)
+    assert (found.stderr, found.method) == (0.0, "exact")
 
 
 @pytest.mark.parametrize("n_layers", [1, 2, 4])

@@ -11,10 +11,10 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from relflat_sk import FlatnessWarning, sharpness_conditions
 from relflat_sk.theory import _sharpness, sharpness_bound
+from tests.measures.test_many_classes import Sizes
 
 CE = nn.CrossEntropyLoss()
 
@@ -237,25 +237,13 @@ def test_samples_of_zeros_have_no_unit_and_are_left_out(bias):
             sharpness_conditions(net, 0 * X, detail=detail)
 
 
-class Largest(TorchDispatchMode):
-    """Notes the most numbers in a result of torch."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        if isinstance(result, torch.Tensor):
-            self.most = max(self.most, result.numel())
-        return result
-
-
 def test_products_of_matrices_are_held_for_few_samples_at_once(monkeypatch):
     net, X = network(), data()
     expected = sharpness_conditions(net, X)
     monkeypatch.setattr(_sharpness, "_MOST_AT_ONCE", 200)
-    with Largest() as results:
+    with Sizes() as results:
         found = sharpness_conditions(net, X)
-    assert results.most <= 200  # products of all samples have 9 * 9 * 8 numbers
+    assert max(results.found) <= 8 * 200  # products of all samples have 9 * 9 * 8 numbers
     pd.testing.assert_frame_equal(found, expected)
 
 
