@@ -41,15 +41,8 @@ def report(kind, rows, **params):
 
 def weighted(rows, **params):
     names = ["relative_flatness", "normalized_relative_flatness", "fisher_rao_norm"]
-    return flatness_report(
-        network("relu"),
-        X[rows],
-        Y[rows],
-        measures=names,
-        criterion=CE,
-        sample_weight=WEIGHTS[rows],
-        **params,
-    )
+    params |= {"measures": names, "criterion": CE, "sample_weight": WEIGHTS[rows]}
+    return flatness_report(network("relu"), X[rows], Y[rows], **params)
 
 
 def at_equal_loss(rows, **params):
@@ -75,19 +68,9 @@ def drawn(rows, seed, **params):
     """Estimate flatness and its standard error with four probes for each sample."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the large standard error
-        return relative_flatness(
-            network("tanh"),
-            X[rows],
-            Y[rows],
-            layer=0,
-            criterion=CE,
-            method="hutchinson",
-            n_probes=4,
-            rtol=1e-9,
-            random_state=seed,
-            return_stderr=True,
-            **params,
-        )
+        params |= {"method": "hutchinson", "n_probes": 4, "rtol": 1e-9, "random_state": seed}
+        options = {"layer": 0, "criterion": CE, "return_stderr": True}
+        return relative_flatness(network("tanh"), X[rows], Y[rows], **options, **params)
 
 
 def loader(rows):
@@ -106,19 +89,15 @@ def error(call):
 def errors(rank):
     rows, world = SHARDS[rank], {"process_group": "world", "criterion": CE}
     broken = np.where((rank if rank else 9) == Y, np.nan, Y)[rows]  # in the second process only
-    other = network("relu")
+    other, permuted = network("relu"), network("relu")
+    normed = nn.Sequential(network("relu"), nn.BatchNorm1d(3).double(), nn.Linear(3, 3).double())
+    numbers = torch.arange(30.0).reshape(5, 6)
     with torch.no_grad():
         other[0].bias += rank
-    permuted = network("relu")
-    with torch.no_grad():
-        permuted[0].weight.copy_(torch.arange(30).reshape(5, 6))
-        if rank:
-            permuted[0].weight.copy_(permuted[0].weight.flip(0))
-    normed = nn.Sequential(network("relu"), nn.BatchNorm1d(3).double(), nn.Linear(3, 3).double())
-    with torch.no_grad():
+        permuted[0].weight.copy_(numbers.flip(0) if rank else numbers)
         for parameter in normed.parameters():
             parameter.fill_(0.5)
-    normed[1].running_mean += rank  # as data parallelism leaves it
+        normed[1].running_mean += rank  # as data parallelism leaves it
     none = slice(0, 0) if rank else rows
     part = dist.new_group([0])
     net, data, name = network("relu"), (X[rows], Y[rows]), ["l2_norm", "fisher_rao_norm"][rank]
@@ -159,7 +138,7 @@ def own_measure(model, X, y):
 
 def main(rank, folder):
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    rows, world = SHARDS[rank], {"process_group": "world"}
+    rows, world, net = SHARDS[rank], {"process_group": "world"}, network("relu")
     found = {
         "tanh": report("tanh", rows, **world),
         "relu": report("relu", rows, **world),
@@ -169,13 +148,7 @@ def main(rank, folder):
         "no minimum": score(RNG.permutation(Y), rows, **world),
         "drawn": drawn(rows, 5, **world),
         "unseeded": measure(
-            "expected_sharpness",
-            network("relu"),
-            X[rows],
-            Y[rows],
-            criterion=CE,
-            n_draws=2,
-            **world,
+            "expected_sharpness", net, X[rows], Y[rows], criterion=CE, n_draws=2, **world
         ),
         "group": relative_flatness(
             nn.parallel.DistributedDataParallel(network("relu")),
@@ -184,7 +157,7 @@ def main(rank, folder):
             criterion=CE,
             process_group=dist.group.WORLD,
         ),
-        "loader": relative_flatness(network("relu"), loader(rows), criterion=CE, **world),
+        "loader": relative_flatness(net, loader(rows), criterion=CE, **world),
         "errors": errors(rank),
     }
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(found))

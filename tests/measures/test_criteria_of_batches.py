@@ -1,7 +1,6 @@
 """Criteria that take several tensors, or that are no mean over samples, and mixing batch norm."""
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch.nn import functional as F
 
 from relflat_sk import (
     FlatnessWarning,
-    RelativeFlatnessRegularizedNet,
     flatness_report,
     measure,
     relative_flatness,
@@ -46,29 +44,20 @@ def squared_error_of_the_mean(output, y):
 def data():
     torch.manual_seed(0)
     X = torch.randn(64, 4)
+    torch.manual_seed(1)
     return X, X[:, :1] * 2 + 0.1 * torch.randn(64, 1)
 
 
 @pytest.fixture
 def two_heads():
-    torch.manual_seed(1)
     return MeanAndVariance()
 
 
-SETTINGS = {
-    "optimizer": torch.optim.SGD,
-    "lr": 0.05,
-    "max_epochs": 5,
-    "batch_size": 64,
-    "verbose": 0,
-}
 WHOLE = "takes the module's whole output, but {} a criterion of one tensor"
 
 
-def test_nets_penalty_and_measures_refuse_a_criterion_of_both_heads(data, two_heads):
-    net = RelativeFlatnessRegularizedNet(two_heads, criterion=GaussianLoss, **SETTINGS)
-    with pytest.raises(ValueError, match=WHOLE.format("nets of relflat_sk need")):
-        net.fit(*data)
+# tests/training/test_outputs.py asks nets
+def test_penalty_and_measures_refuse_a_criterion_of_both_heads(data, two_heads):
     penalty = published_penalty(layer="mean")
     with penalty.capture(two_heads):
         output = two_heads(data[0])
@@ -169,15 +158,14 @@ def mixing():
     return nn.Sequential(nn.Linear(4, 5), norm, nn.ReLU(), nn.Linear(5, 1))
 
 
-def test_layers_before_batch_norm_without_running_statistics_are_refused(data, mixing):
+def test_layers_behind_batch_norm_without_running_statistics_are_measured_with_a_warning(
+    data, mixing
+):
     with (
         pytest.warns(FlatnessWarning, match=r"\('1'\) mixes the samples of a batch"),
         pytest.raises(ValueError, match="behind layer '0' there is a batch norm without running"),
     ):
         relative_flatness(mixing, *data, layer=0, criterion=nn.MSELoss())
-
-
-def test_layers_behind_it_are_measured_with_a_warning(data, mixing):
     with pytest.warns(FlatnessWarning, match="flatness depend on batch_size"):
         found = relative_flatness(mixing, *data, criterion=nn.MSELoss())
     last = nn.Sequential(mixing[3])
@@ -192,19 +180,16 @@ def test_layers_behind_it_are_measured_with_a_warning(data, mixing):
     assert list(report["layer"]) == ["3"]
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [partial(relative_flatness, layer="mean"), partial(measure, "expected_sharpness")],
-    ids=["flatness", "sharpness"],
-)
-def test_the_check_of_a_criterion_takes_no_further_pass(two_heads, data, compute):
-    calls = []
+@pytest.mark.parametrize(("name", "where"), [
+    ("relative_flatness", {"layer": "mean"}), ("expected_sharpness", {}),
+])  # fmt: skip
+def test_the_check_of_a_criterion_takes_no_further_pass(two_heads, data, name, where):
+    calls, counts = [], []
     two_heads.register_forward_hook(lambda *_: calls.append(1))
-    counts = []
     for criterion in (nn.MSELoss(), squared_error_of_the_mean):
         calls.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FlatnessWarning)
-            compute(two_heads, *data, criterion=criterion)
+            measure(name, two_heads, *data, criterion=criterion, **where)
         counts.append(len(calls))
     assert counts[0] == counts[1]

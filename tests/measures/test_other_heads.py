@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from relflat_sk import FlatnessWarning, flatness_report, measure, relative_flatness
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 
 
@@ -18,11 +19,8 @@ class Net(nn.Module):
     def __init__(self, function, *shapes, width=3):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.body, self.function = (
-            nn.Linear(4, width),
-            nn.Linear(width, width),
-            function,
-        )
+        self.first, self.body = nn.Linear(4, width), nn.Linear(width, width)
+        self.function = function
         self.more = nn.ParameterList(torch.randn(shape) for shape in shapes)
         self.head = nn.Linear(width, 3)
         self.norm, self.conv = nn.LayerNorm([width]), nn.ConvTranspose1d(1, 1, 3, padding=1)
@@ -34,6 +32,11 @@ class Net(nn.Module):
 
 def flat(net, y=Y, criterion=None, **arguments):
     return relative_flatness(net, X, y, criterion=criterion or nn.CrossEntropyLoss(), **arguments)
+
+
+def report(net, y=Y, criterion=None, **arguments):
+    arguments = {"layers": [0, -1], "measures": "relative_flatness"} | arguments
+    return flatness_report(net, X, y, criterion=criterion or nn.CrossEntropyLoss(), **arguments)
 
 
 HEADS = {
@@ -61,7 +64,6 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_is_no_layer_is_reported(name):
     net = Net(*HEADS[name])
@@ -74,7 +76,7 @@ def test_a_head_that_is_no_layer_is_reported(name):
         warnings.filterwarnings("error", "layer=-1")
         assert flat(net, layer="body") == value
         flat(net, layer=0)
-        flatness_report(net, X, Y, criterion=nn.CrossEntropyLoss(), measures=["hessian_trace"])
+        report(net, layers="all", measures="hessian_trace")
         measure("l2_norm", net, X, Y, criterion=nn.CrossEntropyLoss())
 
 
@@ -83,26 +85,18 @@ def test_a_vector_can_be_a_head():
     with pytest.warns(FlatnessWarning, match="by the parameter 'more.0'"):
         flat(net, y=torch.randn(12), criterion=nn.MSELoss())
     with pytest.warns(FlatnessWarning, match="by the parameter 'more.0'"):
-        flatness_report(
-            net, X, torch.randn(12), criterion=nn.MSELoss(), layers=[0, -1],
-            measures=["relative_flatness"],
-        )  # fmt: skip
+        report(net, torch.randn(12), nn.MSELoss())
 
 
-@pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_ends_of_a_network_are_no_heads(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "layer=-1")
         flat(Net(*OTHERS[name]))
-        flatness_report(
-            Net(*OTHERS[name]), X, Y, criterion=nn.CrossEntropyLoss(), layers=[0, -1],
-            measures=["relative_flatness"],
-        )  # fmt: skip
+        report(Net(*OTHERS[name]))
 
 
 @pytest.mark.filterwarnings("ignore:layer=-1:relflat_sk.FlatnessWarning")
-@pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 def test_the_graph_of_the_pass_is_enough(monkeypatch):
     net, passes = Net(*HEADS["matrix"]), []
     net.register_forward_hook(lambda *_: passes.append(1))

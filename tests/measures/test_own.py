@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import operator
 import pickle
 from contextlib import nullcontext
 from functools import partial
@@ -41,6 +42,7 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._names import _REGISTERED, find_measure
 from relflat_sk.measures._own import TAKEN, OwnMeasure
+from tests.network.test_network import prepared, same, state_of
 
 pytestmark = pytest.mark.usefixtures("registry")
 X, Y = load_iris(return_X_y=True)
@@ -63,16 +65,9 @@ def with_error(model, X, y):
 def test_the_function_gets_model_and_data_as_they_were_passed():
     pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, Y)
     got = []
-
-    def keep(model, X, y):
-        got.append((model, X, y))
-        return 1
-
-    assert measure(keep, pipeline, X, Y) == 1.0
-    model, data, labels = got[0]
-    assert model is pipeline
-    assert data is X
-    assert labels is Y
+    assert measure(lambda model, X, y: got.extend((model, X, y)) or 1, pipeline, X, Y) == 1.0
+    for one, passed in zip(got, (pipeline, X, Y), strict=True):
+        assert one is passed
 
 
 def test_by_function_and_by_name():
@@ -124,39 +119,25 @@ def test_scores():
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "fails"])
 def test_a_module_is_in_evaluation_mode_and_returned_as_it_was(fails):
-    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
-    net.train(not fails)
-    first, second = net[0].weight, net[2].weight
-    first.grad = gradient = torch.ones_like(first)
-    second.requires_grad_(False)
-    before, state, modes = copy.deepcopy(net.state_dict()), torch.get_rng_state(), []
+    net, data, labels = prepared()
+    before, parameters, modes = state_of(net), list(net.parameters()), []
 
     def rude(model, X, y):
         modes.append(model.training)
         model.train()
-        torch.rand(3)
         model(X).sum().backward()
-        model[0].weight.data.mul_(2)
-        model[2].weight = nn.Parameter(torch.zeros(3, 5))
+        model.out.weight.data.mul_(2)
+        model.body[0].weight = nn.Parameter(torch.zeros(6, 4))
         model.half()
         if fails:
             raise RuntimeError("broken")
         return 1.0
 
     with pytest.raises(RuntimeError, match="broken") if fails else nullcontext():
-        measure(
-            rude, net, torch.from_numpy(X), torch.from_numpy(Y), criterion=nn.CrossEntropyLoss()
-        )
+        measure(rude, net, data, labels, criterion=nn.CrossEntropyLoss())
     assert modes == [False]
-    assert net.training is not fails
-    assert torch.equal(torch.get_rng_state(), state)
-    assert net[0].weight is first
-    assert net[2].weight is second
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert first.grad is gradient
-    assert torch.equal(gradient, torch.ones_like(first))
-    assert net[0].bias.grad is None
-    assert not second.requires_grad
+    same(before, state_of(net))
+    assert all(map(operator.is_, net.parameters(), parameters))
 
 
 def test_names_hold_their_function_in_other_processes():
@@ -221,12 +202,11 @@ def test_a_table_of_minima_knows_the_columns_of_functions():
     expected = correlate_measures(minima, "with_error", random_state=0)
     pd.testing.assert_frame_equal(correlate_measures(minima, with_error, random_state=0), expected)
     minima["param_random_labels"] = [0.0] * 3
-    gap = FlatnessGapDisplay.from_minima(minima, size_of_weights, with_error)
+    at = minima, size_of_weights, with_error
+    gap, ranking = FlatnessGapDisplay.from_minima(*at), MinimaRankingDisplay.from_minima(*at)
     assert (gap.measure, gap.target) == ("size_of_weights", "with_error")
-    ranking = MinimaRankingDisplay.from_minima(minima, size_of_weights, with_error)
     assert (ranking.by, ranking.target) == ("size_of_weights", "with_error")
-    panels = MeasurePanelsDisplay.from_minima(minima, size_of_weights, with_error)
-    assert panels.measures == ["size_of_weights"]
+    assert MeasurePanelsDisplay.from_minima(*at).measures == ["size_of_weights"]
     noise = LabelNoiseDisplay.from_minima(minima, [size_of_weights], with_error)
     assert noise.correlations["measure"].tolist() == ["size_of_weights"]
     axis = HyperparameterDisplay.from_minima(minima, "random_labels", size_of_weights)

@@ -45,7 +45,6 @@ def test_their_mean_is_the_value(kind, name):
 
 def test_normalized_terms_by_their_definition():
     net, X, y = make("mlp relu", n=6)
-    H, W = dense(net, "2", X, y)
     features = net[:2](X).detach()
     spread = features.std(dim=0, correction=0)
     ratio = torch.where(spread[:, None] > 0, spread / spread[:, None], 0.0).square()  # [t, j]
@@ -79,17 +78,8 @@ def test_probes_estimate_each_term_with_its_standard_error(kind, name):
     exact = evaluate(name, net, X, y, method="exact", **options)
     errors = []
     for seed in range(6):
-        found = evaluate(
-            name,
-            net,
-            X,
-            y,
-            method="hutchinson",
-            n_probes=60,
-            rtol=1e-9,
-            random_state=seed,
-            **options,
-        )
+        drawn = {"method": "hutchinson", "n_probes": 60, "rtol": 1e-9, "random_state": seed}
+        found = evaluate(name, net, X, y, **drawn, **options)
         assert found.method == "hutchinson"
         assert found.terms.mean() == pytest.approx(found.value, rel=SUM)
         assert (found.term_stderrs > 0).all()
@@ -102,43 +92,31 @@ def test_probes_estimate_each_term_with_its_standard_error(kind, name):
 
 def test_the_tolerance_is_of_the_terms():
     net, X, y = make("conv tanh", n=40)
-    options = {"layer": "0", "criterion": CE, "per_sample": True, "random_state": 0}
-    found = evaluate(
-        "relative_flatness", net, X, y, method="hutchinson", rtol=0.2, max_passes=10_000, **options
-    )
+    at, options = ("relative_flatness", net, X, y), {"layer": "0", "criterion": CE, "rtol": 0.2}
+    options |= {"method": "hutchinson", "max_passes": 10_000, "random_state": 0}
+    found = evaluate(*at, per_sample=True, **options)
     typical = np.sqrt(np.mean(found.term_stderrs**2))
     assert 0.1 * found.value < typical < 0.21 * found.value
     # the mean alone needs far fewer probes
-    mean = evaluate(
-        "relative_flatness", net, X, y, method="hutchinson", rtol=0.2, max_passes=10_000,
-        layer="0", criterion=CE, random_state=0,
-    )  # fmt: skip
-    assert mean.stderr > 2 * found.stderr
+    assert evaluate(*at, **options).stderr > 2 * found.stderr
 
 
-def wide_tanh():
+def test_terms_are_exact_where_as_many_probes_would_cost_more_and_too_few_passes_warn():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(90, 80), nn.Tanh(), nn.Linear(80, 3)).double()
-    return net, torch.randn(20, 90).double(), torch.arange(20) % 3
-
-
-def test_terms_are_exact_where_as_many_probes_would_cost_more():
-    net, X, y = wide_tanh()  # 80 products, above what "auto" takes at once
+    data = torch.randn(20, 90).double(), torch.arange(20) % 3
+    at = "relative_flatness", net, *data  # 80 products, above what "auto" takes at once
     options = {"layer": 0, "criterion": CE, "random_state": 0, "rtol": 0.15, "max_passes": 10_000}
-    found = evaluate("relative_flatness", net, X, y, per_sample=True, **options)
+    found = evaluate(*at, per_sample=True, **options)
     assert found.method == "exact"
     assert not found.term_stderrs.any()
-    exact = evaluate("relative_flatness", net, X, y, method="exact", per_sample=True, **options)
+    exact = evaluate(*at, method="exact", per_sample=True, **options)
     assert found.terms == pytest.approx(exact.terms, rel=1e-12)
-    assert evaluate("relative_flatness", net, X, y, **options).method == "hutchinson"
-
-
-def test_too_few_passes_warn():
-    net, X, y = wide_tanh()
-    options = {"layer": 0, "criterion": CE, "random_state": 0, "method": "hutchinson"}
+    assert evaluate(*at, **options).method == "hutchinson"
+    options |= {"max_passes": 8, "method": "hutchinson"}
     message = "the terms of relative_flatness at layer '0' after 6 probes. .* error is typically"
     with pytest.warns(FlatnessWarning, match=message):
-        relative_flatness(net, X, y, per_sample=True, max_passes=8, **options)
+        evaluate(*at, per_sample=True, **options)
 
 
 def test_samples_that_a_loader_may_shuffle_have_no_terms():

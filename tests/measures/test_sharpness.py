@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skorch import NeuralNetClassifier
 from torch import nn
-from torch.func import functional_call
 
 from relflat_sk import measure
 from relflat_sk._losses.loss import Loss
@@ -51,14 +50,6 @@ STOCHASTIC = {
     "pac_bayes_magnitude_flatness": {"n_draws": 2, "target": 0.01, "risk": "loss"},
     "expected_sharpness": {"n_draws": 2},
     "adaptive_sharpness": {"kind": "average", "n_draws": 2},
-}
-
-
-QUICK = {
-    "fisher_rao_norm": {},
-    "joint_eigenvalue_flatness": {"random_state": 0},
-    "keskar_sharpness": {"n_steps": 2},
-    **{name: {**arguments, "random_state": 0} for name, arguments in STOCHASTIC.items()},
 }
 
 
@@ -122,8 +113,8 @@ def test_curve_trades_sharpness_for_norm():
     assert np.ptp(curve["expected_sharpness"] / curve["alpha"] ** 2) < 1e-6
 
 
-def test_keskar_sharpness_is_relative_to_one_plus_the_loss():
-    """One weight and a convex loss: the larger of the two ends of the interval."""
+def test_one_weight_moves_to_the_worse_end_of_its_interval():
+    """Keskar's sharpness is relative to one plus the loss, the adaptive one to the weight."""
     X, y = torch.ones(4, 1).double(), torch.full((4, 1), 3.0).double()
     net = nn.Linear(1, 1, bias=False).double()
     with torch.no_grad():
@@ -131,17 +122,10 @@ def test_keskar_sharpness_is_relative_to_one_plus_the_loss():
     found = keskar_sharpness(network(net, MSE, X, y), alpha=0.1)
     assert found.value == pytest.approx((1.3**2 - 1) / (1 + 1))
     assert (found.stderr, found.method) == (0.0, "ascent")
-    with pytest.raises(ValueError, match="divides by 1 . loss, and the mean loss is -5"):
-        keskar_sharpness(network(net, lambda z, y: (z - y).square().mean() - 6, X, y))
-
-
-def test_adaptive_sharpness_moves_weights_by_a_share_of_themselves():
-    X, y = torch.ones(4, 1).double(), torch.full((4, 1), 3.0).double()
-    net = nn.Linear(1, 1, bias=False).double()
-    with torch.no_grad():
-        net.weight.fill_(2.0)
     found = adaptive_sharpness(network(net, MSE, X, y), rho=0.1)
     assert found.value == pytest.approx(1.2**2 - 1)
+    with pytest.raises(ValueError, match="divides by 1 . loss, and the mean loss is -5"):
+        keskar_sharpness(network(net, lambda z, y: (z - y).square().mean() - 6, X, y))
 
 
 class UnitLogits(nn.Module):
@@ -158,41 +142,26 @@ def test_normalised_logits(kind, head):
         network(nn.Sequential(net, UnitLogits()), CE, X, y), kind=kind, random_state=0
     )
     arguments = {"kind": kind, "normalize_logits": True, "random_state": 0}
+    model, criterion = net, CE
     if head == "skorch":
-        net = nn.Sequential(net, nn.Softmax(dim=1))
-        model = NeuralNetClassifier(net).initialize()
-        found = measure("adaptive_sharpness", model, X, y, **arguments)
-    else:
-        criterion = CE
-        if head == "log-probabilities":
-            net, criterion = nn.Sequential(net, nn.LogSoftmax(dim=1)), nn.NLLLoss()
-        found = measure("adaptive_sharpness", net, X, y, criterion=criterion, **arguments)
+        model = NeuralNetClassifier(nn.Sequential(net, nn.Softmax(dim=1))).initialize()
+        criterion = None
+    elif head == "log-probabilities":
+        model, criterion = nn.Sequential(net, nn.LogSoftmax(dim=1)), nn.NLLLoss()
+    found = measure("adaptive_sharpness", model, X, y, criterion=criterion, **arguments)
     assert found == pytest.approx(expected.value, rel=1e-6)
 
 
 # -- the largest rise --------------------------------------------------------------------------
 
 
-def loss_at(net, criterion, X, y, weights):
-    with torch.no_grad():
-        return criterion(functional_call(net, weights, (X,)), y).item()
-
-
-def rise_by_corners(net, criterion, X, y, radius):
+def rise_by_corners(net, X, y, radius):
     """Compute a convex loss in all corners of the box, one of which has the largest."""
-    weights = dict(net.named_parameters())
-    before = loss_at(net, criterion, X, y, weights)
-    found = []
-    size = sum(w.numel() for w in weights.values())
-    for signs in itertools.product((-1.0, 1.0), repeat=size):
-        moves = radius * torch.tensor(signs).double()
-        parts = moves.split([w.numel() for w in weights.values()])
-        corner = {
-            name: w + part.reshape(w.shape)
-            for (name, w), part in zip(weights.items(), parts, strict=True)
-        }
-        found.append(loss_at(net, criterion, X, y, corner) - before)
-    return max(found)
+    moves = radius * torch.tensor([*itertools.product((-1.0, 1.0), repeat=len(radius))]).double()
+    weight, bias = moves.split([net.weight.numel(), len(net.bias)], dim=1)
+    z = X @ (net.weight + weight.reshape(-1, *net.weight.shape)).mT + (net.bias + bias)[:, None]
+    losses = nn.functional.cross_entropy(z.mT, y.expand(len(z), -1), reduction="none").mean(dim=1)
+    return (losses.max() - CE(net(X), y)).item()
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.1])
@@ -201,7 +170,7 @@ def test_the_best_corner_of_the_box_is_found(seed, size):
     torch.manual_seed(seed)
     net, X, y = nn.Linear(2, 3).double(), torch.randn(9, 2).double(), torch.arange(9) % 3
     radius = size * (weights_of(network(net, CE, X, y)).abs() + 0.1)
-    expected = rise_by_corners(net, CE, X, y, radius)
+    expected = rise_by_corners(net, X, y, radius)
     loss, rise = largest_rise(network(net, CE, X, y), radius)
     assert loss == pytest.approx(CE(net(X), y).item())
     assert rise == pytest.approx(expected, rel=1e-4)
@@ -314,24 +283,6 @@ def test_error_bars_are_right(kind, monkeypatch):
     assert abs(errors.mean()) < 4 * errors.std() / np.sqrt(len(errors)) + 2 * bias
 
 
-def test_eps_limits_the_invariance_to_scale():
-    """With a tiny eps the scale of layers does not matter, with a large one it does."""
-    net, X, _ = make_kind("mlp relu")
-    y = net(X).argmax(1)
-    before = {}
-    for factor in (1.0, 4.0):
-        with torch.no_grad():
-            net[0].weight *= factor
-            net[0].bias *= factor
-            net[2].weight /= factor
-        for eps in (1e-12, 0.1):
-            at = network(net, CE, X, y)
-            found = pac_bayes_magnitude_flatness(at, eps=eps, risk="loss", random_state=0).value
-            before.setdefault(eps, []).append(found)
-    assert before[1e-12][1] == pytest.approx(before[1e-12][0], rel=1e-6)
-    assert before[0.1][1] != pytest.approx(before[0.1][0], rel=0.05)
-
-
 def test_errors_are_counted_for_classifiers_and_losses_otherwise():
     net, X, _ = make_kind("mlp tanh")
     at = network(net, CE, X, net(X).argmax(1))
@@ -348,15 +299,6 @@ def test_a_network_that_cannot_get_worse_is_flat():
     assert pac_bayes_flatness(
         network(net, CE, X, net(X).argmin(1)), target=0.5, random_state=0
     ).value == 0.0  # fmt: skip
-
-
-def test_weights_of_zero_are_disturbed_too():
-    net, X, y = regression()
-    with torch.no_grad():
-        net.weight.zero_()
-        net.bias.zero_()
-    found = pac_bayes_flatness(network(net, MSE, X, y), n_draws=30, random_state=0)
-    assert abs(found.value - exact_plain(X, 0.1)) < 4 * found.stderr + 0.01 * found.value
 
 
 def test_error_rate_of_classes_counts_labels():
@@ -398,12 +340,11 @@ def test_random_states(name):
     def value(random_state):
         return SHARPNESS_MEASURES[name](at, **STOCHASTIC[name], random_state=random_state).value
 
-    assert value(0) == value(0) == value(np.int64(0))
-    assert value(1) != value(0)
-    state = np.random.RandomState(0)
-    assert value(state) != value(state)
-    assert len({value(None) for _ in range(4)}) > 1
-    assert value(np.random.RandomState(0)) == value(np.random.RandomState(0))
+    zero = value(0)
+    assert value(np.int64(0)) == zero != value(1)
+    state, other = np.random.RandomState(0), np.random.RandomState(0)
+    assert value(state) == value(other) != value(state)
+    assert len({value(None) for _ in range(3)}) > 1
 
 
 def test_noise_is_the_same_in_every_precision_and_of_the_right_size():
@@ -423,31 +364,21 @@ def test_noise_is_the_same_in_every_precision_and_of_the_right_size():
 @pytest.mark.parametrize("change", ["layer", "feature neurons", "own neurons"])
 def test_shares_of_weights_move_with_their_scale(change, factors, seed):
     X, y = torch.randn(12, 4).double(), torch.arange(12) % 3
-    one, two = mlp(seed), rescaled(mlp(seed), change, factors)
-    for arguments in (
-        {"kind": "average", "rho": 0.1, "n_draws": 2, "random_state": 0},
-        {"rho": 0.1, "n_steps": 5},
-    ):
-        before, after = (
-            measure("adaptive_sharpness", net, X, y, criterion=CE, **arguments)
-            for net in (one, two)
-        )
-        assert after == pytest.approx(before, rel=1e-6, abs=1e-12)
-
-
-def recurrent():
-    torch.manual_seed(0)
-    net = Recurrent().double()
-    X = torch.randn(7, 6, 4).double()
-    return net, X, net(X).argmax(dim=1)
+    options = {"kind": "average", "rho": 0.1, "n_draws": 2, "random_state": 0, "criterion": CE}
+    before, after = (
+        measure("adaptive_sharpness", net, X, y, **options)
+        for net in (mlp(seed), rescaled(mlp(seed), change, factors))
+    )
+    assert after == pytest.approx(before, rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_recurrent_layers_keep_their_weights(name):
     """Recurrent layers hold a second list of their weights, beside the parameters."""
-    net, X, y = recurrent()
+    net, X = Recurrent().double(), torch.randn(7, 6, 4).double()
     output, before = net(X), pickle.dumps(net)
-    assert measure(name, net, X, y, criterion=CE, **QUICK[name]) > 0
+    arguments = STOCHASTIC.get(name, {"n_steps": 2} if name == "keskar_sharpness" else {})
+    assert np.isfinite(measure(name, net, X, output.argmax(dim=1), criterion=CE, **arguments))
     assert pickle.dumps(net) == before
     assert torch.equal(copy.deepcopy(net)(X), output)
     assert torch.equal(net(X), output)

@@ -18,7 +18,6 @@ from relflat_sk._rescaling.reparameterization import reparameterize
 SAME = 1e-9  # of outputs in float64, a few thousand roundings apart
 FEW = settings(max_examples=40, deadline=None)
 
-FACTOR = st.floats(0.1, 25)
 ACTIVATIONS = st.sampled_from([
     nn.ReLU,
     nn.LeakyReLU,
@@ -109,8 +108,7 @@ def rows_last(layer, weight):
 
 
 def draw_layer_factors(data, net):
-    factors = data.draw(st.lists(FACTOR, min_size=len(layers_of(net)) - 1, max_size=8))
-    factors = factors[: len(layers_of(net)) - 1]
+    factors = draw_factors(data, len(layers_of(net)) - 1)
     return [*factors, 1 / np.prod(factors)]
 
 
@@ -129,9 +127,11 @@ def draw_factors(data, n):
 
 def check_same_function(old, new, X):
     with torch.no_grad():
-        expected = old(X)
+        expected, found = old(X), new(X)
+        if isinstance(expected, dict):
+            expected, found = expected["logits"], found["logits"]
         scale = expected.abs().max().item()
-        torch.testing.assert_close(new(X), expected, rtol=SAME, atol=SAME * scale)
+        torch.testing.assert_close(found, expected, rtol=SAME, atol=SAME * scale)
 
 
 def check_same_flatness(old, new, X, **options):
@@ -147,16 +147,24 @@ def snapshot(net):
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
+def reparameterized(net, X, factors, kind):
+    """A new net of the same function, relative flatness and original."""
+    before = snapshot(net)
+    new = reparameterize(net, factors, kind=kind)
+    check_same_function(net, new, X)
+    check_same_flatness(net, new, X, normalize=kind == "neuron")
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    return new
+
+
 @pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
 @FEW
 @given(nets(), st.data())
 def test_layer_factors(case, data):
     net, X = case
-    before = snapshot(net)
     factors = draw_layer_factors(data, net)
-    new = reparameterize(net, factors)
-    check_same_function(net, new, X)
-    check_same_flatness(net, new, X)
+    new = reparameterized(net, X, factors, "layer")
     so_far = 1.0
     for (name, layer), factor in zip(layers_of(net).items(), factors, strict=True):
         rescaled = new.get_submodule(name)
@@ -164,8 +172,6 @@ def test_layer_factors(case, data):
         so_far *= factor
         if layer.bias is not None:
             torch.testing.assert_close(rescaled.bias, so_far * layer.bias, rtol=1e-13, atol=0)
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
@@ -173,22 +179,15 @@ def test_layer_factors(case, data):
 @given(nets(), st.data())
 def test_neuron_factors(case, data):
     net, X = case
-    before = snapshot(net)
     factors = draw_neuron_factors(data, net)
-    new = reparameterize(net, factors, kind="neuron")
-    check_same_function(net, new, X)
-    check_same_flatness(net, new, X, normalize=True)
-    for name, factor in factors.items():
+    new = reparameterized(net, X, factors, "neuron")
+    for at, (name, factor) in enumerate(factors.items()):
         layer, rescaled = net.get_submodule(name), new.get_submodule(name)
         if layer.bias is not None:
             assert torch.equal(rescaled.bias, layer.bias * torch.tensor(factor))
-    if factors:  # nothing before the first of them is undone in it
-        name, factor = next(iter(factors.items()))
-        layer, rescaled = net.get_submodule(name), new.get_submodule(name)
-        outputs = rows_last(layer, layer.weight) * torch.tensor(factor)
-        assert torch.equal(rows_last(layer, rescaled.weight), outputs)
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, before[name]), name
+        if at == 0:  # nothing before the first of them is undone in it
+            outputs = rows_last(layer, layer.weight) * torch.tensor(factor)
+            assert torch.equal(rows_last(layer, rescaled.weight), outputs)
 
 
 def test_batch_norm_keeps_honest_statistics():
@@ -327,17 +326,14 @@ def test_branches():
     X = torch.randn(3, 2, 4, 4).double()
     # stem, inner, outer, project, fc: both ways through the block multiply to 6
     for factors in ([0.5, 2.0, 3.0, 6.0, 1 / 3], {"inner": 4.0, "outer": 0.25}):
-        new = reparameterize(net, factors)
-        torch.testing.assert_close(new(X)["logits"], net(X)["logits"], rtol=SAME, atol=SAME)
+        check_same_function(net, reparameterize(net, factors), X)
+    four = [2.0, 3.0, 4.0, 5.0]
+    for factors in ({"inner": four}, {"outer": four, "project": four}):
+        check_same_function(net, reparameterize(net, factors, kind="neuron"), X)
     with pytest.raises(ValueError, match=r"'add' in the network's forward puts values.*\(6, 1\)"):
         reparameterize(net, [1.0, 2.0, 3.0, 1.0, 1 / 6])
-    new = reparameterize(net, {"inner": [2.0, 3.0, 4.0, 5.0]}, kind="neuron")
-    torch.testing.assert_close(new(X)["logits"], net(X)["logits"], rtol=SAME, atol=SAME)
-    both = {name: [2.0, 3.0, 4.0, 5.0] for name in ("outer", "project")}
-    new = reparameterize(net, both, kind="neuron")
-    torch.testing.assert_close(new(X)["logits"], net(X)["logits"], rtol=SAME, atol=SAME)
     with pytest.raises(ValueError, match=r"'add'.*puts values together.*\(4 neurons, 1\)"):
-        reparameterize(net, {"outer": [2.0, 3.0, 4.0, 5.0]}, kind="neuron")
+        reparameterize(net, {"outer": four}, kind="neuron")
     with pytest.raises(ValueError, match=r"puts values together"):
         reparameterize(randomize(Residual(project=False)), {"stem": 2.0, "inner": 2.0, "fc": 0.25})
 
@@ -668,6 +664,9 @@ def test_refuses_networks_that_cannot_be_copied():
 # ---- arguments
 
 
+POSITIVE, ONE_EACH = "must be positive and finite", "each of its 3 output neurons, got "
+
+
 @pytest.mark.parametrize(
     ("factors", "kind", "error", "message"),
     [
@@ -675,9 +674,9 @@ def test_refuses_networks_that_cannot_be_copied():
         ({0: 2.0}, "layer", ValueError, "multiply to 2 .* product must be 1"),
         ([2.0], "layer", ValueError, r"each of the 2 layers .*\('0', '2'\), got shape \(1,\)"),
         (2.0, "layer", ValueError, r"got shape \(\)"),
-        ([-1.0, -1.0], "layer", ValueError, "factors of layer '0' must be positive and finite"),
-        ([1.0, np.nan], "layer", ValueError, "factors of layer '2' must be positive and finite"),
-        ({0: 0.0}, "layer", ValueError, "must be positive and finite, got 0.0"),
+        ([-1.0, -1.0], "layer", ValueError, f"factors of layer '0' {POSITIVE}"),
+        ([1.0, np.nan], "layer", ValueError, f"factors of layer '2' {POSITIVE}"),
+        ({0: 0.0}, "layer", ValueError, f"{POSITIVE}, got 0.0"),
         ({0: [2.0, 2.0]}, "layer", ValueError, r"must be one number, got shape \(2,\)"),
         (["a", "b"], "layer", TypeError, "factors must be numbers, got"),
         (None, "layer", ValueError, "got shape"),
@@ -685,9 +684,9 @@ def test_refuses_networks_that_cannot_be_copied():
         ({0: 2.0, "0": 0.5}, "layer", ValueError, "names layer '0' more than once"),
         ({3: 2.0}, "layer", LayerNotFoundError, "there is no layer 3"),
         ({"1": 2.0}, "layer", LayerNotFoundError, "'1' is a ReLU, which has no weight"),
-        ({0: [2.0, 2.0]}, "neuron", ValueError, r"each of its 3 output neurons, got .*\(2,\)"),
-        ({0: 2.0}, "neuron", ValueError, r"each of its 3 output neurons, got shape \(\)"),
-        ({0: [1.0, 0.0, 1.0]}, "neuron", ValueError, "must be positive and finite"),
+        ({0: [2.0, 2.0]}, "neuron", ValueError, rf"{ONE_EACH}.*\(2,\)"),
+        ({0: 2.0}, "neuron", ValueError, rf"{ONE_EACH}shape \(\)"),
+        ({0: [1.0, 0.0, 1.0]}, "neuron", ValueError, POSITIVE),
         ([[1.0, 1.0, 1.0]], "neuron", TypeError, "must be a mapping of layer .* got list"),
         ([1.0, 1.0], "rows", ValueError, r"kind must be one of \['layer', 'neuron'\], got 'rows'"),
     ],
@@ -695,6 +694,9 @@ def test_refuses_networks_that_cannot_be_copied():
 def test_refuses_bad_arguments(factors, kind, error, message):
     with pytest.raises(error, match=message):
         reparameterize(mlp(), factors, kind=kind)
+
+
+def test_refuses_what_is_no_module():
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got dict"):
         reparameterize({}, [1.0])
 

@@ -96,6 +96,14 @@ VALUES = [
     ("label_constancy", {"n_neighbors": 40}, "n_neighbors = 40, n_samples_fit = 40"),
     ("label_constancy", {"y": np.linspace(0, 1, 40)}, "y must hold classes, got continuous .* 0.0"),
     ("label_constancy", {"y": None}, "y is needed for the labels to compare"),
+    ("sharpness_conditions", {"detail": "C2", "deltas": [0.1, 0]}, "deltas must be a .*, got 0"),
+    ("sharpness_conditions", {"detail": "C4"}, 'detail must be None, "C1" or "C2", got \'C4\''),
+    (
+        "sharpness_conditions",
+        {"detail": "C1", "initial": NET},
+        "detail='C1' is about one module, but initial",
+    ),
+    ("sharpness_conditions", {"initial": NET[:3]}, r"initial module has the layers \['0', '2'\]"),
     ("sharpness_bound", {"delta": 1}, "delta must be a probability below 1, got 1"),
     ("sharpness_bound", {"sigma": 0}, "sigma must be a finite positive number, got 0"),
     ("sharpness_bound", {"sigma": [0.1, 0.1]}, "one for each of the 3 layers, got 2"),
@@ -164,7 +172,9 @@ NEEDED = {
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused(name, arguments, message, error):
-    if name != "Smoothing":
+    if name == "sharpness_conditions":
+        arguments = {"model": NET, "X": X, **arguments}
+    elif name != "Smoothing":
         arguments = {"model": NET, "X": X, "y": Y, **CE, **NEEDED.get(name, {}), **arguments}
     with pytest.raises(error, match=message):
         getattr(theory, name)(**arguments)

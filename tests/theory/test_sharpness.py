@@ -171,9 +171,8 @@ def test_networks_of_other_kinds_are_refused(net, message):
 def test_smooth_activations_do_not_pass_by_luck(activation):
     # one sample shows one slope, and ELU is the identity for positive numbers
     net = nn.Sequential(nn.Linear(2, 3), activation(), nn.Linear(3, 2))
-    with torch.no_grad():
-        net[0].weight.abs_()
-        net[0].bias.fill_(30.0)
+    net[0].weight.data.abs_()
+    net[0].bias.data.fill_(30.0)
     for X in (torch.rand(1, 2), -100 * torch.rand(1, 2), torch.rand(5, 2)):
         with pytest.raises(ValueError, match="not a ReLU or leaky ReLU of the output of '0'"):
             sharpness_conditions(net, X)
@@ -334,21 +333,6 @@ def test_slopes_of_the_losses_are_the_largest_gradients():
         sharpness_bound(net, X, y, 1e-3, criterion=bce, **own) for own in ({}, {"lipschitz": 1.0})
     )
     assert found == given
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"detail": "C2", "deltas": [0.1, 0]}, "deltas must be a finite positive number, got 0"),
-        ({"detail": "C4"}, 'detail must be None, "C1" or "C2", got \'C4\''),
-        ({"detail": "C1", "initial": network()}, "detail='C1' is about one module, but initial"),
-        ({"initial": network()[:3]}, r"the initial module has the layers \['0', '2'\], and"),
-    ],
-    ids=str,
-)
-def test_bad_details(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        sharpness_conditions(network(), data(), **arguments)
 
 
 def test_a_layer_of_zeros_has_no_finite_bound():
