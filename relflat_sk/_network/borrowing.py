@@ -252,7 +252,8 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
         for m, key, buffer in buffers:
             m._buffers[key] = buffer
         for buffer, version, content in contents:
-            if buffer._version != version:
+            # batch norm changes its statistics without a new version
+            if buffer._version != version or not torch.equal(buffer, content):
                 with torch.no_grad():
                     buffer.copy_(content)
 

@@ -1,8 +1,9 @@
 """Warnings point at the user's code, and are shown once."""
 
+import code
 import subprocess
-import sys
 import warnings
+from threading import Thread
 
 import pytest
 
@@ -30,15 +31,10 @@ def inside(*packages):
     return run
 
 
-def test_points_at_the_code_that_called_the_package():
+@pytest.mark.parametrize("between", [(), (pytest, subprocess)])
+def test_points_at_the_users_code_past_the_packages_in_between(between):
     with pytest.warns(FlatnessWarning, match="doubtful") as caught:
-        inside()("doubtful")
-    assert caught[0].filename == __file__
-
-
-def test_points_past_the_packages_in_between():
-    with pytest.warns(FlatnessWarning, match="doubtful") as caught:
-        inside(pytest, subprocess)("doubtful")
+        inside(*between)("doubtful")
     assert caught[0].filename == __file__
 
 
@@ -80,10 +76,12 @@ def test_filters_decide():
 
 
 def test_a_cell_that_runs_again_warns_again():
-    cell = "for _ in range(3): warn('doubtful')\n\n"
-    forget = "globals().pop('__warningregistry__', None)\n"  # as notebooks do before each cell
-    session = f"from relflat_sk._warnings import warn\n{cell}{forget}{cell}"
-    done = subprocess.run(
-        [sys.executable, "-m", "code"], input=session, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.count("FlatnessWarning: doubtful") == 2
+    shell = code.InteractiveInterpreter({"warn": warn})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            shell.locals.pop("__warningregistry__", None)  # as notebooks do before each cell
+            cell = Thread(target=shell.runsource, args=["for _ in range(3): warn('doubtful')\n"])
+            cell.start()  # in a thread, whose first code of the user is the cell
+            cell.join()
+    assert [str(warning.message) for warning in caught] == ["doubtful"] * 2

@@ -59,15 +59,6 @@ def logits_of(net):
     return nn.Sequential(*list(net.module_)[:3])
 
 
-def test_skorch_classifier_of_probabilities():
-    net = fitted(NeuralNetClassifier)
-    expected = relative_flatness(logits_of(net), X, Y, criterion=CE)
-    for data in ((X32, Y), (X, Y), (X,)):  # float64 is cast
-        assert relative_flatness(net, *data) == pytest.approx(expected, rel=1e-5)
-    earlier = relative_flatness(logits_of(net), X, Y, criterion=CE, layer=0)
-    assert relative_flatness(net, X, Y, layer=0) == pytest.approx(earlier, rel=1e-3)
-
-
 class One(Softmaxed):
     def __init__(self):
         super().__init__(1, None)
@@ -83,6 +74,7 @@ POSITIVE = (Y > 0).astype(np.float32)
 LOGITS = {"criterion": nn.CrossEntropyLoss, "module__tail": None}
 # a net, its targets, and the criterion of the module's first three layers
 NETS = {
+    "probabilities": (partial(fitted, NeuralNetClassifier), Y, CE),
     "logits": (partial(fitted, NeuralNetClassifier, **LOGITS), Y, CE),
     "weights of classes": (
         partial(fitted, NeuralNetClassifier, criterion__weight=WEIGHT),
@@ -103,25 +95,22 @@ def test_the_criterion_is_the_net_s_own(kind):
     make, y, criterion = NETS[kind]
     net = make(y=y)
     targets = y[:, None] if kind == "binary" else y
-    expected = relative_flatness(logits_of(net), X, targets, criterion=criterion)
-    assert relative_flatness(net, X, y) == pytest.approx(expected, rel=1e-5)
+    for layer, rel in ((-1, 1e-5), (0, 1e-3)):
+        at = relative_flatness(logits_of(net), X, targets, layer=layer, criterion=criterion)
+        assert relative_flatness(net, X, y, layer=layer) == pytest.approx(at, rel=rel)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        lambda: (X32, Y),
-        lambda: (torch.from_numpy(X32), torch.from_numpy(Y)),
-        lambda: (Dataset(X32, Y), None),
-        lambda: (SliceDict(input=X32), Y),
-    ],
-    ids=["arrays", "tensors", "dataset", "dict"],
-)
-def test_skorch_data(data):
+def test_skorch_data():
     net = fitted(NeuralNetClassifier)
-    assert relative_flatness(net, *data(), batch_size=7) == pytest.approx(
-        relative_flatness(net, X32, Y), rel=1e-6
-    )
+    expected = pytest.approx(relative_flatness(net, X32, Y), rel=1e-5)
+    for data in (
+        (X32,),
+        (X, Y),  # float64 is cast
+        (torch.from_numpy(X32), torch.from_numpy(Y)),
+        (Dataset(X32, Y), None),
+        (SliceDict(input=X32), Y),
+    ):
+        assert relative_flatness(net, *data, batch_size=7) == expected
 
 
 def test_skorch_own_dataset_and_loader_are_used():
@@ -221,6 +210,11 @@ def test_models_that_cannot_be_measured(model, error, message):
         relative_flatness(model(), X, Y)
 
 
+def test_a_module_is_no_layer_of_a_scikit_learn_estimator():
+    with pytest.raises(LayerNotFoundError, match="not part of the network"):
+        relative_flatness(LogisticRegression().fit(X, Y), X, Y, layer=nn.Linear(4, 3), device="cpu")
+
+
 def test_a_compiled_module_runs_uncompiled():
     module = Softmaxed(tail=None)
     compiled = torch.compile(module, backend="eager")
@@ -247,12 +241,6 @@ def test_a_layer_given_as_a_module_has_the_same_name_in_a_copy_on_another_device
         name_layer(model, nn.Linear(8, 3))
 
 
-def test_a_module_is_no_layer_of_a_scikit_learn_estimator():
-    model = LogisticRegression().fit(X, Y)
-    with pytest.raises(LayerNotFoundError, match="not part of the network"):
-        relative_flatness(model, X, Y, layer=nn.Linear(4, 3), device="cpu")
-
-
 def test_columns_of_estimators_keep_their_names_and_order():
     frame = pd.DataFrame(X, columns=list("abcd"))
     model = LogisticRegression(max_iter=500).fit(frame, Y)
@@ -265,29 +253,27 @@ def test_columns_of_estimators_keep_their_names_and_order():
 # -- descriptions in warnings ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("model", "description"),
-    [
-        (
-            RelativeFlatnessRegularizedClassifier(
-                lr=0.1, callbacks=[StopAtLoss(0.2)], optimizer=torch.optim.SGD,
-                optimizer__momentum=0.9,
-            ),
-            "RelativeFlatnessRegularizedClassifier(optimizer=SGD, lr=0.1, "
-            "callbacks=[StopAtLoss(0.2)], optimizer__momentum=0.9)",
+DESCRIBED = [
+    (
+        RelativeFlatnessRegularizedClassifier(
+            lr=0.1, callbacks=[StopAtLoss(0.2)], optimizer=torch.optim.SGD, optimizer__momentum=0.9
         ),
-        (MLPClassifier(alpha=3), "MLPClassifier(alpha=3)"),
-        (nn.Linear(2, 3), "Linear()"),
-        (
-            RelativeFlatnessRegularizedBinaryClassifier(verbose=0),
-            "RelativeFlatnessRegularizedBinaryClassifier()",
-        ),
-        (NeuralNetClassifier(nn.Linear), "NeuralNetClassifier(module=Linear)"),
-    ],
-    ids=lambda model: type(model).__name__,
-)  # fmt: skip
-def test_descriptions_have_the_parameters_that_differ_from_the_defaults(model, description):
-    assert describe(model) == description
+        "RelativeFlatnessRegularizedClassifier(optimizer=SGD, lr=0.1, "
+        "callbacks=[StopAtLoss(0.2)], optimizer__momentum=0.9)",
+    ),
+    (MLPClassifier(alpha=3), "MLPClassifier(alpha=3)"),
+    (nn.Linear(2, 3), "Linear()"),
+    (
+        RelativeFlatnessRegularizedBinaryClassifier(verbose=0),
+        "RelativeFlatnessRegularizedBinaryClassifier()",
+    ),
+    (NeuralNetClassifier(nn.Linear), "NeuralNetClassifier(module=Linear)"),
+]
+
+
+def test_descriptions_have_the_parameters_that_differ_from_the_defaults():
+    for model, description in DESCRIBED:
+        assert describe(model) == description
 
 
 def test_long_values_and_addresses_are_left_out():
