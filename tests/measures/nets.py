@@ -149,9 +149,9 @@ def dense(net, name, X, y, criterion=CE):
     return oracles.weight_hessian(net, name, criterion, X, y)
 
 
-def measure_all(net, X, y, layer, **options):
-    """The rows of the measures in `TABLE_1`, which share their passes over the data."""
-    names = list(oracles.TABLE_1)
+def measure_all(net, X, y, layer, *others, **options):
+    """The rows of the measures in `TABLE_1`, and of others, which share their passes."""
+    names = [*oracles.TABLE_1, *others]
     table = flatness_report(net, X, y, layers=layer, measures=names, method="exact", **options)
     return table.set_index("measure")
 
