@@ -13,7 +13,8 @@ GALLERY = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
 # most of the gallery's time; the nightly builds run all, as `make docs` does
 LONG = {
     *("plot_adapters", "plot_displays", "plot_fine_tuning", "plot_label_noise", "plot_layers"),
-    *("plot_lightning", "plot_limit", "plot_rank_classifiers", "plot_trainer"),
+    *("plot_lightning", "plot_limit", "plot_rank_classifiers", "plot_robustness", "plot_study"),
+    *("plot_torch_loop", "plot_trainer"),
 }
 
 

@@ -46,10 +46,6 @@ assert torch.equal(before[0], torch.get_rng_state())
 assert (before[1] == np.random.get_state()[1]).all()
 assert before[2] == torch.get_default_dtype()
 print(json.dumps([[*sys.modules], doors]))
-import matplotlib, pandas as pd
-matplotlib.use('Agg')
-minima = pd.DataFrame({{'relative_flatness': [1., 2.], 'generalization_gap': [1., 2.]}})
-relflat_sk.FlatnessGapDisplay.from_minima(minima)
 """
 
 

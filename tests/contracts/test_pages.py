@@ -47,7 +47,7 @@ def test_the_example_of_scores_runs(tmp_path, capsys):
     assert "flatness_weight" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.scale
 def test_the_example_of_judging_runs(tmp_path, monkeypatch, capsys):
     (block,) = blocks("docs/judging.md")
     monkeypatch.chdir(tmp_path)

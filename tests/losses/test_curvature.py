@@ -53,13 +53,6 @@ def test_closed_forms_are_those_of_dense_matrices(name):
     assert_close(curvature.total(narrow, features, None, share), expected)
 
 
-def test_traces_of_predictions_that_round_to_one_hot():
-    z, F = torch.tensor([[0.0, -80.0, -90.0]]).double(), torch.randn(3, 2).double()
-    distances = (F[1:] - F[0]).square().sum(dim=1)
-    expected = (z[0, 1:].exp() * distances).sum()[None]
-    assert_close(softmax_curvature(z).trace(Factor(F)), expected, rtol=1e-12, atol=0.0)
-
-
 def test_products_of_the_root_with_signs_are_exact_between_two_classes():
     # so one draw of a penalty is enough
     z = Z[:, :2]

@@ -7,12 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from relflat_sk import (
-    FlatnessWarning,
-    flatness_report,
-    measure,
-    relative_flatness,
-)
+from relflat_sk import FlatnessWarning, flatness_report, measure, relative_flatness
 from tests.cases import published_penalty
 
 

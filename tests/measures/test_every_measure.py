@@ -10,11 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from torch import nn
 
-from relflat_sk import (
-    flatness_report,
-    measure,
-    relative_flatness,
-)
+from relflat_sk import flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES

@@ -114,7 +114,7 @@ def test_products_over_the_layers_of_a_chain(name, arguments, of_layer):
     assert value(name, net, *data(net), **arguments) == pytest.approx(expected, rel=1e-12)
 
 
-# ---- all paths, one by one
+# ---- all paths
 
 
 def matrices(net, shape):
@@ -124,17 +124,14 @@ def matrices(net, shape):
     for layer in net:
         if isinstance(layer, nn.Linear | nn.Conv2d | nn.AvgPool2d):
             basis = torch.eye(x.numel()).double().reshape(-1, *x.shape[1:])
-            b = layer(torch.zeros_like(x)).flatten()
-            A = layer(basis).flatten(1).T - b[:, None]
+            b = layer(torch.zeros_like(x)).flatten().detach()
+            A = layer(basis).flatten(1).T.detach() - b[:, None]
             kind = "mean" if isinstance(layer, nn.AvgPool2d) else "affine"
-            steps.append((kind, A.tolist(), b.tolist()))
+            steps.append((kind, A.numpy(), b.numpy()))
         elif isinstance(layer, nn.MaxPool2d):
-            number = torch.arange(x.numel()).double().reshape(x.shape)
-            k = layer.kernel_size
-            windows = (
-                F.unfold(number.transpose(0, 1), k, stride=k).transpose(1, 2).reshape(-1, k * k)
-            )
-            steps.append(("max", [[int(at) for at in window] for window in windows], None))
+            number, k = torch.arange(x.numel()).double().reshape(x.shape), layer.kernel_size
+            windows = F.unfold(number.transpose(0, 1), k, stride=k).transpose(1, 2)
+            steps.append(("max", windows.reshape(-1, k * k).long().numpy(), None))
         x = layer(x)
     return steps, math.prod(shape)
 
@@ -143,32 +140,21 @@ def all_paths(steps, n_inputs, power):
     """Compute the largest sum over paths, over all choices of one input per pooling window."""
     windows = [window for kind, found, _ in steps if kind == "max" for window in found]
     return max(
-        paths_of_choice(steps, n_inputs, power, list(choice))
-        for choice in itertools.product(*windows)
+        sum_of_paths(steps, n_inputs, power, iter(choice)) for choice in itertools.product(*windows)
     )
 
 
-def paths_of_choice(steps, n_inputs, power, choice):
-    """Follow every path from its start, one weight after the other."""
-
-    def follow(at, unit, so_far):
-        if so_far == 0:
-            return 0.0
-        if at == len(steps):
-            return so_far
-        kind, A, _ = steps[at]
+def sum_of_paths(steps, n_inputs, power, choice):
+    """Add up the paths that lead to each unit, layer by layer."""
+    sums = np.ones(n_inputs)
+    for kind, A, b in steps:
         if kind == "max":
-            before = sum(len(found) for k, found, _ in steps[:at] if k == "max")
-            chosen = choice[before : before + len(A)]
-            return sum(follow(at + 1, j, so_far) for j, i in enumerate(chosen) if i == unit)
-        p = power if kind == "affine" else 1  # averages have no weights
-        return sum(follow(at + 1, j, so_far * abs(row[unit]) ** p) for j, row in enumerate(A))
-
-    total = sum(follow(0, i, 1.0) for i in range(n_inputs))
-    for at, (kind, _, b) in enumerate(steps):
-        if kind == "affine":
-            total += sum(follow(at + 1, j, abs(one) ** power) for j, one in enumerate(b))
-    return total
+            sums = sums[[next(choice) for _ in A]]
+        elif kind == "mean":  # averages have no weights
+            sums = A @ sums
+        else:
+            sums = np.abs(A) ** power @ sums + np.abs(b) ** power
+    return sums.sum()
 
 
 CHAINS = {

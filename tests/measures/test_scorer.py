@@ -14,22 +14,12 @@ import pytest
 import sklearn
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
-from scipy.sparse import csr_matrix
 from sklearn.base import clone
-from sklearn.datasets import (
-    load_digits,
-    load_iris,
-    load_wine,
-    make_classification,
-)
+from sklearn.datasets import load_digits, load_iris, load_wine, make_classification
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.inspection import permutation_importance
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, Ridge
-from sklearn.model_selection import (
-    GridSearchCV,
-    StratifiedKFold,
-    cross_validate,
-)
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_validate
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
@@ -263,11 +253,6 @@ def test_routing_refuses_weights_without_a_request(make, several):
     assert "FlatnessScorer.score" in errors
 
 
-def test_requests_need_routing():
-    with pytest.raises(RuntimeError, match=r"set_config\(enable_metadata_routing=True\)"):
-        FlatnessScorer().set_score_request(sample_weight=True)
-
-
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
 def test_weights_without_routing(several):
     flat = FlatnessScorer()
@@ -426,7 +411,7 @@ def test_what_is_no_better_than_a_constant_has_no_score(case):
 
 
 def test_trained_weights_without_a_history_are_scored():
-    trained = net(max_epochs=40).fit(X, Y)
+    trained = net(max_epochs=15).fit(X, Y)
     loaded = net().initialize()
     loaded.module_.load_state_dict(trained.module_.state_dict())
     assert not loaded.history
@@ -522,20 +507,6 @@ def test_accuracy_above_chance_is_enough_for_a_trained_net(criterion):
         assert math.isnan(SCORER(model, X, guess))
 
 
-def test_an_honest_network_of_a_hard_problem_is_scored():
-    rng = np.random.default_rng(0)
-    centres = rng.normal(0, 0.55, (10, 20))
-    labels = np.resize(np.arange(10), 1500)
-    inputs = np.float32(centres[labels] + rng.normal(0, 1, (1500, 20)))
-    model = flat_net(max_epochs=6, lr=0.003).fit(inputs[:1000], labels[:1000])
-    held_out = inputs[1000:], labels[1000:]
-    found = evaluate("relative_flatness", model, *held_out)
-    assert 0.3 < model.score(*held_out) < 0.6
-    assert 0.55 < found.risk / found.constant_risk() < 0.9
-    assert math.isfinite(SCORER(model, *held_out))
-    assert math.isfinite(FlatnessScorer(data="train")(model, *held_out))
-
-
 # -- random initialisations -----------------------------------------------------------------
 
 
@@ -563,10 +534,10 @@ def test_no_random_initialisation_passes(data_set, epochs):
     inputs, labels = DATA_SETS[data_set](return_X_y=True)
     inputs, labels = scale(inputs)[:400].astype(np.float32), labels[:400]
     passed = []
-    for seed in range(8):
+    for seed in range(len(ARCHITECTURES)):
         parameters = {"lr": 1e-9, "max_epochs": epochs, "verbose": 0, "flatness_weight": 0.0}
         model = RelativeFlatnessRegularizedClassifier(
-            **parameters, **ARCHITECTURES[seed % len(ARCHITECTURES)], random_state=seed
+            **parameters, **ARCHITECTURES[seed], random_state=seed
         ).fit(inputs, labels)
         for data in ("given", "train"):
             if math.isfinite(FlatnessScorer(data=data)(model, inputs, labels)):
@@ -729,9 +700,3 @@ def test_scikit_learns_own_cross_validation_takes_the_scorer():
     model = LogisticRegressionCV(scoring=SCORER, Cs=[0.01, 1.0], cv=3, max_iter=1000, **options)
     assert model.fit(X, NAMES).score(X, NAMES) < 0
     assert np.ravel(model.C_)[0] == 0.01  # more regularisation is flatter
-
-
-def test_sparse_labels_are_those_of_the_dense_matrix():
-    labels = np.eye(3, dtype=int)[Y]
-    model = MLPClassifier(max_iter=50, random_state=0).fit(X, csr_matrix(labels))
-    assert SCORER(model, X, csr_matrix(labels)) == SCORER(model, X, labels) < 0

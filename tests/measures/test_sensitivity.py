@@ -81,7 +81,7 @@ def test_agrees_with_the_dense_hessian(kind, per_channel):
 @pytest.mark.parametrize("kind", ["mlp relu", "conv"])
 def test_random_combinations_of_outputs_are_right_on_average(kind, monkeypatch):
     net, X, y = make(kind)
-    n = 4000  # draws for each of the samples
+    n = 2000  # draws for each of the samples
     X, y = X.repeat(n, *[1] * (X.ndim - 1)), y.repeat(n)
     exact = layer_sensitivity(net, X, y, bits=3, criterion=CE)
     monkeypatch.setattr(_sensitivity, "_MOST", 0)

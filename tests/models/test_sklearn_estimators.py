@@ -37,12 +37,7 @@ from sklearn.utils import compute_class_weight
 from torch import nn
 
 from relflat_sk import relative_flatness
-from relflat_sk._models.sklearn_estimators import (
-    _CLASSIFIERS,
-    _REGRESSORS,
-    FormulaLoss,
-    to_torch,
-)
+from relflat_sk._models.sklearn_estimators import _CLASSIFIERS, _REGRESSORS, FormulaLoss, to_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 

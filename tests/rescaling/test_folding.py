@@ -1,5 +1,7 @@
 """Layers as affine maps with batch norm folded in, against torch's own fusion."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -33,35 +35,25 @@ def used(module):
     return module.double().eval()
 
 
-@pytest.mark.parametrize(
-    ("layer", "norm", "X", "fuse"),
-    [
-        (lambda: nn.Linear(4, 5), lambda: nn.BatchNorm1d(5), X2, fuse_linear_bn_eval),
-        (
-            lambda: nn.Linear(4, 5, bias=False),
-            lambda: nn.BatchNorm1d(5, eps=0.1),
-            X2,
-            fuse_linear_bn_eval,
-        ),
-        (lambda: nn.Conv2d(2, 4, 3, groups=2), lambda: nn.BatchNorm2d(4), X4, fuse_conv_bn_eval),
-        (
-            lambda: nn.Conv2d(2, 3, 2, bias=False),
-            lambda: nn.BatchNorm2d(3, affine=False),
-            X4,
-            fuse_conv_bn_eval,
-        ),
-        (
-            lambda: nn.ConvTranspose2d(2, 3, 3, stride=2),
-            lambda: nn.BatchNorm2d(3),
-            X4,
-            lambda layer, norm: fuse_conv_bn_eval(layer, norm, transpose=True),
-        ),
-    ],
-    ids=["linear", "linear without bias", "groups", "without affine", "transposed"],
-)
+FOLDED = {
+    "linear": (nn.Linear(4, 5), nn.BatchNorm1d(5), X2, fuse_linear_bn_eval),
+    "linear without bias": (
+        nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5, eps=0.1), X2, fuse_linear_bn_eval,
+    ),
+    "groups": (nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4), X4, fuse_conv_bn_eval),
+    "without affine": (
+        nn.Conv2d(2, 3, 2, bias=False), nn.BatchNorm2d(3, affine=False), X4, fuse_conv_bn_eval,
+    ),
+    "transposed": (
+        nn.ConvTranspose2d(2, 3, 3, stride=2), nn.BatchNorm2d(3), X4,
+        partial(fuse_conv_bn_eval, transpose=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "norm", "X", "fuse"), FOLDED.values(), ids=FOLDED)
 def test_folds_as_torch_does(layer, norm, X, fuse):
-    net = used(nn.Sequential(layer(), norm(), nn.ReLU()))
-    layer, norm = net[0], net[1]
+    net = used(nn.Sequential(layer, norm, nn.ReLU()))
     (found,) = folded(net, X)
     (expected,) = folded(fuse(layer, norm), X)
     torch.testing.assert_close(found.weight, expected.weight)
@@ -115,45 +107,39 @@ class OwnForward(nn.Linear):
         return super().forward(x).tanh()
 
 
+def either(net, x):
+    return net.norm(net.layer(x)) if x.sum() > 9e9 else net.norm(x)
+
+
+UNTRACKED = nn.BatchNorm1d(2, track_running_stats=False)
+LINEAR = nn.Linear(4, 2)
+CHANNELS = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(7))
+
+
 @pytest.mark.parametrize(
-    ("build", "X", "message"),
+    ("net", "X", "message"),
     [
-        (lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), X2, "'0' .* follows 'input"),
+        (nn.Sequential(nn.BatchNorm1d(4), LINEAR), X2, "'0' .* follows 'input"),
         (
-            lambda: nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.BatchNorm1d(2)),
-            X2,
+            nn.Sequential(LINEAR, nn.ReLU(), nn.BatchNorm1d(2)), X2,
             "'2' cannot be folded .* it follows '_1', which is no layer with a weight matrix",
         ),
+        (nn.Sequential(LINEAR, UNTRACKED), X2, "it has no running statistics"),
         (
-            lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, track_running_stats=False)),
-            X2,
-            "it has no running statistics",
-        ),
-        (
-            lambda: Twice(lambda net, x: (h := net.layer(x)) + net.norm(h)),
-            X2,
+            Twice(lambda net, x: (h := net.layer(x)) + net.norm(h)), X2,
             "the output of layer 'layer' is also used elsewhere",
         ),
         (
-            lambda: Twice(lambda net, x: net.layer(net.norm(net.layer(x)))),
-            X2,
+            Twice(lambda net, x: net.layer(net.norm(net.layer(x)))), X2,
             "'norm' .* it or layer 'layer' is called more than once",
         ),
-        (
-            lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(7)),
-            X4[:, 0],
-            "batch norm '1' cannot be folded into layer '0': it acts on another axis",
-        ),
-        (
-            lambda: Twice(lambda net, x: net.norm(net.layer(x)) if x.sum() > 9e9 else net.norm(x)),
-            X2,
-            "it is not known which layers these are: torch.fx cannot follow",
-        ),
-        (lambda: OwnForward(4, 2), X2, "'' is a OwnForward with a forward .* Use one of torch's"),
+        (CHANNELS, X4[:, 0], "batch norm '1' cannot be folded into layer '0': it acts on another"),
+        (Twice(either), X2, "it is not known which layers these are: torch.fx cannot follow"),
+        (OwnForward(4, 2), X2, "'' is a OwnForward with a forward .* Use one of torch's"),
     ],
-)
-def test_refuses_layers_that_are_not_affine(build, X, message):
-    net = used(build())
+)  # fmt: skip
+def test_refuses_layers_that_are_not_affine(net, X, message):
+    net = used(net)
     with pytest.raises(ValueError, match=message):
         folded(net, X)
     assert not any(has_own_forward(m) for m in net.modules())

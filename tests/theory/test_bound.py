@@ -152,7 +152,7 @@ def test_without_refit_representativeness_tends_to_minus_the_robustness(layer):
 def test_standard_errors_are_the_spread_over_seeds(refit, n_splits):
     model, X, y = regression(n=30)
     options = {"delta": 0.9, "refit": refit, "n_splits": n_splits, "n_draws": 2}
-    found = [representativeness(model, X, y, random_state=seed, **options) for seed in range(60)]
+    found = [representativeness(model, X, y, random_state=seed, **options) for seed in range(40)]
     values, stderrs = np.array(found).T
     assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
 
@@ -266,7 +266,7 @@ def test_the_bound_of_a_kernel_density_estimate(layer):
 def test_the_bound_with_noise_on_the_labels(bandwidth):
     """Squared errors: noise of deviation s adds its variance to all losses, moved or not."""
     model, X, y = regression()
-    options = {"n_splits": 20, "n_draws": 400, "random_state": 0}
+    options = {"n_splits": 20, "n_draws": 200, "random_state": 0}
     options["delta"] = 0.3 if bandwidth is None else None
     bound, plain = (
         generalization_bound(

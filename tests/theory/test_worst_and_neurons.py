@@ -31,8 +31,7 @@ def convolution():
     return net, torch.randn(8, 1, 3).double(), torch.arange(8) % 2
 
 
-@pytest.mark.parametrize("delta", [0.05, 0.6])
-@pytest.mark.parametrize("batch_size", [30, 7])
+@pytest.mark.parametrize(("delta", "batch_size"), [(0.05, 7), (0.6, 30)])
 def test_the_worst_case_is_that_of_a_grid_over_the_plane(delta, batch_size):
     net, X, y = plane_network()
     found = worst_feature_robustness(net, X, y, delta, batch_size=batch_size, random_state=0, **CE)
