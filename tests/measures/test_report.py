@@ -211,7 +211,7 @@ PARAMS = {
     "adaptive_sharpness": {"n_steps": 3},
     "keskar_sharpness": {"n_steps": 3},
     "pac_bayes_flatness": {"n_draws": 2},
-    "pac_bayes_magnitude_flatness": {"eps": 0.05, "risk": "loss", "n_draws": 2},
+    "pac_bayes_magnitude_flatness": {"eps": 0.05, "risk": "loss", "n_draws": 5},
     "takeuchi_criterion": {"ridge": 1.0},  # mixing changes it only because of the ridge
 }
 

@@ -163,7 +163,7 @@ def test_standard_errors_are_the_spread_over_seeds(matrices, layer):
     net = nn.Sequential(nn.Linear(15, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     X, y = torch.randn(6, 15).double(), torch.arange(6) % 3
     options = {"layer": layer, "matrices": matrices, "n_draws": 8, "batch_size": 4, **CE}
-    found = [feature_robustness(net, X, y, 0.5, random_state=seed, **options) for seed in range(40)]
+    found = [feature_robustness(net, X, y, 0.5, random_state=seed, **options) for seed in range(60)]
     values, stderrs = np.array(found).T
     assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
 
