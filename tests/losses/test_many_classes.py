@@ -47,7 +47,7 @@ def total(z, W, spread=None, weights=None, features=None):
     return ManyClasses(z, None).total(W, features, weights, 0.5)
 
 
-@pytest.fixture(params=[1, 7, 2**23], ids=lambda size: f"chunks of {size}")
+@pytest.fixture(params=[7, 2**23], ids=lambda size: f"chunks of {size}")
 def chunks(request, monkeypatch):
     monkeypatch.setattr(
         "relflat_sk._losses.curvature._ROWS", {False: request.param, True: request.param}
@@ -55,7 +55,7 @@ def chunks(request, monkeypatch):
 
 
 @pytest.mark.parametrize("gap", [0.0, 10.0, 60.0, 300.0], ids=lambda gap: f"ahead by {gap:g}")
-@pytest.mark.parametrize(("d", "m"), [(7, 5), (100, 8), (50257, 6), (130_000, 4)], ids=str)
+@pytest.mark.parametrize(("d", "m"), [(7, 5), (50257, 6)], ids=str)
 def test_float32_agrees_with_float64(d, m, gap):
     z, W = make(d, m, gap)
     curvature, forms = ManyClasses(z, None), class_by_class(z, W)

@@ -91,7 +91,6 @@ def test_batches_precision_and_frozen_weights_do_not_matter(name):
     ("case", "name"),
     [
         *(("cross-entropy class weights", name) for name in sorted(WHOLE)),
-        *(("squared error", name) for name in sorted(WHOLE - CLASSIFIERS)),
         *(("a function", name) for name in sorted(OF_CRITERION)),
     ],
 )
@@ -197,7 +196,6 @@ def test_weights_of_probes(normalize):
     ("case", "name"),
     [
         *(("mlp relu", name) for name in sorted(set(NAMES) - MARGINS)),
-        *(("squared error", name) for name in sorted(WHOLE - CLASSIFIERS - {"network_flatness"})),
         *(("conv", name) for name in sorted({*LAYER_MEASURES, "takeuchi_criterion"})),
     ],
 )

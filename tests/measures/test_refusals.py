@@ -10,11 +10,14 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 
 from relflat_sk import (
     FlatnessScorer,
     LayerNotFoundError,
+    RelativeFlatnessRegularizedClassifier,
     flatness_report,
     get_measure_names,
     layer_sensitivity,
@@ -99,6 +102,37 @@ def mixing(z, y):
     return (z - y).pow(4).sum(1).mean()
 
 
+class OnceCube(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, outer):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * outer
+
+
+class Once(nn.Module):
+    """Half of what the first layer puts out takes a way that has a second derivative."""
+
+    def __init__(self, n_features=4, n_outputs=3):
+        super().__init__()
+        self.first, self.last = nn.Linear(n_features, 5), nn.Linear(5, n_outputs)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(OnceCube.apply(h) + h.tanh())
+
+
+def once(name, **own):
+    return lambda: measure(name, Once(), X.float(), Y, criterion=CE, **own)
+
+
+LAYER_WISE = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", "neuron_flatness_max"]
+WHOLE = ["joint_eigenvalue_flatness", "fisher_rao_norm"]
 METHODS = r"\('auto', 'exact', 'hutchinson'\)"
 CHOICES = r"\['adaptive_sharpness', 'calibration_error'"
 COLUMN = "is a measure or a column of relflat_sk"
@@ -162,6 +196,9 @@ REFUSED = [
     (sensitive(bits=[]), T, r"bits must be a number of bits or a list of them, got \[\]"),
     (sensitive(layers=9), V, "there is no layer 9"),
     (sensitive(y=None), V, "y is needed"),
+    # a function that torch differentiates once only is never taken for flat
+    *[(once(name, layer=0), V, "once_differentiable") for name in LAYER_WISE],
+    *[(once(name), V, "once_differentiable") for name in WHOLE],
     # names
     (named("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}"),
     (named(["l2_norm"]), V, r"there is no measure \['l2_norm'\]"),
@@ -391,6 +428,13 @@ def test_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
     assert "mine" not in get_measure_names()
+
+
+def test_a_function_that_is_differentiated_once_may_lie_before_the_layer_and_has_no_penalty():
+    assert once("relative_flatness")() > 0
+    net = RelativeFlatnessRegularizedClassifier(Once, flatness_layer=0, max_epochs=1, verbose=0)
+    with pytest.raises(V, match="once_differentiable"):
+        net.fit(X.float().numpy(), Y.numpy())
 
 
 def test_a_name_of_another_function_is_taken():

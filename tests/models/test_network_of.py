@@ -13,11 +13,12 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline, make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
 from skorch.dataset import Dataset
 from skorch.helper import SliceDict
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     LayerNotFoundError,
@@ -35,6 +36,7 @@ from relflat_sk._models.network_of import (
     to_network,
 )
 from relflat_sk.measures._api import evaluate
+from tests.data_kinds import ComputedRows, memmap
 
 CE = nn.CrossEntropyLoss()
 X, Y = make_classification(60, 4, n_informative=4, n_redundant=0, n_classes=3,
@@ -248,6 +250,65 @@ def test_columns_of_estimators_keep_their_names_and_order():
         relative_flatness(model, frame[list("dcba")], Y)
     with pytest.warns(UserWarning, match="does not have valid feature names"):
         assert relative_flatness(model, X, Y) == relative_flatness(model, frame, Y)
+
+
+# -- steps that do not transform each row by itself -------------------------------------------
+
+
+def of_all_rows(X):
+    X = np.asarray(X)
+    return (X - X.mean(axis=0)) / X.std(axis=0)
+
+
+def with_text(X):
+    return np.asarray(X).astype(str)
+
+
+def to_numbers(X):
+    return np.asarray(X).astype(float)
+
+
+STEPS = {
+    "depends on all rows": [FunctionTransformer(of_all_rows)],
+    "depends on all rows, later": [StandardScaler(), FunctionTransformer(of_all_rows)],
+    "by text": [FunctionTransformer(with_text), FunctionTransformer(to_numbers)],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("kind", ["mapped", "on disk"])
+def test_values_are_those_of_an_array_in_memory(steps, kind, tmp_path):
+    model = make_pipeline(*steps, LogisticRegression()).fit(X32, Y)
+    expected = float(relative_flatness(model, X32, Y))
+    data = memmap(tmp_path, X32) if kind == "mapped" else ComputedRows(X32)
+    found = relative_flatness(model, data, Y, batch_size=32)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+def test_steps_that_depend_on_all_rows_refuse_data_sets():
+    model = make_pipeline(*STEPS["depends on all rows"], LogisticRegression()).fit(X, Y)
+    data = TensorDataset(torch.as_tensor(X), torch.as_tensor(Y))
+    with pytest.raises(ValueError, match="does not transform each row by itself.*Give X as an arr"):
+        relative_flatness(model, data, None)
+
+
+class Projects:
+    """A transformer made of torch, which does not mind the caller's mixed precision."""
+
+    def fit(self, X, y=None):
+        return self
+
+    def transform(self, X):
+        with torch.no_grad():
+            return torch.tensor(X32).mul(3).matmul(torch.eye(4) / 3).float().numpy()
+
+
+def test_steps_do_not_see_the_caller_s_mixed_precision():
+    model = make_pipeline(Projects(), LogisticRegression()).fit(X, Y)
+    expected = relative_flatness(model, X, Y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relative_flatness(model, X, Y) == expected
+        assert torch.is_autocast_enabled("cpu")
 
 
 # -- descriptions in warnings ---------------------------------------------------------------

@@ -16,7 +16,7 @@ from relflat_sk import LayerNotFoundError, relative_flatness
 from relflat_sk._rescaling.reparameterization import reparameterize
 
 SAME = 1e-9  # of outputs in float64, a few thousand roundings apart
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=25, deadline=None)
 
 ACTIVATIONS = st.sampled_from([
     nn.ReLU,
