@@ -294,7 +294,9 @@ def test_norms_of_a_convolution_are_those_of_the_map_between_images(kind, iterat
     assert product.method == ("lanczos" if iterate else "exact")
     assert product.stderr == pytest.approx(1e-4 * product.value if iterate else 0)
     assert abs(product.value - len(A) * largest**2) <= product.stderr + EXACT * product.value
-    assert value("l2_lipschitz_product", layer, X) == pytest.approx(largest, rel=1e-4)
+    lipschitz = NORM_MEASURES["l2_lipschitz_product"](network, rtol=1e-3)
+    assert lipschitz.value == pytest.approx(largest, rel=5e-4)
+    assert lipschitz.stderr == pytest.approx(5e-4 * lipschitz.value if iterate else 0)
     rows = value("linf_lipschitz_product", layer, X)
     assert rows == pytest.approx(np.abs(A).sum(axis=1).max(), rel=1e-12)
     # only these two are norms of the kernel

@@ -253,6 +253,11 @@ def test_routing_refuses_weights_without_a_request(make, several):
     assert "FlatnessScorer.score" in errors
 
 
+def test_requests_need_routing():
+    with pytest.raises(RuntimeError, match=r"set_config\(enable_metadata_routing=True\)"):
+        FlatnessScorer().set_score_request(sample_weight=True)
+
+
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
 def test_weights_without_routing(several):
     flat = FlatnessScorer()
