@@ -93,7 +93,6 @@ def test_nearly_one_hot_probabilities_keep_their_digits(gap):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("frozen", [(), (1,), (2,), (0, 1)])
 def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
-    torch.manual_seed(0)
     d = shape[0]
     z, features, F = (torch.randn(*shape).double() for shape in [(4, d), (4, 5), shape])
     weights = torch.rand(4).double() if weighted else None
@@ -125,7 +124,6 @@ def test_logits_may_depend_on_the_features_and_the_factor():
 
 @pytest.mark.parametrize("d", [10, 100])
 def test_totals_ignore_the_common_part_of_the_rows_of_the_weight(d):
-    torch.manual_seed(0)
     z, features, F = torch.randn(20, d), torch.randn(20, 6), torch.randn(d, 200)
 
     def total_and_slope(F, dtype):

@@ -72,7 +72,6 @@ def test_hutchinson_is_reproducible_and_works_normalised_and_in_closed_form(wher
 
 
 def test_units_of_the_channels_do_not_matter_at_groups_of_a_curved_network():
-    torch.manual_seed(0)
     conv = nn.Conv1d(4, 6, 2, groups=2)
     net = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)).double()
     X, y, units = torch.randn(12, 4, 5).double(), torch.arange(12) % 3, torch.rand(4).double() + 0.5
@@ -118,7 +117,6 @@ def test_probes_are_unbiased_and_their_standard_errors_honest(name):
 
 
 def test_the_budget_is_kept(monkeypatch):
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 3)).double()
     X, y = torch.randn(30, 80).double(), torch.arange(30) % 3
     product, calls, forwards = LayerPass.product, [], []
@@ -146,7 +144,6 @@ def test_the_budget_is_kept(monkeypatch):
 
 
 def test_few_passes_are_enough_where_samples_have_hessians_of_low_rank():
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(90, 90), nn.Tanh(), nn.Linear(90, 3)).double()
     X = torch.randn(20, 90).double()
     options = {"layer": 0, "criterion": nn.MSELoss(), "random_state": 0}
@@ -181,7 +178,6 @@ def test_a_bar_shows_the_probes_on_request(capsys):
 
 
 def test_auto_turns_to_probes_for_wide_layers_and_back_where_exact_is_cheaper():
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 3)).double()
     X, y = torch.randn(300, 80).double(), torch.arange(300) % 3
     arguments = {"layer": 0, "criterion": nn.CrossEntropyLoss(), "random_state": 0}

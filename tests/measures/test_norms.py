@@ -458,7 +458,6 @@ def test_a_constant_feature_takes_one_cell_and_very_many_cells_are_counted():
 
 
 def test_robustness_of_a_chain_of_all_kinds():
-    torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.LeakyReLU(), nn.MaxPool2d(2),
         nn.Dropout(), nn.Conv2d(3, 4, 2), nn.Hardtanh(), nn.AvgPool2d(2, 1), nn.Flatten(),
@@ -562,7 +561,6 @@ def test_robustness_needs_inputs_with_distances(words, message):
 
 def test_norms_of_a_net_in_training_take_no_step_of_spectral_norm():
     """In training mode, each read of such a weight is an iteration that changes buffers."""
-    torch.manual_seed(0)
     spectral_norm = nn.utils.parametrizations.spectral_norm
     layers = [spectral_norm(layer) for layer in (nn.Conv2d(1, 2, 3), nn.Linear(8, 3))]
     for layer in layers:

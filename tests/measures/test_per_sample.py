@@ -102,7 +102,6 @@ def test_the_tolerance_is_of_the_terms():
 
 
 def test_terms_are_exact_where_as_many_probes_would_cost_more_and_too_few_passes_warn():
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(90, 80), nn.Tanh(), nn.Linear(80, 3)).double()
     data = torch.randn(20, 90).double(), torch.arange(20) % 3
     at = "relative_flatness", net, *data  # 80 products, above what "auto" takes at once

@@ -154,16 +154,14 @@ REFUSED = [
     (
         lambda: relative_flatness(
             NET, X, 0 * Y, criterion=nn.CrossEntropyLoss(ignore_index=0)
-        ),
-        V,
+        ), V,
         "no sample counts in the mean loss",
     ),
     (
         lambda: evaluate(
             "relative_flatness", LINE, INPUTS, NUMBERS.double(), criterion=mixing,
             sample_weight=np.ones(12),
-        ),
-        V,
+        ), V,
         "for 12 samples; expected one for each sample",
     ),
     (flat(process_group="world"), V, "process_group='world' needs a process group, and there"),
@@ -208,8 +206,7 @@ REFUSED = [
     (lambda: measure(LOGISTIC, *IRIS), T, "name first: .* type LogisticRegression"),
     (lambda: find_measure("mine"), V, "there is no measure 'mine'.* put the function there"),
     (
-        lambda: find_measure("relative_flatnes"),
-        V,
+        lambda: find_measure("relative_flatnes"), V,
         r"no measure 'relative_flatnes'. Did you mean 'relative_flatness'.* Choose from \[",
     ),
     # neurons
@@ -225,8 +222,7 @@ REFUSED = [
     (report(measures=[["l2_norm"]]), V, r"there is no measure \['l2_norm'\]"),
     (report(weight_decay=-1), V, "weight_decay must be a finite number of at least 0, got -1"),
     (
-        report(weight_decay=0.1, measures=["normalized_relative_flatness"]),
-        V,
+        report(weight_decay=0.1, measures=["normalized_relative_flatness"]), V,
         "weight_decay cannot be counted into normalized",
     ),
     (report(layers=[]), V, r"layers must name at least one layer, got \[\]. Pass layers="),
@@ -262,8 +258,7 @@ REFUSED = [
     (
         lambda: measure(
             "l2_norm", LinearRegression().fit(IRIS[0], IRIS[1]), *IRIS, over_margin=True
-        ),
-        V,
+        ), V,
         "MSELoss is not known as a classification loss",
     ),
     # predictions, Takeuchi's criterion and spectra
@@ -271,32 +266,27 @@ REFUSED = [
     (line("predictive_entropy"), V, "entropy needs a classifier, but MSELoss is not known"),
     (named("calibration_error", n_bins=0), V, "n_bins must be a positive integer, got 0"),
     (
-        lambda: measure("calibration_error", NET, X, criterion=CE),
-        V,
+        lambda: measure("calibration_error", NET, X, criterion=CE), V,
         "y is needed: calibration compares predictions with labels",
     ),
     (
         lambda: measure("inverse_confidence", nn.Linear(3, 2), torch.randn(4, 3), ONES,
-                        criterion=IGNORING),
-        V,
+                        criterion=IGNORING), V,
         "no sample counts: the criterion ignores all labels",
     ),
     (named("takeuchi_criterion", ridge=0), V, "ridge must be a finite positive number, got 0"),
     (
-        lambda: measure("takeuchi_criterion", NET, X, criterion=CE),
-        V,
+        lambda: measure("takeuchi_criterion", NET, X, criterion=CE), V,
         "y is needed: takeuchi_criterion takes gradients",
     ),
     (
         lambda: measure("takeuchi_criterion", nn.Linear(2100, 2), torch.randn(4, 2100), ONES,
-                        criterion=CE),
-        V,
+                        criterion=CE), V,
         "of at most 4096 numbers.* layer '' has 4200 and features of shape",
     ),
     (
         lambda: measure("takeuchi_criterion", nn.Linear(3, 1), INPUTS.float(), torch.ones(12, 1),
-                        criterion=lambda z, y: -(z - y).square().mean()),
-        V,
+                        criterion=lambda z, y: -(z - y).square().mean()), V,
         "has negative eigenvalues, so the point is no minimum",
     ),
     (named("spectral_exponent"), V, "no layer has a spectrum .* fewer than 10 singular values"),
@@ -309,21 +299,18 @@ REFUSED = [
     (line("adaptive_sharpness", n_steps=True), V, "n_steps must be a positive integer, got True"),
     (line("expected_sharpness", n_draws=1.0), V, "n_draws must be an integer .*got 1.0"),
     (
-        line("adaptive_sharpness", kind="average", random_state=0.5),
-        V,
+        line("adaptive_sharpness", kind="average", random_state=0.5), V,
         "random_state must be",
     ),
     (
-        line("adaptive_sharpness", normalize_logits=True),
-        V,
+        line("adaptive_sharpness", normalize_logits=True), V,
         "normalize_logits needs a classifier .* got MSELoss",
     ),
     (
         lambda: measure(
             "adaptive_sharpness", nn.Conv1d(2, 3, 1), torch.randn(5, 2, 4),
             torch.zeros(5, 4).long(), criterion=CE, normalize_logits=True,
-        ),
-        V,
+        ), V,
         r"needs outputs of shape .n, n_classes., got .5, 3, 4.",
     ),
     (lambda: measure("fisher_rao_norm", NET, X, criterion=CE), V, "y is needed to compute a loss"),
@@ -334,8 +321,7 @@ REFUSED = [
     (line("pac_bayes_flatness", random_state="seed"), V, "random_state must be an int, .*'seed'"),
     (line("pac_bayes_magnitude_flatness", eps=-1), V, "eps must be a finite positive number"),
     (
-        line("pac_bayes_magnitude_flatness", eps=10.0, random_state=0),
-        V,
+        line("pac_bayes_magnitude_flatness", eps=10.0, random_state=0), V,
         "Use a smaller eps",
     ),
     # measures of the user's own
@@ -345,8 +331,7 @@ REFUSED = [
     ],
     (on_iris(returns((1.0, -1.0))), V, r"the measure 'own' returned a standard error of -1"),
     (
-        lambda: flatness_report(LOGISTIC, *IRIS, measures=[returns(1.0), returns(2.0)]),
-        V,
+        lambda: flatness_report(LOGISTIC, *IRIS, measures=[returns(1.0), returns(2.0)]), V,
         "two measures have the name 'own', which is that of one column",
     ),
     (on_iris(size_of_weights, aggregate="max"), V, "='max' is over layers, but size_of_weights"),
@@ -356,8 +341,7 @@ REFUSED = [
     (on_iris(size_of_weights, weight_decay=0.1), V, "cannot be counted into size_of_weights"),
     (on_iris(size_of_weights, per_sample=True), V, "per_sample=True needs .* got 'size_of_weigh"),
     (
-        on_iris(size_of_weights, sample_weight=np.ones(150)),
-        V,
+        on_iris(size_of_weights, sample_weight=np.ones(150)), V,
         "'size_of_weights' does not take sample weights",
     ),
     (on_iris(train_loss), V, f"'train_loss' {COLUMN}"),
@@ -370,54 +354,45 @@ REFUSED = [
     (on_iris(FlatnessScorer()), T, r"FlatnessScorer\(\) is greater .*only searches and rank_m"),
     (register(3, size_of_weights), V, "name must be a text, got 3"),
     (
-        register("mine", size_of_weights, invariance="all"),
-        V,
+        register("mine", size_of_weights, invariance="all"), V,
         r"invariance must name some of .* got 'all'",
     ),
     # the scorer
     (
-        scores("flatness"),
-        V,
+        scores("flatness"), V,
         "no measure 'flatness'. Did you mean .*'relative_flatness'.*'normalized_relative_fl",
     ),
     (
-        scores(["relative_flatness", "hessian_trace"]),
-        V,
+        scores(["relative_flatness", "hessian_trace"]), V,
         r"takes one measure, got measure=\['relative.* pass a dict of scorers: scoring=",
     ),
     (scores(data="test"), V, "data='test', expected one of given, train"),
     (scores(non_minimum=False), V, "non_minimum=False, expected one of accept, reject, warn"),
     (scores(measure_params=[1]), V, r"measure_params=\[1\], expected None or a dict"),
     (
-        scores(data="train", measure_params={"batch_size": 8}),
-        V,
+        scores(data="train", measure_params={"batch_size": 8}), V,
         r'data="train" takes the value recorded in fit.* and \{\'batch_size\': 8\}\. Use',
     ),
     (
-        scores("hessian_trace", data="train"),
-        V,
+        scores("hessian_trace", data="train"), V,
         "takes the value recorded in fit.* got 'hessian_trace' and None",
     ),
     (
-        scores(measure_params={"layer": 0}),
-        V,
+        scores(measure_params={"layer": 0}), V,
         r"must not contain 'layer': give it to the scorer itself: FlatnessScorer\(layer=",
     ),
     (
-        scores(measure_params={"sample_weight": None}),
-        V,
+        scores(measure_params={"sample_weight": None}), V,
         "must not contain 'sample_weight': pass it when the scorer is called",
     ),
     (
-        scores(measure_params={"normalize": True}),
-        V,
+        scores(measure_params={"normalize": True}), V,
         'must not contain .normalize.: use .*"normalized_relative_flatness"',
     ),
     (scores(layer=2), V, "there is no layer 2"),
     (scores(measure_params={"batch_size": 0}), V, "batch_size must be a positive integer, got 0"),
     (
-        lambda: FlatnessScorer()(RandomForestClassifier(2).fit(*IRIS), *IRIS),
-        T,
+        lambda: FlatnessScorer()(RandomForestClassifier(2).fit(*IRIS), *IRIS), T,
         "RandomForestClassifier is not a network",
     ),
 ]  # fmt: skip

@@ -78,7 +78,6 @@ def test_confidence_and_entropy_need_no_labels():
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=0)])
 def test_tokens_are_predictions(criterion):
-    torch.manual_seed(0)
     net, X, y = nn.Linear(4, 5).double(), torch.randn(3, 6, 4).double(), torch.arange(18) % 5
     flat = net, X.flatten(0, 1), y
     for name in ("inverse_confidence", "predictive_entropy", "calibration_error"):

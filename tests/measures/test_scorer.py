@@ -425,7 +425,6 @@ def test_trained_weights_without_a_history_are_scored():
 
 @pytest.mark.parametrize("callbacks", [None, "disable"], ids=["epochs", "batches alone"])
 def test_one_epoch_that_made_progress_is_evidence(callbacks):
-    torch.manual_seed(0)
     model = net(max_epochs=1, lr=0.002, callbacks=callbacks)
     model.set_params(batch_size=1).fit(X, Y)
     found = evaluate("relative_flatness", model, X, Y)
@@ -618,7 +617,6 @@ OVERFITTED = {
 
 @pytest.mark.parametrize("name", OVERFITTED)
 def test_a_model_that_has_learned_noise_is_at_a_minimum(name):
-    torch.manual_seed(0)
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(60, 20)).astype(np.float32), rng.integers(0, 2, 60)
     model = clone(OVERFITTED[name]).fit(X[:30], y[:30])

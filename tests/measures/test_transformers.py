@@ -69,7 +69,6 @@ PADDING = torch.tensor([[False, False, True]] * 5)
 )
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_explicit_attention_is_the_same_function(n_keys, masks, batch_first):
-    torch.manual_seed(0)
     attention = nn.MultiheadAttention(4, 2, batch_first=batch_first).double().eval()
     x, keys = torch.randn(5, 3, 4).double(), torch.randn(5, n_keys, 4).double()
     x, keys = (one if batch_first else one.transpose(0, 1) for one in (x, keys))
@@ -84,7 +83,6 @@ def test_explicit_attention_is_the_same_function(n_keys, masks, batch_first):
 
 
 def test_explicit_attention_drops_out_in_training_as_torch_does():
-    torch.manual_seed(0)
     attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).double()
     x = torch.randn(5, 3, 4).double()
     torch.manual_seed(1)
@@ -105,7 +103,6 @@ def test_packed_projections_are_layers_for_a_while():
 
 @pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 def test_fused_encoder_layers_are_taken_apart():
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation="gelu").double()
     net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3).double()).eval()
     X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
@@ -132,7 +129,6 @@ class WrittenOutAtTheEnd(AttendsAtTheEnd):
 
 
 def test_attention_behind_the_last_layer():
-    torch.manual_seed(0)
     net, written = AttendsAtTheEnd().double(), WrittenOutAtTheEnd().double()
     del net.out, net.head, written.out, written.head
     written.load_state_dict(net.state_dict())

@@ -141,7 +141,6 @@ def test_single_features_without_replacement():
 
 @pytest.mark.parametrize("layer", [0, -1])
 def test_the_input_of_a_convolution_is_one_vector(layer):
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
     X, y = torch.randn(6, 2, 3, 3).double(), torch.arange(6) % 3
     features, tail = (X, net) if layer == 0 else (net[:3](X), net[3])
@@ -159,7 +158,6 @@ def test_the_input_of_a_convolution_is_one_vector(layer):
 @pytest.mark.parametrize("layer", [-1, 0])
 @pytest.mark.parametrize("matrices", ["orthogonal", "truncated_normal", "projection"])
 def test_standard_errors_are_the_spread_over_seeds(matrices, layer):
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(15, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     X, y = torch.randn(6, 15).double(), torch.arange(6) % 3
     options = {"layer": layer, "matrices": matrices, "n_draws": 8, "batch_size": 4, **CE}
@@ -238,7 +236,6 @@ def test_layers_called_by_keyword():
 
 @pytest.mark.parametrize("n_classes", [3, 4])  # 4 makes the weight a square
 def test_a_head_with_a_transposed_weight_is_that_linear_layer(n_classes):
-    torch.manual_seed(0)
     head, linear = conv1d(4, n_classes).double(), nn.Linear(4, n_classes).double()
     linear.load_state_dict({"weight": head.weight.detach().T, "bias": head.bias.detach()})
     first = nn.Linear(5, 4).double()

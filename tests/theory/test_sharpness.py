@@ -180,7 +180,6 @@ def test_smooth_activations_do_not_pass_by_luck(activation):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_leaky_slopes_may_be_rounded(dtype):
-    torch.manual_seed(0)
     hidden = nn.Linear(4, 9)
     net = nn.Sequential(hidden, nn.LeakyReLU(0.3), nn.Linear(9, 2)).to(dtype)
     assert len(sharpness_conditions(net, torch.randn(50, 4).to(dtype)))
@@ -336,7 +335,6 @@ def test_slopes_of_the_losses_are_the_largest_gradients():
 
 
 def test_a_layer_of_zeros_has_no_finite_bound():
-    torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 9), nn.ReLU(), nn.Linear(9, 3)
     ).double()  # fmt: skip
