@@ -111,7 +111,7 @@ def test_heads_of_few_and_of_many_classes(name, many, few_are_many):
     if many:
         few_are_many()
     problem = HEADS_OF_CLASSES[name]()
-    assert_measures(problem, problem.layers[0])
+    assert_measures(problem, problem.layers[0], top=many)
 
 
 PROBED = [("conv", "0"), ("conv tanh", "0"), ("mlp relu", "0"), ("mlp tanh", "0"),
