@@ -56,6 +56,7 @@ class ForwardPass:
 
     layers: dict[str, LayerPass]
     sample_weight: Tensor
+    each_divisor: float | Tensor  # of the mean loss, without the weights of the samples
     divisor: float | Tensor
     loss: float | Tensor
     output: Tensor
@@ -122,10 +123,12 @@ def _make_forward_pass(
             return each.detach().sum(dtype=weights.dtype)
         return each.detach().double() @ weights
 
+    each_divisor = loss.each_divisor(output, tail.relevant)
     return ForwardPass(
         layers={record.name: passes[record.name] for record in records},
         sample_weight=weights,
-        divisor=total(loss.each_divisor(output, tail.relevant)),
+        each_divisor=each_divisor,
+        divisor=total(each_divisor),
         loss=total(losses),
         output=output,
         target=None if target is None else target.values,

@@ -90,24 +90,28 @@ class Forms(Quantity):
 
 
 class _Sums:
-    """Sums of a number of each sample, and of its square, from which a standard error follows.
+    """Sums of weighted numbers of samples, from which a mean and its standard error follow.
 
-    Shapes: `total`, `square` (bits, k).
+    The mean is a ratio of two sums, of which the second is that of the weights. Shapes: `total`,
+    `square` (bits, k) of the numbers, `cross` (bits, k) of their products with the weights.
     """
 
     def __init__(self) -> None:
-        self.total = self.square = torch.zeros(())
+        self.total = self.square = self.cross = self.of_weights = torch.zeros(())
 
-    def add(self, forms: Tensor) -> None:
-        """Add the weighted numbers of some samples. Shapes: `forms` (n, bits, k)."""
+    def add(self, forms: Tensor, weight: Tensor) -> None:
+        """Add the weighted numbers of some samples. Shapes: `forms` (n, bits, k), `weight` (n,)."""
         self.total = self.total + forms.sum(dim=0)
         self.square = self.square + forms.square().sum(dim=0)
+        self.cross = self.cross + torch.tensordot(weight, forms, dims=1)
+        self.of_weights = self.of_weights + weight.square().sum()
 
     def mean(self, n_samples: int, divisor: float) -> tuple[Tensor, Tensor]:
         """Compute means and standard errors over samples; nan for a single sample."""
-        scatter = (self.square - self.total.square() / n_samples).clamp_min(0)
-        variance = scatter * (n_samples / (n_samples - 1)) if n_samples > 1 else scatter * torch.nan
-        return self.total / divisor, variance.sqrt() / divisor
+        mean = self.total / divisor
+        scatter = self.square - 2 * mean * self.cross + mean.square() * self.of_weights
+        share = n_samples / (n_samples - 1) if n_samples > 1 else torch.nan
+        return mean, (scatter.clamp_min(0) * share).sqrt() / divisor
 
 
 class _Rises:
@@ -154,7 +158,7 @@ class _Rises:
             rises = torch.stack([first, second, first + second, by_trace], dim=2)
             weighted = forward.row_weights(layer)[:, None, None] * rises
             each = weighted.reshape(len(forward), -1, *rises.shape[1:]).sum(dim=1)
-            self.sums[name].add(each)
+            self.sums[name].add(each, forward.sample_weight * forward.each_divisor)
 
 
 def _measure_rises(network: Network, changes: dict[str, list[Tensor]]) -> dict[str, _Sums]:
@@ -166,14 +170,14 @@ def _measure_rises(network: Network, changes: dict[str, list[Tensor]]) -> dict[s
     with torch.no_grad():
         for batch in network.batches():
             outcome = outcome_of(network, batch, network(batch.x))
-            before = outcome.each()[0].double()
+            before, divisors = (part.double() for part in outcome.each())
             for name, some in changes.items():
                 layer, rises = network.module.get_submodule(name), []
                 for change in some:
                     with _changed(layer, change):
                         moved = outcome_of(network, batch, network(batch.x))
                     rises.append(outcome.weight * (moved.each()[0].double() - before))
-                sums[name].add(torch.stack(rises, dim=1)[:, :, None])
+                sums[name].add(torch.stack(rises, dim=1)[:, :, None], outcome.weight * divisors)
     return sums
 
 
@@ -253,8 +257,9 @@ def layer_sensitivity(  # noqa: PLR0913
           the rounding errors were independent of each other and of ``H``;
         - ``measured``, ``measured_stderr``: with `measured`, the rise on the same data.
 
-        Standard errors are those of means over samples, as draws from a larger population. They
-        count probes, but not the higher orders of the expansion, which matter at few bits.
+        Standard errors are those of means over samples, as draws from a larger population with
+        their weights. They count probes, but not the higher orders of the expansion, which matter
+        at few bits.
 
     Raises
     ------

@@ -104,6 +104,30 @@ def test_weights_of_samples_repeat_them():
     np.testing.assert_allclose(weighted[columns], repeated[columns], rtol=1e-9)
 
 
+@pytest.mark.parametrize("of", ["samples", "classes"])
+def test_standard_errors_of_weighted_means(of):
+    net, X, y = make("mlp tanh")
+    weight = torch.tensor([0.1, 3.0, 0.5, 1.0, 4.0, 1.0, 2.0], dtype=torch.float64)
+    criterion, sample_weight = CE, weight.numpy()
+    if of == "classes":
+        criterion, sample_weight = nn.CrossEntropyLoss(weight[: net[-1].out_features]), None
+        weight = weight[y]
+    options = {"bits": 3, "sample_weight": sample_weight, "measured": True, "batch_size": 4}
+    table = layer_sensitivity(net, X, y, criterion=criterion, **options)
+    share = (weight / weight.sum()).numpy()
+    alone = [
+        layer_sensitivity(net, X[i : i + 1], y[i : i + 1], criterion=CE, bits=3, measured=True)
+        for i in range(len(X))
+    ]
+    names = {"predicted": "stderr", "by_trace": "by_trace_stderr", "measured": "measured_stderr"}
+    for column, error in names.items():
+        each = np.array([one[column] for one in alone])
+        mean = share @ each
+        scatter = share**2 @ (each - mean) ** 2
+        np.testing.assert_allclose(table[column], mean, rtol=1e-9)
+        np.testing.assert_allclose(table[error], np.sqrt(scatter * len(X) / (len(X) - 1)))
+
+
 def test_a_weight_of_zeros_has_no_error():
     net, X, y = make("mlp tanh")
     net[0].weight.data.zero_()
