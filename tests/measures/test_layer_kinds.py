@@ -116,32 +116,17 @@ def test_heads_of_few_and_of_many_classes(name, many, few_are_many):
 
 PROBED = [("conv", "0"), ("conv tanh", "0"), ("mlp relu", "0"), ("mlp tanh", "0"),
           ("transformer", "qkv")]  # fmt: skip
+PLAIN = ["relative_flatness", "whitened_flatness", "neuron_flatness_sum", "neuron_flatness_max"]
 CURVED = [("conv tanh", "0"), ("grouped conv", "0"), ("mlp tanh", "0"), ("transformer", "qkv")]
+DEFLATED = ["relative_flatness", "normalized_relative_flatness", "whitened_flatness",
+            "comparable_flatness"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "measure_name", "n_directions"),
     [
-        *(
-            (*at, one, 0)
-            for at in PROBED
-            for one in (
-                "relative_flatness",
-                "whitened_flatness",
-                "neuron_flatness_sum",
-                "neuron_flatness_max",
-            )
-        ),
-        *(
-            (*at, one, 2)
-            for at in CURVED
-            for one in (
-                "relative_flatness",
-                "normalized_relative_flatness",
-                "whitened_flatness",
-                "comparable_flatness",
-            )
-        ),
+        *((*at, one, 0) for at in PROBED for one in PLAIN),
+        *((*at, one, 2) for at in CURVED for one in DEFLATED),
     ],
 )
 def test_probes_average_to_the_exact_value(kind, name, measure_name, n_directions, monkeypatch):
