@@ -11,6 +11,9 @@ from torch.backends import cuda
 from torch.nn import functional as F
 
 from relflat_sk import flatness_report
+from relflat_sk._losses.loss import Loss
+from relflat_sk._network.batches import make_batches
+from relflat_sk._network.network import Network
 from tests import cases, oracles
 from tests.hugging_face import GPT2, Conv1D, GPT2LMHeadModel, conv1d
 
@@ -147,6 +150,11 @@ def reached(name, criterion, X, y):
 
 def dense(net, name, X, y, criterion=CE):
     return oracles.weight_hessian(net, name, criterion, X, y)
+
+
+def network(net, criterion, X, y=None, **options):
+    """The network on its data, which functions of one measure take."""
+    return Network(net, Loss(criterion), make_batches(X, y, **options))
 
 
 def measure_all(net, X, y, layer, *others, **options):

@@ -12,9 +12,6 @@ from torch import nn
 
 from relflat_sk import _random as random
 from relflat_sk import measure
-from relflat_sk._losses.loss import Loss
-from relflat_sk._network.batches import make_batches
-from relflat_sk._network.network import Network
 from relflat_sk.measures import _quantities
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
@@ -30,6 +27,7 @@ from tests.measures.nets import (
     dense,
     make,
     measure_all,
+    network,
     reached,
 )
 
@@ -191,8 +189,7 @@ def test_all_layers_share_one_backward_pass_for_each_output(monkeypatch):
         return grad(*args, **kwargs)
 
     monkeypatch.setattr(torch.autograd, "grad", counted)
-    network = Network(net, Loss(CE), make_batches(X, y))
-    found = measure_layers(network, list(TRACE_LIKE), "all")
+    found = measure_layers(network(net, CE, X, y), list(TRACE_LIKE), "all")
     assert len(found) == 3 * len(TRACE_LIKE)
     # three classes, and the check of the rows: one for each number of rows that layers put out.
     # The pass for the spread of the features needs no backward pass.

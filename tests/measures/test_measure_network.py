@@ -4,12 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk._losses.loss import Loss
-from relflat_sk._network.batches import make_batches
-from relflat_sk._network.network import Network
 from relflat_sk.measures._layer_measures import TRACE_LIKE
 from relflat_sk.measures._measure_network import NETWORK_WIDE, measure_network
-from tests.measures.nets import CE, make
+from tests.measures.nets import CE, make, network
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -22,7 +19,7 @@ def counted(kind, n=12, batch_size=4):
     net, X, y = make(kind, n)
     runs = []
     net.register_forward_hook(lambda *_: runs.append(1))
-    return Network(net, Loss(CE), make_batches(X, y, batch_size=batch_size)), runs
+    return network(net.eval(), CE, X, y, batch_size=batch_size), runs
 
 
 def count_passes(runs, measure):
@@ -42,16 +39,16 @@ def count_passes(runs, measure):
     ],
 )
 def test_measures_share_passes(kind, names, layers, n_passes):
-    network, runs = counted(kind)
-    assert count_passes(runs, lambda: measure_network(network, names, layers)) == n_passes
+    at, runs = counted(kind)
+    assert count_passes(runs, lambda: measure_network(at, names, layers)) == n_passes
 
 
 @pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("name", ["l2_norm", "fisher_rao_norm", "frobenius_product"])
 def test_measures_of_the_whole_network_need_no_pass_beside_their_own(name):
-    network, runs = counted("mlp relu")
-    own = count_passes(runs, lambda: NETWORK_WIDE[name](network))
-    both = count_passes(runs, lambda: measure_network(network, [name, *TRACES], [-1]))
+    at, runs = counted("mlp relu")
+    own = count_passes(runs, lambda: NETWORK_WIDE[name](at))
+    both = count_passes(runs, lambda: measure_network(at, [name, *TRACES], [-1]))
     assert both == own + 1
 
 
@@ -70,16 +67,16 @@ class Alternating(nn.Module):
 
 def test_a_network_may_change_from_batch_to_batch():
     X, y = torch.randn(7, 4).double(), torch.arange(7) % 3
-    network = Network(Alternating(), Loss(CE), make_batches(X, y, batch_size=4))
+    at = network(Alternating(), CE, X, y, batch_size=4)
     names = ["normalized_relative_flatness", "relative_flatness"]
-    found = measure_network(network, names, ["layer"])
+    found = measure_network(at, names, ["layer"])
     spread = X.std(dim=0, correction=0)
     scaled = Alternating()
-    scaled.load_state_dict(network.module.state_dict())
+    scaled.load_state_dict(at.module.state_dict())
     with torch.no_grad():
         scaled.layer.weight *= spread
-    network = Network(scaled, Loss(CE), make_batches(X / spread, y, batch_size=4))
-    expected = measure_network(network, ["relative_flatness"], ["layer"])
+    at = network(scaled, CE, X / spread, y, batch_size=4)
+    expected = measure_network(at, ["relative_flatness"], ["layer"])
     assert found["layer", names[0]].value == pytest.approx(
         expected["layer", "relative_flatness"].value, rel=1e-10
     )

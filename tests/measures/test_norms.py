@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from relflat_sk import FlatnessWarning
-from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.table import ProbabilityNLLLoss
-from relflat_sk._network.batches import make_batches
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.network import Network
 from relflat_sk._network.tail import find_faster_step
 from relflat_sk._rescaling.layers import fold_layers
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
+from tests.measures.nets import network
 from tests.processes import run_module
 from tests.rescaling.test_folding import used
 
@@ -31,8 +29,7 @@ EXACT = 1e-10
 
 
 def value(name, net, X, y=None, *, criterion=CE, **own):
-    network = Network(net, Loss(criterion), make_batches(X, y))
-    return NORM_MEASURES[name](network, **own).value
+    return NORM_MEASURES[name](network(net, criterion, X, y), **own).value
 
 
 def mlp():
@@ -286,15 +283,15 @@ def test_norms_of_a_convolution_are_those_of_the_map_between_images(kind, iterat
     basis = torch.eye(math.prod(shape)).double().reshape(-1, *shape)
     A = (layer(basis) - layer(torch.zeros_like(basis))).flatten(1).T.detach().numpy()
     largest = np.linalg.svd(A, compute_uv=False)[0]
-    network = Network(layer, Loss(CE), make_batches(X))
+    at = network(layer, CE, X)
     with borrowed(layer):
-        (found,) = fold_layers(network)
+        (found,) = fold_layers(at)
         assert operator_norm(found, 1e-8) == pytest.approx(largest, rel=1e-7)
-    product = NORM_MEASURES["spectral_product"](network)
+    product = NORM_MEASURES["spectral_product"](at)
     assert product.method == ("lanczos" if iterate else "exact")
     assert product.stderr == pytest.approx(1e-4 * product.value if iterate else 0)
     assert abs(product.value - len(A) * largest**2) <= product.stderr + EXACT * product.value
-    lipschitz = NORM_MEASURES["l2_lipschitz_product"](network, rtol=1e-3)
+    lipschitz = NORM_MEASURES["l2_lipschitz_product"](at, rtol=1e-3)
     assert lipschitz.value == pytest.approx(largest, rel=5e-4)
     assert lipschitz.stderr == pytest.approx(5e-4 * lipschitz.value if iterate else 0)
     rows = value("linf_lipschitz_product", layer, X)
@@ -349,7 +346,7 @@ def test_batch_norm_is_folded(name):
 
 
 def margins_of(net, criterion, X, y):
-    return sample_margins(Network(net, Loss(criterion), make_batches(X, y, batch_size=4)))
+    return sample_margins(network(net, criterion, X, y, batch_size=4))
 
 
 def by_definition(f, y):

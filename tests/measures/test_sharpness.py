@@ -14,9 +14,7 @@ from skorch import NeuralNetClassifier
 from torch import nn
 
 from relflat_sk import measure
-from relflat_sk._losses.loss import Loss
-from relflat_sk._network.batches import make_batches
-from relflat_sk._network.network import Network, mean_loss
+from relflat_sk._network.network import mean_loss
 from relflat_sk._random import draw_seeds
 from relflat_sk.measures import _noise
 from relflat_sk.measures._noise import (
@@ -36,6 +34,7 @@ from relflat_sk.measures._sharpness import (
     sharpness_curve,
 )
 from tests.measures.nets import make as make_kind
+from tests.measures.nets import network
 from tests.measures.test_report import mlp, rescaled
 from tests.measures.test_weight_derivatives import Recurrent
 
@@ -51,10 +50,6 @@ STOCHASTIC = {
     "expected_sharpness": {"n_draws": 2},
     "adaptive_sharpness": {"kind": "average", "n_draws": 2},
 }
-
-
-def network(net, criterion, X, y, **options):
-    return Network(net, Loss(criterion), make_batches(X, y, **options))
 
 
 def regression(seed=0):

@@ -10,14 +10,11 @@ from torch import nn
 from torch.func import functional_call, hessian
 
 from relflat_sk import flatness_report, measure
-from relflat_sk._losses.loss import Loss
-from relflat_sk._network.batches import make_batches
-from relflat_sk._network.network import Network
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests.cases import CASES
-from tests.measures.nets import NETS, PROBLEMS
+from tests.measures.nets import NETS, PROBLEMS, network
 from tests.measures.nets import make as make_kind
 
 CE = nn.CrossEntropyLoss()
@@ -44,10 +41,6 @@ def norm_by_loop(net, loss_of, X, weight=None):
         slope = sum((g * w).sum() for g, w in zip(found, parameters, strict=True) if g is not None)
         squares.append(slope.item() ** 2)
     return float(np.sqrt(np.average(squares, weights=weight)))
-
-
-def network(net, criterion, X, y, **options):
-    return Network(net, Loss(criterion), make_batches(X, y, **options))
 
 
 @pytest.mark.parametrize("name", [*NETS, *CASES])

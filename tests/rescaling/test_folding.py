@@ -7,20 +7,17 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from relflat_sk._losses.loss import Loss
-from relflat_sk._network.batches import make_batches
 from relflat_sk._network.borrowing import borrowed, has_own_forward
-from relflat_sk._network.network import Network
 from relflat_sk._rescaling.layers import fold_layers
+from tests.measures.nets import CE, network
 
 X2 = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
 X4 = torch.randn(3, 2, 7, 6, generator=torch.Generator().manual_seed(0)).double()
 
 
 def folded(module, X):
-    network = Network(module, Loss(nn.CrossEntropyLoss()), make_batches(X))
     with borrowed(module):
-        return fold_layers(network)
+        return fold_layers(network(module, CE, X))
 
 
 def used(module):
