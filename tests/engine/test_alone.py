@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
-from skorch.callbacks import Callback, PassthroughScoring
+from skorch.callbacks import Callback
 from threadpoolctl import threadpool_info
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedNet,
     StopAtLoss,
 )
 from relflat_sk._engine import epoch
@@ -71,17 +69,11 @@ def by_own_loop(net, *args):
 
 
 def assert_same_by_both(net, *args, **kwargs):
-    """Fit a net in both ways, compare them, and return the one that took the formulas."""
-    found = clone(net).fit(*args or data())
-    assert_same(by_own_loop(net, *args or data()), found, **kwargs)
-    return found
-
-
-def test_formulas_take_the_place_of_autograd(steps):
-    net = assert_same_by_both(classifier())
-    assert steps == [np.ndarray] * 16
-    own = by_own_loop(net, *data())
-    for one, other in zip(own.module_.parameters(), net.module_.parameters(), strict=True):
+    """Fit a net in both ways and compare them."""
+    args = args or data()
+    found, own = clone(net).fit(*args), by_own_loop(net, *args)
+    assert_same(own, found, **kwargs)
+    for one, other in zip(own.module_.parameters(), found.module_.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)  # of the last step
 
 
@@ -129,56 +121,7 @@ def test_extreme_weights_give_what_autograd_gives(factor, steps):
     assert steps == [np.ndarray]
 
 
-# -- what needs the net's own loop ----------------------------------------------------------
-
-
-class Hooked(nn.Sequential):
-    """A network whose first layer doubles its output, or does something else of its own."""
-
-    def __init__(self, n_features, n_outputs, kind="module"):
-        super().__init__(nn.Linear(n_features, 5), nn.ReLU(), nn.Linear(5, n_outputs))
-        self.double()
-        first = self[0]
-        if kind == "module":
-            first.register_forward_hook(_double)
-        elif kind == "parameter":
-            first.weight.register_hook(lambda gradient: 2 * gradient)
-        elif kind == "forward":
-            first.forward = lambda x: 2 * nn.functional.linear(x, first.weight, first.bias)
-        elif kind == "tied":
-            self.insert(2, nn.Linear(5, 5).double())
-            self.insert(2, self[2])
-        elif kind == "half":
-            self.bfloat16()
-
-
-def _double(module, inputs, output):
-    return 2 * output
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"module": Hooked},
-        {"module": Hooked, "module__kind": "parameter"},
-        {"module": Hooked, "module__kind": "forward"},
-        {"module": Hooked, "module__kind": "tied"},
-        {"callbacks": [("batches", PassthroughScoring("train_loss", on_train=True))]},
-        {"flatness_layer": 0},
-        {"flatness_normalize": True},
-        {"criterion__reduction": "sum"},
-        {"module__activation": "gelu"},
-        {"optimizer": torch.optim.RMSprop},
-    ],
-    ids=lambda settings: "-".join(map(str, settings)),
-)
-def test_what_formulas_do_not_know_is_left_to_the_nets_loop(settings, steps):
-    net = classifier(max_epochs=2, lr=1e-3, **settings)
-    if settings.get("module__kind") in ("parameter", "forward"):
-        net.fit(*data())
-    else:
-        assert_same_by_both(net)
-    assert not steps or "callbacks" in settings
+# -- what needs the net's own loop, see also `REASONS` in tests/fleet/test_trainer.py ---------
 
 
 def test_hooks_of_all_modules_and_of_the_optimizer_are_called(steps):
@@ -197,11 +140,10 @@ def test_hooks_of_all_modules_and_of_the_optimizer_are_called(steps):
     assert seen.count(2) == 16
 
 
-def test_mixed_precision_and_half_precision_are_left_to_the_nets_loop(steps):
+def test_mixed_precision_is_left_to_the_nets_loop(steps):
     X, y = data()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         classifier().fit(X.astype(np.float32), y)
-    classifier(module=Hooked, module__kind="half").fit(X.astype(np.float32), y)
     assert not steps
 
 
@@ -234,46 +176,22 @@ def _clip(net):
         parameter.data.clamp_(-0.1, 0.1)
 
 
-def _freeze(net):
-    net.module_[0].requires_grad_(False)
+CHANGES = {
+    "replace": _replace,
+    "replace the module": _replace_the_module,
+    "clip": _clip,
+    "freeze": lambda net: net.module_[0].requires_grad_(False),
+    "penalise more": lambda net: setattr(net, "flatness_weight", 3.0),
+    "penalise nothing": lambda net: setattr(net, "flatness_weight", 0.0),
+    "penalise the first": lambda net: setattr(net, "flatness_layer", 0),
+    "a new optimizer": lambda net: net._initialize_optimizer(reason="a new learning rate"),
+    "faster": lambda net: net.optimizer_.param_groups[0].update(lr=0.05),
+}
 
 
-def _penalise_more(net):
-    net.flatness_weight = 3.0
-
-
-def _penalise_nothing(net):
-    net.flatness_weight = 0.0
-
-
-def _penalise_the_first(net):
-    net.flatness_layer = 0
-
-
-def _new_optimizer(net):
-    net._initialize_optimizer(reason="a new learning rate")
-
-
-def _faster(net):
-    net.optimizer_.param_groups[0]["lr"] = 0.05
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        _replace,
-        _replace_the_module,
-        _clip,
-        _freeze,
-        _penalise_more,
-        _penalise_nothing,
-        _penalise_the_first,
-        _new_optimizer,
-        _faster,
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_callback_may_change_the_net(change):
-    callbacks = [("change", Changes(change)), StopAtLoss(0.9)]
+    callbacks = [("change", Changes(CHANGES[change])), StopAtLoss(0.9)]
     compare([classifier(callbacks=callbacks, random_state=seed) for seed in range(2)])
 
 
@@ -356,16 +274,3 @@ def test_data_are_converted_batch_by_batch(monkeypatch):
     found = classifier(**single).fit(X, y)  # from float64 to float32
     assert max(sizes) == 16 * 6
     assert_same(by_own_loop(classifier(**single), X, y), found, atol=1e-5)
-
-
-def test_labels_are_checked_as_in_the_nets_loop():
-    X, y = data()
-    net = RelativeFlatnessRegularizedNet(
-        nn.Linear(6, 3).double(), criterion=nn.CrossEntropyLoss, max_epochs=1, verbose=0
-    )
-    messages = []
-    for fit in (net.fit, lambda *args: by_own_loop(net, *args)):
-        with pytest.raises(ValueError, match="5") as error:
-            fit(TensorDataset(torch.from_numpy(X), torch.from_numpy(y + 3)), None)
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]

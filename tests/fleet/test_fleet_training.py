@@ -23,12 +23,12 @@ def make_net(**arguments):
 
 @pytest.mark.parametrize("fleet", [4, "auto"])
 def test_a_grid_search_finds_the_same(sizes, fleet):
-    grid = {"lr": [0.003, 0.01, 0.03], "random_state": [0, 1]}
+    grid = {"lr": [0.003, 0.03], "random_state": [0, 1]}
     searches = [GridSearchCV(make_net(), grid, cv=3) for _ in range(2)]
     alone = searches[0].fit(*data(48))  # folds of the same size
     with fleet_training(fleet):
         together = searches[1].fit(*data(48))
-    assert max(sizes) == (4 if fleet == 4 else 18)
+    assert max(sizes) == (4 if fleet == 4 else 12)
     for key, values in alone.cv_results_.items():
         if "time" not in key:
             np.testing.assert_array_equal(together.cv_results_[key], values)
@@ -141,7 +141,7 @@ def test_other_estimators_are_fitted_as_ever():
     )
 
 
-@pytest.mark.parametrize("n", [1, 4, 5, 8, 9])
+@pytest.mark.parametrize("n", [1, 4, 5, 9])
 def test_the_last_functions_end_the_call_also_if_they_train_no_net(n):
     """joblib hands out four functions at first; the next ones wait until it knows of an end."""
     with fleet_training(2):
