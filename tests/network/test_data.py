@@ -9,7 +9,7 @@ import torch
 from numpy.testing import assert_array_equal
 from scipy.sparse import csr_array, csr_matrix, dok_array
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import (
     FlatnessScorer,
@@ -26,7 +26,7 @@ from relflat_sk._network.batches import (
     make_batches,
     mapped_file,
 )
-from tests.data_kinds import ComputedRows, memmap, npy, zarr_array
+from tests.data_kinds import ComputedRows, Stream, memmap, npy, zarr_array
 
 CE = nn.CrossEntropyLoss()
 N = 12
@@ -135,11 +135,6 @@ def test_several_inputs():
     assert measured(net, loader, None) == pytest.approx(expected)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(TensorDataset(TENSOR, LABELS))
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_that_drops_samples_gives_a_warning(shuffle, net):
     data = TensorDataset(TENSOR, LABELS)
@@ -149,7 +144,7 @@ def test_a_loader_that_drops_samples_gives_a_warning(shuffle, net):
     loader = DataLoader(data, 6, shuffle=shuffle, drop_last=True)  # drops none
     assert measured(net, loader, None) == pytest.approx(whole)
     with pytest.warns(FlatnessWarning, match="those of an incomplete batch are left out"):
-        measured(net, DataLoader(Stream(), 5, drop_last=True), None)
+        measured(net, DataLoader(Stream(X, Y), 5, drop_last=True), None)
 
 
 @pytest.mark.filterwarnings("ignore:relative_flatness is 0.* may be sat:relflat_sk.FlatnessWarning")
@@ -259,9 +254,9 @@ def test_outputs_that_do_not_fit(net, message):
         (np.zeros(N), "must be finite, not negative, and not all zero"),
     ],
 )
-def test_bad_sample_weights(weights, message):
+def test_bad_sample_weights(net, weights, message):
     with pytest.raises(ValueError, match=message):
-        make_batches(X, Y, sample_weight=weights)
+        measured(net, X, sample_weight=weights)
 
 
 def with_column(values):
@@ -337,15 +332,17 @@ REFUSED = {
 }
 
 
+@pytest.fixture(scope="module")
+def fitted():
+    return make_classifier().fit(X, Y)
+
+
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused_everywhere_before_anything_is_computed(kind):
+def test_refused_everywhere_before_anything_is_computed(kind, fitted):
     data, message = REFUSED[kind]
-    net = make_classifier()
-    with pytest.raises(TypeError, match=message):
-        net.fit(data, Y)
-    assert not net.initialized_
-    net.fit(X, Y)
+    new, net = make_classifier(), fitted
     for call in [
+        lambda: new.fit(data, Y),
         lambda: net.predict(data),
         lambda: net.score(data, Y),
         lambda: relative_flatness(net, data, Y),
@@ -355,6 +352,7 @@ def test_refused_everywhere_before_anything_is_computed(kind):
     ]:
         with pytest.raises(TypeError, match=message):
             call()
+    assert not new.initialized_
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def last_layer_penalty(net, X, weight):
     return weight * (phi.square().sum(dim=1) * variances).mean() / (2 * w.shape[1])
 
 
-@pytest.mark.parametrize("layer", [-1, 0, [0, -1], "all"])
+@pytest.mark.parametrize("layer", [-1, 0, "all"])
 @pytest.mark.parametrize(("weight", "clip"), [(1e-3, 0.5), (0.3, 0.5), (HUGE, 0.5), (HUGE, 0.02)])
 def test_a_loop_with_the_limit_is_that_of_the_formula(layer, weight, clip):
     net = make_net()
@@ -266,16 +266,16 @@ def test_the_history_tells_how_often_the_limit_was_active(weight, clip, share, l
     assert (added == 0).all() if weight == 0 else (added > 0).all()
 
 
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer):
+@pytest.mark.parametrize(("layer", "n"), [(-1, 1200), (0, 600)])
+def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer, n):
     X, y = digits(None)
+    settings = {"module__hidden_layer_sizes": (50,), "lr": 0.005, "max_epochs": 25}
     accuracies, flatness = np.empty((2, 3, 2))
     for seed in range(2):
         order = np.random.default_rng(seed).permutation(len(y))
-        ours, other = order[:1200], order[1200:]
+        ours, other = order[:n], order[1200:]
         for i, weight in enumerate((0, 1, 1000)):
-            net = make(layer, weight, lr=0.003, max_epochs=40, callbacks=[StopAtLoss(0.003)])
-            net.set_params(random_state=seed)
+            net = make(layer, weight, callbacks=[StopAtLoss(0.003)], random_state=seed, **settings)
             if weight == 1000:
                 with pytest.warns(FlatnessWarning, match="flatness_weight=1000 did not matter"):
                     net.fit(X[ours], y[ours])

@@ -198,15 +198,19 @@ class Normed(nn.Module):
         return self.last(z if z.ndim == 2 else z.mean(2))
 
 
-@pytest.mark.parametrize("norm", NORMS)
-def test_slope_behind_every_normalisation(norm):
+def make_normed(norm):
     torch.manual_seed(0)
     make_norm, shape = NORMS[norm]
     net = Normed(make_norm()).double()
     with torch.no_grad():
         for p in net.norm.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    X, y = torch.randn(7, *shape).double(), torch.arange(7) % 3
+    return net, torch.randn(7, *shape).double(), torch.arange(7) % 3
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_slope_behind_every_normalisation(norm):
+    net, X, y = make_normed(norm)
     expected, buffers = net(X), copy.deepcopy(dict(net.norm.named_buffers()))
     penalty = published_penalty(0)
     for _ in range(2):  # while it finds its way, and when it knows it
@@ -219,14 +223,18 @@ def test_slope_behind_every_normalisation(norm):
     assert_slope_is_that_of_differences(penalty, net, CE, X, y)
 
 
-def test_the_loss_has_the_slope_it_had():
-    net, X, y = make("residual")
-    expected = torch.autograd.grad(CE(net(X), y), list(net.parameters()))
-    penalty = published_penalty("stem")
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_loss_has_the_slope_it_had(norm, frozen):
+    net, X, y = make_normed(norm)
+    net.norm.requires_grad_(not frozen)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(CE(net(X), y), trained)
+    penalty = published_penalty(0)
     for _ in range(2):
         with penalty.capture(net):
             output = net(X)
-        found = torch.autograd.grad(CE(output, y), list(net.parameters()))
+        found = torch.autograd.grad(CE(output, y), trained)
         torch.testing.assert_close(found, expected)
 
 
@@ -240,10 +248,16 @@ class Flipped(nn.LayerNorm):
         return super().forward(x.flip(1))
 
 
+def with_own_forward():
+    norm = nn.LayerNorm(6)
+    norm.forward = lambda x: nn.functional.layer_norm(x.flip(1), (6,))
+    return Normed(norm)
+
+
 @pytest.mark.parametrize(
     "make_net",
-    [lambda: NormedByFunction(None), lambda: Normed(Flipped(6))],
-    ids=["a function", "a forward of its own"],
+    [lambda: NormedByFunction(None), lambda: Normed(Flipped(6)), with_own_forward],
+    ids=["a function", "a class's own forward", "an own forward"],
 )
 def test_refuses_normalisation_by_others_than_torchs_modules(make_net):
     net, X, y = make_net(), torch.randn(7, 5), torch.arange(7) % 3
