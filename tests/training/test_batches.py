@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from relflat_sk.training._batches import Rows, make_loader, with_weights
-from tests.training.common import Regressor, make
+from tests.training.common import make
 
 N = 23
 RNG = np.random.default_rng(0)
@@ -173,19 +173,3 @@ def test_net_uses_it_unless_the_user_chose_a_loader(training):
     assert len(loader(batch_size=np.int64(5))) == 5
     assert type(loader(iterator_train=_Loader, iterator_valid=_Loader)) is _Loader
     assert not _cuts(loader(iterator_train__num_workers=0, iterator_valid__num_workers=0))
-
-
-@pytest.mark.parametrize("weights", [None, WEIGHTS])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.usefixtures("own_loop")
-def test_fit_equals_a_fit_through_torchs_loader(weights, shuffle):
-    ours, theirs = (
-        make(Regressor, batch_size=5, iterator_train__shuffle=shuffle, **arguments).fit(
-            X, X[:, :2], sample_weight=weights
-        )
-        for arguments in ({}, {"iterator_train__num_workers": 0})
-    )
-    np.testing.assert_array_equal(ours.predict(X), theirs.predict(X))
-    for name in ("train_loss", "flatness_penalty", "train_batch_size"):
-        assert ours.history[:, "batches", :, name] == theirs.history[:, "batches", :, name]
-    assert ours.relative_flatness_ == theirs.relative_flatness_

@@ -53,18 +53,6 @@ STILL = {"optimizer": torch.optim.SGD, "lr": 1e-30, "flatness_clip": None}
 # -- what a step minimises, see tests/engine/test_any_engine.py ----------------------------
 
 
-def test_makes_one_forward_pass_per_step():
-    calls = []
-
-    class Counting(MLP):
-        def forward(self, x):
-            calls.append((self.training, len(x)))
-            return super().forward(x)
-
-    make(module=Counting, max_epochs=2, flatness_layer="all").fit(X, NAMES)
-    assert [n for training, n in calls if training] == [16, 16, 10] * 2
-
-
 @pytest.mark.usefixtures("own_loop")
 def test_weight_zero_is_stock_skorch():
     params = {"optimizer": torch.optim.Adam, "lr": 0.01, "max_epochs": 3, "batch_size": 16}
@@ -85,26 +73,17 @@ def test_weight_zero_is_stock_skorch():
     assert_close(after, torch.rand(3))
 
 
-def test_validation_is_without_penalty():
-    options = {"flatness_weight": 50.0, "flatness_clip": None, "max_epochs": 2}
-    net = make(train_split=ValidSplit(5), **options).fit(X, NAMES)
-    _, valid = ValidSplit(5)(net.get_dataset(X, INDEX))
-    inputs, targets = torch.tensor(X[valid.indices]), torch.tensor(INDEX[valid.indices])
-    with torch.no_grad():
-        output = net.module_(inputs)
-    loss = nn.functional.cross_entropy(output, targets).item()
-    accuracy = (output.argmax(dim=1) == targets).double().mean().item()
-    assert net.history[-1, "valid_loss"] == pytest.approx(loss, rel=1e-6)
-    assert net.history[-1, "valid_acc"] == accuracy
-    assert net.history[-1, "flatness_penalty"] > 0.1
-
-
-def test_history_has_means_of_an_epoch_loss_and_penalty_apart():
-    net = make(**STILL, max_epochs=1, flatness_weight=3.0).fit(X, NAMES)
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(net.module_(torch.tensor(X)), torch.tensor(INDEX))
-    assert net.history[0, "train_loss"] == pytest.approx(loss.item(), rel=FLOAT32)
-    kappa = relative_flatness(net, X, NAMES)
+def test_history_has_loss_and_penalty_apart_and_validation_without_penalty():
+    split = ValidSplit(5)
+    net = make(**STILL, max_epochs=1, flatness_weight=3.0, train_split=split).fit(X, NAMES)
+    rows = [part.indices for part in split(net.get_dataset(X, INDEX))]
+    for name, part in zip(("train_loss", "valid_loss"), rows, strict=True):
+        with torch.no_grad():
+            output = net.module_(torch.tensor(X[part]))
+        loss = nn.functional.cross_entropy(output, torch.tensor(INDEX[part]))
+        assert net.history[0, name] == pytest.approx(loss.item(), rel=FLOAT32)
+    assert net.history[0, "valid_acc"] == net.score(X[rows[1]], NAMES[rows[1]])
+    kappa = relative_flatness(net, X[rows[0]], NAMES[rows[0]])
     assert net.history[0, "flatness_penalty"] == pytest.approx(3 * kappa / 200, rel=FLOAT32)
 
 
@@ -153,7 +132,7 @@ def test_lbfgs_trains_without_penalty_only():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize("unit", [0.01, 10.0])
 def test_the_default_penalty_does_not_cost_r2_in_any_unit(unit):
     inputs, y = make_friedman1(400, noise=0.1, random_state=0)
     inputs = scale(inputs).astype(np.float32)
@@ -198,7 +177,7 @@ def test_records_the_flatness_of_the_training_data(layer, layers, normalize):
     ids=["classes", "images", "binary", "multi-label", "1-d", "column", "multi-output"],
 )
 def test_default_network_is_sized_from_the_data(kind, inputs, y, expected, shape):
-    net = make(kind, max_epochs=40).fit(inputs, y)
+    net = make(kind, max_epochs=15, lr=0.03).fit(inputs, y)
     linear = [m for m in net.module_ if isinstance(m, nn.Linear)]
     assert (linear[0].in_features, linear[-1].out_features) == expected
     assert net.predict(inputs).shape == shape
@@ -294,7 +273,7 @@ def test_slices_of_data_sets_in_cross_validation():
 )
 def test_the_criterion_decides_the_task(criterion, y, kind):
     weight = 0.0 if criterion is nn.L1Loss else 0.1  # which has no curvature
-    net = make(Net, criterion=criterion, max_epochs=60, flatness_weight=weight)
+    net = make(Net, criterion=criterion, max_epochs=20, lr=0.03, flatness_weight=weight)
     assert is_classifier(net) == (kind == "classifier")
     assert is_regressor(net) == (kind == "regressor")
     for name in ("predict_proba", "predict_log_proba"):
@@ -318,7 +297,8 @@ def test_an_unknown_criterion_makes_a_plain_net_unless_the_task_is_fixed():
     assert_close(net.predict(X), net.predict_proba(X), rtol=0, atol=0)
     assert net.history[-1, "flatness_penalty"] != 0
     assert net.relative_flatness_ == pytest.approx(relative_flatness(net, X, X), rel=1e-9)
-    assert make(Regressor, criterion=Quartic, max_epochs=90).fit(X, VALUES).score(X, VALUES) > 0.5
+    net = make(Regressor, criterion=Quartic, max_epochs=30, lr=0.03).fit(X, VALUES)
+    assert net.score(X, VALUES) > 0.5
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["chain", "module"])
@@ -385,18 +365,6 @@ def test_a_graph_is_never_pickled():
     assert pickle.loads(pickle.dumps(net)).predict(X).tolist() == net.predict(X).tolist()
     list(net.forward_iter(X, training=True))
     assert net._training.penalty is None  # nor is one kept alive
-
-
-def test_the_state_of_a_training_ends_with_it():
-    net = make()
-    for train in (net.fit, net.partial_fit):
-        train(X, NAMES)
-        assert net._training is None
-    with pytest.raises(LayerNotFoundError):
-        net.set_params(flatness_layer="nope").fit(X, NAMES)
-    net.predict(X)
-    assert net._training is None
-    assert "_training" not in net.get_params()
 
 
 def test_parameters_are_public_and_settable():
@@ -488,6 +456,9 @@ def test_a_failed_fit_leaves_the_net_as_it_was():
         with pytest.raises(ValueError, match=r"NaN|samples|two classes"):
             net.fit(inputs, labels)
     assert net.predict(X).tolist() == before
+    with pytest.raises(LayerNotFoundError):
+        net.set_params(flatness_layer="nope").fit(X, NAMES)
+    assert net._training is None
 
 
 def test_a_module_instance_is_not_trained_itself():

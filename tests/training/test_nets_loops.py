@@ -11,10 +11,8 @@ import pytest
 import torch
 from sklearn.base import clone
 from skorch.callbacks import (
-    Callback,
     Checkpoint,
     EpochScoring,
-    GradientNormClipping,
     TrainEndCheckpoint,
 )
 from skorch.dataset import ValidSplit
@@ -28,6 +26,7 @@ from tests.training.common import (
     AccumulatingMixin,
     Classifier,
     Net,
+    Recording,
     Regressor,
     X,
     make,
@@ -204,7 +203,7 @@ def test_float16_with_a_scaler(layer):
     assert net.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=BF16)
 
 
-# -- several batches per step, clipping --------------------------------------------------
+# -- several batches per step ------------------------------------------------------------
 
 
 class Accumulating(AccumulatingMixin, Classifier):
@@ -225,42 +224,7 @@ def test_gradients_that_accumulate_are_those_of_a_larger_batch(weights):
     assert net.history[0, "train_loss"] == pytest.approx(whole.history[0, "train_loss"], rel=1e-4)
 
 
-class GradientNorms(Callback):
-    def on_grad_computed(self, net, named_parameters=None, **kwargs):
-        grads = [p.grad.reshape(-1) for _, p in named_parameters]
-        net.norms_ = [*getattr(net, "norms_", []), torch.cat(grads).norm().item()]
-
-
-def test_clipping_takes_in_the_penalty():
-    options = {"flatness_weight": 100.0, "flatness_clip": None, "max_epochs": 1}
-    free, clipped = (
-        make(callbacks=[*clip, GradientNorms()], **options).fit(X, NAMES).norms_[0]
-        for clip in ([], [GradientNormClipping(0.5)])
-    )
-    assert free > 5  # of the penalty; the loss alone has a gradient of about 1
-    assert clipped == pytest.approx(0.5, rel=1e-4)
-
-
 # -- layers that behave otherwise in training --------------------------------------------
-
-
-class Recording(nn.Module):
-    """Dropout and batch norm in front of the last layer, with a record of what it saw."""
-
-    def __init__(self, n_features, n_outputs):
-        super().__init__()
-        self.first = nn.Linear(n_features, 12)
-        self.norm = nn.BatchNorm1d(12)
-        self.drop = nn.Dropout(0.5)
-        self.last = nn.Linear(12, n_outputs)
-        self.seen = []
-
-    def forward(self, x):
-        features = self.drop(self.norm(self.first(x)).relu())
-        logits = self.last(features)
-        if self.training:
-            self.seen.append((features.detach().clone(), logits.detach().clone()))
-        return logits
 
 
 def test_dropout_has_one_mask_for_loss_and_penalty():
@@ -270,7 +234,7 @@ def test_dropout_has_one_mask_for_loss_and_penalty():
     weight = net.module_.last.weight.detach()
     batches = list(net.history[0, "batches", :, ("train_loss", "flatness_penalty")])
     assert len(net.module_.seen) == len(batches) == 3
-    for (loss, term), (features, logits), rows in zip(
+    for (loss, term), (features, logits, _), rows in zip(
         batches, net.module_.seen, torch.arange(42).split(16), strict=True
     ):
         p, targets = logits.softmax(dim=1), torch.tensor(INDEX)[rows]

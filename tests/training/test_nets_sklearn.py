@@ -19,10 +19,10 @@ NOT_ASKED_FOR = {"check_array_api_input"}
 @pytest.mark.parametrize(
     ("kind", "epochs", "weight"),
     [
-        (RelativeFlatnessRegularizedClassifier, 8, 0.1),
+        (RelativeFlatnessRegularizedClassifier, 3, 0.1),
         pytest.param(
             RelativeFlatnessRegularizedBinaryClassifier,
-            10,
+            3,
             0,
             marks=pytest.mark.skipif(
                 parse_version(sklearn.__version__) < parse_version("1.7"),
@@ -30,11 +30,11 @@ NOT_ASKED_FOR = {"check_array_api_input"}
                 " after a shuffle, so that its weighted and its repeated data differ",
             ),
         ),
-        (RelativeFlatnessRegularizedRegressor, 15, 0.1),
+        (RelativeFlatnessRegularizedRegressor, 4, 0.1),
     ],
 )
 def test_sklearn_contract(kind, epochs, weight):
-    made = kind(verbose=0, random_state=0, max_epochs=epochs, flatness_weight=weight)
+    made = kind(verbose=0, random_state=0, lr=0.03, max_epochs=epochs, flatness_weight=weight)
     passed, skipped = set(), set()
     for net, check in estimator_checks_generator(made):
         name = check.func.__name__

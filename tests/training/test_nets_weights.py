@@ -314,14 +314,3 @@ def test_gradient_norm_weighs_samples(reduction):
     net.fit(X, NAMES, sample_weight=WEIGHTS)
     clone(net).fit(X[ROWS], NAMES[ROWS])
     assert norms[0] == pytest.approx(norms[1], rel=1e-9)
-
-
-@pytest.mark.parametrize("weight", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_class_weights_are_of_the_dtype_of_the_data(dtype, weight):
-    given = torch.tensor([1.0, 2.0, 0.5])
-    params = {"criterion__weight": given, "callbacks": [StopAtLoss(10.0)]}
-    net = common.make(flatness_weight=weight, **params).fit(X.astype(dtype), NAMES)
-    assert net.criterion_.weight.dtype == next(net.module_.parameters()).dtype
-    assert given.dtype == torch.float32  # the user's own tensor stays as it is
-    assert np.isfinite(net.history[-1]["train_loss"])

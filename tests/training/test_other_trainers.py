@@ -2,13 +2,13 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 import relflat_sk.training as door
 from relflat_sk.training._other_trainers import FlatTraining, rows_in_order
+from tests.data_kinds import Stream
 
 DATA = TensorDataset(torch.arange(10.0), torch.arange(10))
 SOME = [7, 2, 5]
@@ -66,14 +67,9 @@ def test_samples_that_are_grouped_by_length_are_measured_in_their_order():
     assert numbers(DataLoader(DATA, sampler=sampler)) == list(range(10))
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(DATA)
-
-
 def test_a_stream_cannot_be_measured():
     with pytest.raises(ValueError, match="training data are a Stream. Pass a map-style"):
-        numbers(DataLoader(Stream()))
+        numbers(DataLoader(Stream(np.ones(2), np.ones(2))))
 
 
 class NoSampler:

@@ -1,5 +1,7 @@
 """What nets refuse to be trained on or with: one table of data, parameters, errors and texts."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -58,6 +60,22 @@ DATA = [
     (Binary, X, NAMES, "Only binary classification is supported"),
     (Regressor, X, VALUES[:-1], "X has 42 samples, y has 41 labels"),
     (Regressor, X, NAMES, "could not convert string to float"),
+    # parameters of another task
+    (
+        partial(Binary, criterion=nn.CrossEntropyLoss),
+        X,
+        INDEX > 0,
+        "CrossEntropyLoss is a classification loss. Use",
+    ),
+    (partial(Binary, module__n_outputs=2), X, INDEX > 0, r"takes 1 output.*\(16, 2\)"),
+    (
+        partial(Regressor, criterion=nn.BCEWithLogitsLoss),
+        X,
+        VALUES,
+        "is a binary loss. Use Relative",
+    ),
+    (partial(Regressor, module__n_outputs=2), X, VALUES, r"takes 1 output.*\(16, 2\)"),
+    (partial(Regressor, module__n_outputs=1), X, X[:, :2], r"takes 2 output.*\(16, 1\)"),
     # numbers of a regression, as classes
     (
         Net,
@@ -145,23 +163,6 @@ def test_parameters(params, error, message):
     net = Classifier(verbose=0, batch_size=16, **params)  # nothing happens before fit
     with pytest.raises(error, match=message):
         net.fit(X, NAMES, sample_weight=np.ones(42) if "iterator" in str(params) else None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "y", "params", "message"),
-    [
-        (Binary, INDEX > 0, {"criterion": nn.CrossEntropyLoss}, "is a classification loss. Use"),
-        (Binary, INDEX > 0, {"module__n_outputs": 2}, r"takes 1 output.*\(16, 2\)"),
-        (Regressor, VALUES, {"criterion": nn.BCEWithLogitsLoss}, "is a binary loss. Use Relative"),
-        (Regressor, VALUES, {"module__n_outputs": 2}, r"takes 1 output.*\(16, 2\)"),
-        (Regressor, X[:, :2], {"module__n_outputs": 1}, r"takes 2 output.*\(16, 1\)"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_parameters_of_other_tasks(kind, y, params, message):
-    net = kind(verbose=0, batch_size=16, max_epochs=1, **params)
-    with pytest.raises(ValueError, match=message):
-        net.fit(X, y)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +381,7 @@ def test_callbacks_that_need_validation_data(name, tmp_path):
 # -- weights of classes, as scikit-learn's users pass them ---------------------------------
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
     ("name", "y", "given"),
     [
@@ -390,14 +392,17 @@ def test_callbacks_that_need_validation_data(name, tmp_path):
     ],
     ids=["list", "float32", "number", "array"],
 )
-def test_weights_of_classes_may_be_arrays(name, y, given):
-    criterion = nn.CrossEntropyLoss if name == "weight" else nn.BCEWithLogitsLoss
+def test_weights_of_classes_may_be_arrays_and_are_of_the_dtype_of_the_data(name, y, given, dtype):
+    inputs, tensor = X.astype(dtype), torch.tensor(np.atleast_1d(given)).float()
+    params = {"callbacks": [StopAtLoss(10.0)]}  # which evaluates the criterion
+    params["criterion"] = nn.CrossEntropyLoss if name == "weight" else nn.BCEWithLogitsLoss
     expected, net = (
-        make(Net, criterion=criterion, **{f"criterion__{name}": weights}).fit(X, y)
-        for weights in (torch.tensor(np.atleast_1d(given)).float(), given)
+        make(Net, **params, **{f"criterion__{name}": weights}).fit(inputs, y)
+        for weights in (tensor, given)
     )
-    assert getattr(net.criterion_, name).dtype == torch.float32
-    assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
+    assert getattr(net.criterion_, name).dtype == next(net.module_.parameters()).dtype
+    assert tensor.dtype == torch.float32  # the user's own stays as it is
+    assert_array_equal(net.predict_proba(inputs), expected.predict_proba(inputs))
 
 
 def test_the_arguments_of_a_criterion_of_the_users_own_stay_as_they_are():

@@ -13,7 +13,17 @@ from torch.testing import assert_close
 
 from relflat_sk import MLP, SharpnessAwareMixin
 from tests.training import common
-from tests.training.common import INDEX, ROWS, SIZES, WEIGHTS, Double, X, same, weights_of
+from tests.training.common import (
+    INDEX,
+    ROWS,
+    SIZES,
+    WEIGHTS,
+    Double,
+    Recording,
+    X,
+    same,
+    weights_of,
+)
 
 Plain = common.Classifier
 
@@ -119,34 +129,15 @@ def test_asam_does_not_see_scale():
 # -- what is given back ------------------------------------------------------------------
 
 
-class Watched(nn.Module):
-    """Batch norm and dropout, with a record of what each pass saw."""
-
-    def __init__(self, n_features, n_outputs):
-        super().__init__()
-        self.first = nn.Linear(n_features, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.drop = nn.Dropout(0.5)
-        self.last = nn.Linear(8, n_outputs)
-        self.masks, self.weights = [], []
-
-    def forward(self, x):
-        h = self.norm(self.first(x)).exp()
-        dropped = self.drop(h)
-        if self.training:
-            self.masks.append((dropped == 0).detach())
-            self.weights.append(self.first.weight.detach().clone())
-        return self.last(dropped)
-
-
 def test_batch_norm_and_dropout_see_one_step():
-    params = {"module": Watched, "lr": 1e-30, "max_epochs": 1}
+    params = {"module": Recording, "lr": 1e-30, "max_epochs": 1}
     net = make(sharpness_radius=0.5, **params).fit(X, INDEX)
     plain = make(Plain, **params).fit(X, INDEX)
-    masks, weights = net.module_.masks, net.module_.weights
-    assert len(masks) == 2 * len(plain.module_.masks) == 6
-    for first, second, expected in zip(masks[::2], masks[1::2], plain.module_.masks, strict=True):
-        assert_close(first, expected)
+    masks, expected = ([seen[0] == 0 for seen in one.module_.seen] for one in (net, plain))
+    weights = [seen[-1] for seen in net.module_.seen]
+    assert len(masks) == 2 * len(expected) == 6
+    for first, second, mask in zip(masks[::2], masks[1::2], expected, strict=True):
+        assert_close(first, mask)
         assert_close(second, first)
     for first, second in zip(weights[::2], weights[1::2], strict=True):
         assert_close(first, weights[0], rtol=0, atol=0)  # restored bit by bit
@@ -156,9 +147,9 @@ def test_batch_norm_and_dropout_see_one_step():
     assert net.module_.norm.num_batches_tracked == 3
 
 
-class Failing(Watched):
+class Failing(Recording):
     def forward(self, x):
-        if len(self.masks) == 3:  # the second pass of the second step
+        if len(self.seen) == 3:  # the second pass of the second step
             raise RuntimeError("out of memory, say")
         return super().forward(x)
 
@@ -167,7 +158,7 @@ def test_weights_come_back_after_an_exception():
     net = make(module=Failing, sharpness_radius=0.5, lr=1e-30)
     with pytest.raises(RuntimeError, match="out of memory"):
         net.fit(X, INDEX)
-    assert_close(net.module_.first.weight, net.module_.weights[0], rtol=0, atol=0)
+    assert_close(net.module_.first.weight, net.module_.seen[0][-1], rtol=0, atol=0)
     assert net.module_.norm.num_batches_tracked == 2
 
 

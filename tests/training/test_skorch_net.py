@@ -16,7 +16,7 @@ from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
-from relflat_sk import FlatnessScorer, SharpnessAwareMixin, measure
+from relflat_sk import FlatnessScorer, measure
 from relflat_sk.training._after_fit import measured_later
 from tests.training.common import (
     INDEX,
@@ -27,7 +27,6 @@ from tests.training.common import (
     Stream,
     X,
     make,
-    weights_of,
 )
 
 N = 20
@@ -149,29 +148,6 @@ def test_optimizers_are_fused_unless_another_implementation_is_chosen(name):
 )
 def test_other_optimizers_are_left_alone(optimizer, module):
     assert not _optimizer(optimizer, module).optimizer_.param_groups[0].get("fused")
-
-
-class _SharpnessAware(SharpnessAwareMixin, Classifier):
-    pass
-
-
-@pytest.mark.parametrize("kind", [Classifier, _SharpnessAware])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"optimizer": torch.optim.Adam},
-        {"optimizer": torch.optim.AdamW, "optimizer__weight_decay": 0.1},
-        {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "optimizer__nesterov": True},
-    ],
-    ids=["Adam", "AdamW", "SGD"],
-)
-def test_fused_steps_equal_others_up_to_rounding(kind, arguments):
-    inputs = X.astype(np.float64)  # the network computes in float64
-    weights = [
-        weights_of(make(kind, batch_size=8, **arguments, **choice).fit(inputs, INDEX))
-        for choice in ({}, {"optimizer__fused": False, "optimizer__foreach": False})
-    ]
-    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-11)
 
 
 # -- the loop ----------------------------------------------------------------------------

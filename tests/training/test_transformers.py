@@ -105,10 +105,11 @@ def train_by_hand(model, labels, penalty):
     """Two epochs with steps of two batches each, as the trainer combines them.
 
     A causal model returns the mean over the tokens of both batches, Bert that of each batch.
+    Return the model, and the mean penalty of each epoch.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     criterion = nn.CrossEntropyLoss()
-    batches = list(zip(IDS.split(4), labels.split(4), strict=True))
+    batches, terms = list(zip(IDS.split(4), labels.split(4), strict=True)), []
     for step in [batches[:2], batches[2:]] * 2:
         n_tokens = sum((y != -100).sum() for _, y in step)
         for x, y in step:
@@ -117,10 +118,12 @@ def train_by_hand(model, labels, penalty):
             target = F.pad(y, (0, 1), value=-100)[:, 1:] if y.ndim == 2 else y
             share = (target != -100).sum() / n_tokens if y.ndim == 2 else 1
             mean = F.cross_entropy(logits.flatten(0, -2), target.flatten())
-            (share * (mean + penalty(criterion, logits, target))).backward()
+            term = penalty(criterion, logits, target)
+            terms.append(term.item())
+            (share * (mean + term)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model
+    return model, [sum(terms[:3]) / 3, sum(terms[3:]) / 3]
 
 
 def assert_same(model, other):
@@ -132,14 +135,24 @@ PENALTY = {"weight": 5.0, "clip": 0.5}
 MODELS = {"classifier": (classifier, CLASSES), "language model": (language_model, TOKENS)}
 
 
+class Report(TrainerCallback):
+    """Hears what is logged, as the user's own reporter does."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.heard.append(dict(logs))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_steps_are_those_of_a_plain_loop_with_the_penalty(kind):
     make, labels = MODELS[kind]
-    model, callback = make(), TransformersFlatnessCallback(**PENALTY)
-    trainer = fit(model, rows(labels), callback, gradient_accumulation_steps=2)
-    by_hand = train_by_hand(make(), labels, RelativeFlatnessPenalty(**PENALTY))
+    model, callback, report = make(), TransformersFlatnessCallback(**PENALTY), Report()
+    trainer = fit(model, rows(labels), callback, report, gradient_accumulation_steps=2)
+    by_hand, penalties = train_by_hand(make(), labels, RelativeFlatnessPenalty(**PENALTY))
     assert_same(model, by_hand)
-    plain = train_by_hand(make(), labels, RelativeFlatnessPenalty(weight=0.0))
+    plain, _ = train_by_hand(make(), labels, RelativeFlatnessPenalty(weight=0.0))
     differences = [
         (a - b).abs().max() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     ]
@@ -148,37 +161,17 @@ def test_the_steps_are_those_of_a_plain_loop_with_the_penalty(kind):
     criterion = None if kind == "language model" else nn.CrossEntropyLoss()
     flatness = relative_flatness(model, {"input_ids": IDS}, labels, criterion=criterion)
     assert entries(trainer, "relative_flatness")[1] == pytest.approx(flatness, rel=1e-5)
-    assert not model._forward_hooks
-
-
-def test_the_logs_have_the_mean_penalty_also_for_later_callbacks():
-    heard = []
-
-    class Report(TrainerCallback):
-        def on_log(self, args, state, control, logs, **kwargs):
-            heard.append(dict(logs))
-
-    callback = TransformersFlatnessCallback(**PENALTY)
-    model = classifier()
-    trainer = fit(
-        model, rows(CLASSES), callback, Report(), learning_rate=0.0, logging_strategy="epoch"
-    )
-    penalty, terms = RelativeFlatnessPenalty(**PENALTY), []
-    for x, y in zip(IDS.split(4), CLASSES.split(4), strict=True):
-        with penalty.capture(model):
-            logits = model(input_ids=x).logits
-        terms.append(float(penalty(nn.CrossEntropyLoss(), logits, y).detach()))
-    assert entries(trainer, "flatness_penalty") == pytest.approx([sum(terms) / 3] * 2, rel=1e-5)
-    assert len(entries(trainer, "relative_flatness")) == 2
+    assert entries(trainer, "flatness_penalty") == pytest.approx(penalties, rel=1e-5)
     for name in ("flatness_penalty", "relative_flatness"):
-        assert [row[name] for row in heard if name in row] == entries(trainer, name)
+        assert [row[name] for row in report.heard if name in row] == entries(trainer, name)
+    assert not model._forward_hooks
 
 
 def test_measuring_changes_neither_the_training_nor_its_random_state():
     trained = []
     for callbacks in ([], [TransformersFlatnessCallback(weight=0)]):
         model = classifier(hidden_dropout_prob=0.2)
-        fit(model, rows(CLASSES), *callbacks, trainer=Trainer)
+        fit(model, DATA, *callbacks, trainer=Trainer)
         trained.append([*model.parameters(), torch.rand(3)])
     torch.testing.assert_close(*trained, rtol=0, atol=0)
 
@@ -200,31 +193,26 @@ def test_other_problems_are_penalised_by_their_own_loss(labels, arguments):
 
 @pytest.mark.filterwarnings("ignore:.*is negative")  # the pooler is not at a minimum
 def test_measurements_are_made_every_few_epochs_of_the_data_that_are_asked_for_or_never():
-    model, some = classifier(), rows(CLASSES)[:4]
+    model, some = classifier(), DATA[:4]
     callback = TransformersFlatnessCallback(layer="bert.pooler.dense", every=2, dataset=some)
-    trainer = fit(model, rows(CLASSES), callback, num_train_epochs=3)
+    trainer = fit(model, DATA, callback, num_train_epochs=3)
     assert [r["epoch"] for r in trainer.state.log_history if "relative_flatness" in r] == [2, 3]
     data = {"input_ids": IDS[:4]}, CLASSES[:4]
     flatness = relative_flatness(
         model, *data, layer="bert.pooler.dense", criterion=nn.CrossEntropyLoss()
     )
     assert entries(trainer, "relative_flatness")[1] == pytest.approx(flatness, rel=1e-4)
-    never = fit(model, rows(CLASSES), TransformersFlatnessCallback(every=None), max_steps=1)
+    never = fit(model, DATA, TransformersFlatnessCallback(every=None), max_steps=1)
     assert not entries(never, "relative_flatness")
 
 
 class Failing(BertForSequenceClassification):
+    fails = True
+
     def forward(self, input_ids, labels):
-        raise ArithmeticError
-
-
-def test_a_failing_model_is_recorded_no_longer():
-    model = Failing(classifier().config)
-    with pytest.raises(ArithmeticError):
-        fit(model, rows(CLASSES), TransformersFlatnessCallback())
-    assert not any(
-        hook for part in model.modules() if part is not model for hook in part._forward_hooks
-    )
+        if self.fails:
+            raise ArithmeticError
+        return super().forward(input_ids, labels=labels)
 
 
 class NoLoss(InOrder):
@@ -239,12 +227,18 @@ class Stops(TrainerCallback):
         raise ArithmeticError
 
 
-@pytest.mark.parametrize("fails", ["loss", "callback"])
-def test_a_step_that_fails_before_the_model_runs_leaves_nothing_behind(fails):
-    model, flat = classifier(), TransformersFlatnessCallback()
-    trainer = {"trainer": NoLoss} if fails == "loss" else {}
+@pytest.mark.parametrize("fails", ["model", "loss", "callback"])
+def test_a_step_that_fails_leaves_nothing_behind(fails):
+    model, callbacks = classifier(), [TransformersFlatnessCallback()]
+    if fails == "model":
+        model.__class__ = Failing
+    if fails == "callback":
+        callbacks.append(Stops())
     with pytest.raises(ArithmeticError):
-        fit(model, rows(CLASSES), flat, *[Stops()][: fails == "callback"], **trainer)
+        fit(model, DATA, *callbacks, trainer=NoLoss if fails == "loss" else InOrder)
+    model.fails = False
+    parts = [part for part in model.modules() if part is not model]
+    assert not any(part._forward_hooks for part in parts)
     batch = {"input_ids": IDS, "labels": CLASSES}
     assert model.train()(**batch).loss.item() == classifier().train()(**batch).loss.item()
 
@@ -252,7 +246,7 @@ def test_a_step_that_fails_before_the_model_runs_leaves_nothing_behind(fails):
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "removed"])
 def test_a_trainer_whose_training_failed_can_train_again(kept):
     model, flat, stops = classifier(), TransformersFlatnessCallback(**PENALTY), Stops()
-    trainer = fit(model, rows(CLASSES), flat, max_steps=1)
+    trainer = fit(model, DATA, flat, max_steps=1)
     trainer.add_callback(stops)
     with pytest.raises(ArithmeticError):
         trainer.train()
@@ -263,7 +257,7 @@ def test_a_trainer_whose_training_failed_can_train_again(kept):
     n_logged = len(entries(trainer, "flatness_penalty"))
     assert n_logged == kept
     expected = classifier()
-    again = fit(expected, rows(CLASSES), TransformersFlatnessCallback(**PENALTY), max_steps=1)
+    again = fit(expected, DATA, TransformersFlatnessCallback(**PENALTY), max_steps=1)
     if not kept:
         again.pop_callback(TransformersFlatnessCallback)
     again.train()
@@ -277,7 +271,7 @@ def test_two_callbacks_leave_the_next_training_as_the_first():
         TransformersFlatnessCallback(layer=layer, every=None, **PENALTY)
         for layer in ("classifier", "bert.pooler.dense")
     ]
-    trainer = fit(model, rows(CLASSES), *callbacks, max_steps=2)
+    trainer = fit(model, DATA, *callbacks, max_steps=2)
     first = copy.deepcopy(model)
     model.load_state_dict(before)
     trainer.train()
@@ -294,7 +288,7 @@ def test_two_callbacks_leave_the_next_training_as_the_first():
 )
 def test_trainings_without_a_penalty_are_refused(callback, arguments, message):
     with pytest.raises(ValueError, match=message):
-        fit(classifier(), rows(CLASSES), TransformersFlatnessCallback(**callback), **arguments)
+        fit(classifier(), DATA, TransformersFlatnessCallback(**callback), **arguments)
 
 
 @pytest.mark.parametrize(
