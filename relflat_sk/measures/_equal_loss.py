@@ -148,7 +148,10 @@ class _Rows:
             for part in (slice(start, start + size) for start in range(0, n, size)):
                 leaf = torch.tensor(beta, dtype=torch.float64, requires_grad=True)
                 z = self.logits[part].double().clamp_min(_MASKED) * leaf.to(self.logits.device)
-                losses = loss.losses(loss.from_logits(z), self.target[part], each=True)
+                target = self.target[part]
+                if target.is_floating_point():  # the logistic loss has the target's precision
+                    target = target.double()
+                losses = loss.losses(loss.from_logits(z), target, each=True)
                 of_part = self.weight[part] @ losses
                 slope += float(torch.autograd.grad(of_part, leaf)[0])
                 total += float(of_part.detach())

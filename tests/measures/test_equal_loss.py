@@ -141,6 +141,17 @@ def test_every_measure_is_that_of_the_tempered_loss(case, share, layer):
     assert abs(probed.value - found) <= 5 * probed.stderr + 1e-12
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_networks_of_single_precision(case):
+    net, criterion, y, _ = train(case)
+    options = {"at_loss": 0.1}
+    expected = relative_flatness(net, X, y, criterion=criterion, **options)
+    y = y.float() if y.is_floating_point() else y
+    single, criterion = copy.deepcopy(net).float(), copy.deepcopy(criterion).float()
+    found = relative_flatness(single, X.float(), y, criterion=criterion, **options)
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 OF_NETWORK = {
     "fisher_rao_norm": {}, "takeuchi_criterion": {}, "network_flatness": {"rtol": 1e-10},
     "joint_eigenvalue_flatness": {"rtol": 1e-10}, "expected_sharpness": {"n_draws": 2},
