@@ -33,7 +33,7 @@ from relflat_sk._checks import check_integer
 from relflat_sk._random import draw_seed
 from relflat_sk.minima._table import (
     column_of,
-    find_axis,
+    find_axes,
     is_complete,
     is_converged,
     measure_columns,
@@ -280,8 +280,7 @@ def correlate_measures(
     pooled = selected.tabulate(columns, coefficients)
     if strata is None:
         return pooled
-    names = [strata] if isinstance(strata, str) else list(strata)
-    axes = [find_axis(selected.table, name, argument="strata") for name in names]
+    axes = find_axes(selected.table, strata, argument="strata")
     groups, labels = pd.MultiIndex.from_frame(selected.table[axes].astype(str)).factorize()
 
     def within(rows: NDArray[np.intp], x: Floats, y: Floats) -> dict[str, float]:

@@ -151,17 +151,17 @@ def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
     )
 
 
-def find_axes(table: pd.DataFrame, axes: str | Sequence[str] | None) -> list[str]:
+def find_axes(
+    table: pd.DataFrame, axes: str | Sequence[str] | None, argument: str = "axes"
+) -> list[str]:
     """Return the columns of several hyper-parameters, by default of all varied but for seeds."""
     if axes is None:
         return _varied_axes(table)
-    names = [axes] if isinstance(axes, str) else list(axes)
+    single = isinstance(axes, str) or not isinstance(axes, Iterable)
+    names = [str(axes)] if single else list(map(str, axes))
     if not names:
-        raise ValueError(
-            "axes is empty: name at least one hyper-parameter, or pass None for all that were "
-            "varied."
-        )
-    return list(dict.fromkeys(find_axis(table, name, argument="axes") for name in names))
+        raise ValueError(f"{argument} is empty: name at least one hyper-parameter, or pass None.")
+    return list(dict.fromkeys(find_axis(table, name, argument=argument) for name in names))
 
 
 def _varied_axes(table: pd.DataFrame) -> list[str]:

@@ -182,5 +182,10 @@ def test_groups_without_a_coefficient_do_not_count_within():
     unknown = table[table["measure"] == "train_loss"].set_index("stratum")
     assert unknown.loc["within", "n"] == 0
     assert unknown["kendall"].isna().all()
-    with pytest.raises(ValueError, match="strata: 'optimizer' is no parameter"):
-        correlate_measures(minima, strata="optimizer")
+    for strata, match in (
+        ("optimizer", "strata: 'optimizer' is no parameter"),
+        (3, "strata: '3' is no parameter"),
+        ([], "strata is empty"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            correlate_measures(minima, strata=strata)

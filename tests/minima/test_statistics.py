@@ -152,6 +152,7 @@ def test_says_what_is_wrong_with_the_axes(function):
     for axes, message in (
         (["depth"], r"axes: 'depth' is no parameter.*\['batch_size', 'lr', 'activ"),
         ([], "axes is empty"),
+        (3, "axes: '3' is no parameter"),
     ):
         with pytest.raises(ValueError, match=message):
             function(make_minima(), axes)
