@@ -81,7 +81,7 @@ def rank_models(  # noqa: PLR0913
         Held-out data, for the columns ``test_loss``, ``generalization_gap`` and ``test_score``.
     sample_weight : array of shape (n,), optional
         Weight of each training sample; one if None.
-    random_state : int, RandomState, Generator or None, default=None
+    random_state : int, RandomState or None, default=None
         Seed of the probes, the same for all models.
 
     Returns
