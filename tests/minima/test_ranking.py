@@ -4,7 +4,7 @@ import numpy as np
 import optuna
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 from sklearn.exceptions import NotFittedError
@@ -24,7 +24,6 @@ CASES = [
     (0.1, True, "failed"),
     (2.0, True, "complete"),
 ]
-IN_ORDER = [3, 0, 7, 1, 4, 2, 5, 6]
 
 
 def make_minima(cases=CASES):
@@ -39,13 +38,6 @@ def make_minima(cases=CASES):
         "converged": converged,
         "state": state,
     })
-
-
-def test_minima_come_first_then_unconverged_then_the_rest():
-    ranked = rank_minima(make_minima())
-    assert ranked["trial"].tolist() == IN_ORDER
-    assert ranked["rank"].tolist() == list(range(1, len(CASES) + 1))
-    assert ranked.index.tolist() == list(range(len(CASES)))
 
 
 def test_ranking_leaves_its_input_as_it_is():
@@ -73,6 +65,7 @@ def test_without_status_columns_every_row_is_a_minimum():
 
 
 @settings(max_examples=50, deadline=None)
+@example(CASES)
 @given(
     st.lists(
         st.tuples(
@@ -84,7 +77,7 @@ def test_without_status_columns_every_row_is_a_minimum():
         max_size=12,
     )
 )
-def test_ranking_agrees_with_sorting_by_definition(cases):
+def test_minima_come_first_then_unconverged_then_the_rest(cases):
     def key(trial):
         value, converged, state = cases[trial]
         if state != "complete" or not np.isfinite(value):
@@ -93,6 +86,8 @@ def test_ranking_agrees_with_sorting_by_definition(cases):
 
     ranked = rank_minima(make_minima(cases))
     assert ranked["trial"].tolist() == sorted(range(len(cases)), key=key)
+    assert ranked["rank"].tolist() == list(range(1, len(cases) + 1))
+    assert ranked.index.tolist() == list(range(len(cases)))
 
 
 def test_an_empty_table_is_ranked_as_one():
@@ -106,59 +101,41 @@ def test_fitted_search_is_its_minima():
         minima_ = make_minima()
 
     assert minima_table(Search()) is Search.minima_
-    assert rank_minima(Search())["trial"].tolist() == IN_ORDER
+    assert_frame_equal(rank_minima(Search()), rank_minima(Search.minima_))
 
 
-@pytest.mark.parametrize(
-    ("by", "message"),
-    [
-        ("sharpness", r"by='sharpness' is not a column.*\['relative_flatness', 'l2_norm'\]"),
-        ("param_optimizer", r"by='param_optimizer' is not numeric.*test_score"),
-        ("converged", r"by='converged' is not numeric"),
-    ],
-)
-def test_says_which_measures_there_are(by, message):
-    with pytest.raises(ValueError, match=message):
-        rank_minima(make_minima(), by=by)
-
-
-def test_says_which_types_can_be_ranked():
-    search = FlatMinimaSearch(LogisticRegression(), {"C": [1.0]})
-    with pytest.raises(NotFittedError, match="this FlatMinimaSearch holds no minima yet: call fit"):
-        rank_minima(search)
-    with pytest.raises(TypeError, match=r"must be a pandas.DataFrame.*got list"):
-        rank_minima([1.0, 2.0])
-
-
-def _failing(trial):
-    raise ValueError("no such layer")
-
-
-def _number(trial):
-    return trial.suggest_float("x", 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("objective", "message"),
-    [
-        (None, "no minima to rank: no candidate has been trained"),
-        (_failing, "none of 2 candidates could be trained and measured:\n  2 x failed without"),
-        (_number, "none of these 2 trials recorded a minimum: .* another objective"),
-    ],
-    ids=["empty", "failed", "foreign"],
-)
-def test_says_why_a_study_has_no_minima(objective, message):
+def study_of(objective=None):
     study = optuna.create_study()
     if objective is not None:
-        study.optimize(objective, 2, catch=ValueError)
-    with pytest.raises(ValueError, match=message):
-        rank_minima(study)
+        study.optimize(objective, 2, catch=ZeroDivisionError)
+    return study
 
 
-@pytest.mark.parametrize("by", [["relative_flatness"], None])
-def test_ranks_by_one_measure(by):
-    with pytest.raises(TypeError, match="a measure is one name or one function, got"):
-        rank_minima(make_minima(), by=by)
+UNFITTED = FlatMinimaSearch(LogisticRegression(), {"C": [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("minima", "arguments", "error", "message"),
+    [
+        (make_minima(), {"by": "sharpness"}, ValueError,
+         r"by='sharpness' is not a column.*\['relative_flatness', 'l2_norm'\]"),
+        (make_minima(), {"by": "param_optimizer"}, ValueError, "is not numeric.*test_score"),
+        (make_minima(), {"by": "converged"}, ValueError, "by='converged' is not numeric"),
+        (make_minima(), {"by": ["l2_norm"]}, TypeError, "a measure is one name or one function, g"),
+        (make_minima(), {"by": None}, TypeError, "a measure is one name or one function, got"),
+        ([1.0, 2.0], {}, TypeError, r"must be a pandas.DataFrame.*got list"),
+        (UNFITTED, {}, NotFittedError, "this FlatMinimaSearch holds no minima yet: call fit"),
+        (study_of(), {}, ValueError, "no minima to rank: no candidate has been trained"),
+        (study_of(lambda trial: 1 / 0), {}, ValueError,
+         "none of 2 candidates could be trained and measured:\n  2 x failed without"),
+        (study_of(lambda trial: trial.suggest_float("x", 0, 1)), {}, ValueError,
+         "none of these 2 trials recorded a minimum: .* another objective"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_refused(minima, arguments, error, message):
+    with pytest.raises(error, match=message):
+        rank_minima(minima, **arguments)
 
 
 def test_candidates_that_are_not_compared_stand_in_the_order_of_their_depths():

@@ -27,20 +27,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 X, Y = load_iris(return_X_y=True)
 X, Y = scale(X).astype(np.float32), Y.astype(np.float32)
 
-# what makes each display from a fitted search over a regressor, with axes and arguments
+# what makes each display from a fitted search over a regressor
 DISPLAYS = {
-    "FlatnessGap": lambda s, cls, **k: cls.from_minima(s, random_state=0, **k),
-    "Hyperparameter": lambda s, cls, **k: cls.from_minima(s, **k),
-    "LabelNoise": lambda s, cls, **k: cls.from_minima(noisy_table(), random_state=0, **k),
-    "MeasurePanels": lambda s, cls, **k: cls.from_minima(s, random_state=0, **k),
-    "MinimaRanking": lambda s, cls, **k: cls.from_minima(s, random_state=0, **k),
-    "TrainingCurves": lambda s, cls, **k: cls.from_minima(s, **k),
-    "FlatnessHistory": lambda s, cls, **k: cls.from_estimator(s, **k),
-    "LayerFlatness": lambda s, cls, **k: cls.from_estimator(s, X, Y, **k),
-    "LayerSensitivity": lambda s, cls, **k: cls.from_estimator(s, X, Y, measured=True, **k),
-    "SharpnessKL": lambda s, cls, **k: cls.from_estimator(
-        s, X, Y, alphas=[0.1, 0.2], n_draws=2, **k
-    ),
+    "FlatnessGap": lambda s, cls: cls.from_minima(s, random_state=0),
+    "Hyperparameter": lambda s, cls: cls.from_minima(s),
+    "LabelNoise": lambda s, cls: cls.from_minima(noisy_table(), random_state=0),
+    "MeasurePanels": lambda s, cls: cls.from_minima(s, random_state=0),
+    "MinimaRanking": lambda s, cls: cls.from_minima(s, random_state=0),
+    "TrainingCurves": lambda s, cls: cls.from_minima(s),
+    "FlatnessHistory": lambda s, cls: cls.from_estimator(s),
+    "LayerFlatness": lambda s, cls: cls.from_estimator(s, X, Y),
+    "LayerSensitivity": lambda s, cls: cls.from_estimator(s, X, Y, measured=True),
+    "SharpnessKL": lambda s, cls: cls.from_estimator(s, X, Y, alphas=[0.1, 0.2], n_draws=2),
 }
 
 
@@ -54,41 +52,39 @@ def search():
 @pytest.fixture(params=DISPLAYS)
 def make(request, search):
     kind = getattr(relflat_sk, f"{request.param}Display")
-    return lambda **arguments: DISPLAYS[request.param](search, kind, **arguments)
+    return lambda: DISPLAYS[request.param](search, kind)
 
 
 def test_they_follow_the_convention_of_displays(make):
     made = make()
     assert made.ax_ in made.figure_.axes
-    figure, axes = plt.subplots(1, 2, figsize=(20, 8), layout="constrained")
-    assert made.plot(ax=axes[1]) is made
-    assert made.ax_ is axes[1]
+    # losses of regressors have no unit, unless one is given
+    for ax in made.figure_.axes:
+        labels = ax.get_xlabel() + ax.get_ylabel()
+        assert "nats" not in labels.replace("KL divergence (nats", "")
+    # an axes, which may be in a part of a figure
+    figure = plt.figure(layout="constrained", figsize=(16, 8))
+    left, right = figure.subfigures(1, 2)
+    axes = right.subplots()
+    unit = {} if isinstance(made, LabelNoiseDisplay) else {"loss_unit": "m²"}
+    assert made.plot(ax=axes, **unit) is made
+    assert made.ax_ is axes
     assert made.figure_ is figure
+    assert not left.axes
     figure.canvas.draw()
-    drawn = [panel for panel in figure.axes if panel is not axes[0]]
-    assert all(panel.get_position().x0 > axes[0].get_position().x1 for panel in drawn)
-    assert not axes[0].has_data()
+    labels = [ax.get_xlabel() + ax.get_ylabel() for ax in figure.axes]
+    assert any("m²" in label for label in labels) == bool(unit)
     restored = pickle.loads(pickle.dumps(made))
     assert type(restored.plot()) is type(made)
 
 
-def test_they_draw_into_a_part_of_a_figure(make):
-    figure = plt.figure(layout="constrained", figsize=(16, 8))
-    left, right = figure.subfigures(1, 2)
-    made = make(ax=right.subplots())
-    assert made.figure_ is figure
-    assert not left.axes
+def test_they_stay_beside_other_axes(make):
+    figure, axes = plt.subplots(1, 2, figsize=(20, 8), layout="constrained")
+    make().plot(ax=axes[1])
     figure.canvas.draw()
-
-
-def test_losses_of_regressors_have_no_unit(make):
-    made = make()
-    for ax in made.figure_.axes:
-        labels = ax.get_xlabel() + ax.get_ylabel()
-        assert "nats" not in labels.replace("KL divergence (nats", "")
-    if not isinstance(made, LabelNoiseDisplay):
-        labels = [ax.get_xlabel() + ax.get_ylabel() for ax in make(loss_unit="m²").figure_.axes]
-        assert "m²" in "".join(labels)
+    drawn = [panel for panel in figure.axes if panel is not axes[0]]
+    assert all(panel.get_position().x0 > axes[0].get_position().x1 for panel in drawn)
+    assert not axes[0].has_data()
 
 
 def test_tables_and_studies_know_the_unit(search):

@@ -201,11 +201,12 @@ def test_panels_have_crosses_for_others_and_may_be_empty():
     assert "not converged" in legend(last)
 
 
-@pytest.mark.parametrize(("n", "shape"), [(1, (1, 1)), (4, (2, 2)), (6, (2, 3)), (20, (5, 4))])
+@pytest.mark.parametrize(("n", "shape"), [(1, (1, 1)), (4, (2, 2)), (6, (2, 3)), (17, (5, 4))])
 def test_panels_fill_their_rows_also_in_axes_of_no_grid(n, shape):
     minima = table(measures=[f"measure_{i}" for i in range(n)]).drop(columns="relative_flatness")
+    display = MeasurePanelsDisplay.from_minima(minima, random_state=0)
     for ax in (None, plt.figure().add_axes((0.2, 0.1, 0.75, 0.8))):
-        display = MeasurePanelsDisplay.from_minima(minima, random_state=0, ax=ax)
+        display.plot(ax=ax)
         grid = display.ax_.get_subplotspec().get_gridspec()
         assert (grid.nrows, grid.ncols) == shape
         assert len(display.axes_) == n

@@ -120,8 +120,8 @@ def test_refuses_estimators_without_a_history_of_flatness(estimator, error, mess
 def search():
     """Two minima, and two nets that are far from the goal."""
     scoring = EpochScoring(SCORER, name="relative_flatness", on_train=True)
-    net = regularized(module__hidden_layer_sizes=(6,), max_epochs=30, callbacks=[scoring])
-    space = {"lr": [0.02, 5e-4], "batch_size": [16, 32]}
+    net = regularized(module__hidden_layer_sizes=(6,), max_epochs=15, callbacks=[scoring])
+    space = {"lr": [0.05, 5e-4], "batch_size": [16, 32]}
     return FlatMinimaSearch(net, space, goal=0.2, random_state=0).fit(X, y)
 
 

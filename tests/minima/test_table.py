@@ -1,21 +1,26 @@
-"""Columns of minima: which are measures, what missing values mean, how axes are found by name."""
+"""The table of minima: rows of trials, columns that are measures, axes that are found by name."""
 
 import numpy as np
+import optuna
 import pandas as pd
 import pytest
+from optuna.trial import TrialState, create_trial
 
 from relflat_sk.minima import correlate_measures
 from relflat_sk.minima._ranking import depth_of
 from relflat_sk.minima._table import (
+    FIXED,
     column_of,
+    curves_of,
     find_axes,
     find_axis,
     is_complete,
     is_converged,
     is_reserved,
-    is_score,
     measure_columns,
+    minima_table,
     numeric_column,
+    remeasured_key,
     shorten_parameters,
 )
 
@@ -42,14 +47,6 @@ def test_missing_numbers_are_nan_and_missing_booleans_are_false():
     np.testing.assert_array_equal(numeric_column(table, "rho", argument="by"), [1.0, np.nan])
     assert is_converged(table).tolist() == [True, False]
     assert is_complete(table).tolist() == [True, True]
-
-
-def test_only_the_scores_are_better_when_larger():
-    assert [is_score(name) for name in ("train_score", "test_score", "test_loss")] == [
-        True,
-        True,
-        False,
-    ]
 
 
 def own_measure(model, X, y):
@@ -132,3 +129,84 @@ def test_parameters_of_the_last_step_of_a_pipeline_lose_its_name_unless_two_beco
     table["param_depth"] = 1
     short = shorten_parameters(table, "net__").columns.str.removeprefix("param_").tolist()
     assert short == ["lr", "scaled_lr", "pca__n", "net__pca__n", "net__depth", "depth"]
+
+
+# -- which trials become rows, and what stands in them -------------------------------------------
+
+
+UNRANKED = [name for name in FIXED if name not in {"comparable", "rank"}]
+
+
+def make_study(directions=("minimize",)):
+    """A study as a search stores it, with a trial in every state."""
+    study = optuna.create_study(directions=directions)
+    shared = {
+        "params": {"net__lr": 0.1, "opt": "SGD"},
+        "distributions": {
+            "net__lr": optuna.distributions.FloatDistribution(0.0, 1.0),
+            "opt": optuna.distributions.CategoricalDistribution(["SGD", "Adam"]),
+        },
+    }
+    fine = {
+        "relative_flatness": 1.5,
+        "param_net__batch_size": "(8, 8)",
+        "generalization_gap": 0.2,
+        "converged": True,
+        "seconds": 2,
+        "seeds": {"net__random_state": 7},
+        "artifact": "a1b2",
+    }
+    study.add_trial(create_trial(values=[1.5] * len(directions), user_attrs=fine, **shared))
+    study.add_trial(create_trial(state=TrialState.FAIL, user_attrs={"reason": "boom"}, **shared))
+    for state in (TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING):
+        study.add_trial(create_trial(state=state, **shared))
+    study.add_trial(create_trial(state=TrialState.WAITING))
+    return study
+
+
+@pytest.mark.parametrize("directions", [("minimize",), ("minimize", "maximize")])
+def test_study_becomes_a_table_of_its_finished_trials(directions):
+    table = minima_table(make_study(directions))
+    assert table["trial"].tolist() == [0, 1, 2, 3]
+    assert table["state"].tolist() == ["complete", "failed", "pruned", "failed"]
+    assert table["reason"].tolist() == [
+        "",
+        "boom",
+        "stopped by the pruner",
+        "failed without a recorded reason",
+    ]
+    assert table["converged"].tolist() == [True, False, False, False]
+    assert table.columns.tolist() == [
+        "trial",
+        "param_net__lr",
+        "param_opt",
+        "param_net__batch_size",
+        "relative_flatness",
+        *UNRANKED[1:],
+    ]
+    first = table.iloc[0]
+    assert first["param_net__batch_size"] == "(8, 8)"
+    assert first["seconds"] == 2.0
+    assert first["generalization_gap"] == 0.2
+    assert table["train_score"].isna().all()
+
+
+def test_study_without_trials_becomes_an_empty_table():
+    table = minima_table(optuna.create_study())
+    assert len(table) == 0
+    assert table.columns.tolist() == UNRANKED
+
+
+def test_measures_computed_afterwards_join_the_row_of_their_trial():
+    study = make_study()
+    study.set_user_attr(remeasured_key(study.trials[0]), {"l2_norm": 4.0})
+    assert minima_table(study).loc[0, ["relative_flatness", "l2_norm"]].tolist() == [1.5, 4.0]
+
+
+def test_curves_are_in_studies_and_fitted_searches():
+    study = make_study()
+    study.add_trial(create_trial(values=[1.0], user_attrs={"curves": {"epoch": [1.0]}}))
+    search = type("Search", (), {"study_": study})
+    assert curves_of(study) == curves_of(search) == {6: {"epoch": [1.0]}}
+    with pytest.raises(TypeError, match="curves are in an optuna.Study .* got int"):
+        curves_of(3)
