@@ -121,7 +121,7 @@ def test_scores():
     scores = []
     for device in ("cpu", DEVICE):
         net = RelativeFlatnessRegularizedClassifier(
-            make_mlp, max_epochs=30, lr=0.01, device=device, random_state=0, verbose=0
+            make_mlp, max_epochs=8, lr=0.05, device=device, random_state=0, verbose=0
         ).fit(X, y)
         scores.append(FlatnessScorer()(net, X, y))
     assert scores[1] == pytest.approx(scores[0], rel=1e-3)
@@ -154,9 +154,9 @@ def test_searches(fleet):
     tables = []
     for device in ("cpu", DEVICE):
         net = RelativeFlatnessRegularizedClassifier(
-            make_mlp, max_epochs=60, callbacks=[StopAtLoss(0.8)], device=device, verbose=0
+            make_mlp, max_epochs=30, callbacks=[StopAtLoss(0.9)], device=device, verbose=0
         )
-        search = FlatMinimaSearch(net, {"lr": [0.03, 0.05]}, fleet=fleet, random_state=0)
+        search = FlatMinimaSearch(net, {"lr": [0.05, 0.1]}, fleet=fleet, random_state=0)
         search.fit(X, y, X_test=X, y_test=y)
         tables.append(search.minima_[["relative_flatness", "train_loss", "test_loss"]])
     np.testing.assert_allclose(tables[1], tables[0], rtol=1e-3)
