@@ -18,7 +18,7 @@ from joblib.externals.loky.backend.context import set_start_method
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "pytest",
-    "relflat_sk",
+    "relflat_sk.search",  # and with it most of the library
     "sklearn.datasets",
     "sklearn.neural_network",
     "alembic.command",

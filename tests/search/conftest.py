@@ -1,5 +1,6 @@
 """Optuna's messages stay away, and its log level is given back; storages of each kind."""
 
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -62,3 +63,11 @@ def make_storage(request, tmp_path):
     if request.param == "postgresql":
         return partial(str, request.getfixturevalue("postgresql").url)
     return partial(Path, tmp_path / FILES[request.param])
+
+
+@pytest.fixture
+def ctrl_c():
+    """A process that was started in the background may have been told to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -16,11 +16,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.samplers import TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from relflat_sk import FlatMinimaSearch, FlatnessWarning, MinimaObjective
+from relflat_sk import FlatnessWarning, MinimaObjective
 from relflat_sk.minima._table import attributes_of
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
@@ -36,9 +35,9 @@ from relflat_sk.search._claims import (
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import SearchStudy, log_level, open_storage
 from relflat_sk.search._workers import Sweep, train_in_processes
+from tests.search.examples import X, Y, logistic
 from tests.search.storages import FILES
 
-X, Y = load_iris(return_X_y=True)
 C = [0.3, 0.5, 1.0]
 POINTS = [{"C": c} for c in C]
 CHOICES = {"C": CategoricalDistribution(C)}
@@ -58,9 +57,8 @@ def storage(request, tmp_path):
     return open_storage(tmp_path / FILES[kind] if kind in FILES else None)
 
 
-on_every_storage = pytest.mark.parametrize(
-    "storage", ["memory", *FILES, "postgresql"], indirect=True
-)
+KINDS = ["memory", *FILES]
+on_every_storage = pytest.mark.parametrize("storage", [*KINDS, "postgresql"], indirect=True)
 
 
 @pytest.fixture
@@ -70,12 +68,6 @@ def study(storage):
 
 def states(study):
     return [trial.state.name for trial in study.trials]
-
-
-def logistic(space=None, model=LogisticRegression, **parameters):
-    """A search that takes milliseconds."""
-    parameters = {"random_state": 0, **parameters}
-    return FlatMinimaSearch(model(max_iter=1000), space or {"C": C}, **parameters)
 
 
 def finish(study, trial):
@@ -101,14 +93,6 @@ def add_running(study, point, **attributes):
 # -- claims ------------------------------------------------------------------------------------
 
 
-@on_every_storage
-def test_every_point_of_a_grid_is_claimed_once(study):
-    while trial := claim(study, grid(), "a"):
-        finish(study, trial)
-    assert [trial.params for trial in study.trials] == POINTS
-    assert grid().left(study.trials) == []
-
-
 def test_draws_are_numbered(study):
     study.sampler = CandidateSampler(0, Space({"C": C}))
     while trial := claim(study, Plan(CHOICES, n_trials=2), "a"):
@@ -126,8 +110,16 @@ def test_trials_of_something_other_than_a_search_count_as_draws(study):
     assert [one.number for one in Plan({}, n_trials=4).left(study.trials)] == [0, 2]
 
 
-@on_every_storage
-@pytest.mark.parametrize("plan", [grid(), Plan(CHOICES, n_trials=3)], ids=["grid", "draws"])
+@pytest.mark.parametrize(
+    ("storage", "plan"),
+    [
+        ("memory", Plan(CHOICES, n_trials=3)),
+        ("sqlite", Plan(CHOICES, n_trials=3)),
+        ("journal", grid()),
+        ("postgresql", grid()),
+    ],
+    indirect=["storage"],
+)
 def test_the_last_of_two_at_the_same_moment_withdraws(study, plan, monkeypatch):
     """Both find the same candidate free, and both add a trial for it."""
     free = plan.left(study.trials)
@@ -179,6 +171,7 @@ def test_abandoned_trials_are_taken_over(study):
     assert states(study) == ["FAIL"] * 4 + ["COMPLETE"] * 3
     assert all(trial.user_attrs["killed"] for trial in study.trials[:4])
     assert sorted(trial.params["C"] for trial in study.trials[4:]) == C
+    assert grid().left(study.trials) == []
 
 
 @pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")  # not in all versions
@@ -239,7 +232,7 @@ def test_a_worker_leaves_the_trials_of_its_own_sweep_to_the_sweep(study):
     assert claim_elsewhere(study, grid(POINTS[:1]), "b").params == POINTS[0]
 
 
-@on_every_storage
+@pytest.mark.parametrize("storage", KINDS, indirect=True)
 def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
     """Another machine may give it up while this one sleeps, before its record or after it."""
     study = optuna.create_study(storage=storage)
@@ -334,21 +327,11 @@ def test_candidates_are_drawn_as_optuna_draws(kind, n_at_once):
     assert found[0] == found[1]
 
 
-def test_choices_are_drawn_without_repetition():
-    points = {"C": [round(0.1 * k, 1) for k in range(1, 21)]}
-    space = Space(points)
-    study = optuna.create_study(sampler=CandidateSampler(0, space))
-    for _ in range(20):
-        trial = claim(study, Plan(space.distributions(), n_trials=20), "a")
-        study.tell(trial, abs(trial.params["C"] - 1.3))
-    assert sorted(trial.params["C"] for trial in study.trials) == points["C"]
-
-
 # -- processes ---------------------------------------------------------------------------------
 
 
 class Kills(Plan):
-    """Kills every process but the one of this number that asks for a candidate."""
+    """Kills every process that asks for a candidate, but the one of this number."""
 
     def left(self, trials):
         if os.getpid() != self.n_trials:
@@ -368,7 +351,7 @@ def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     assert not study.trials
 
 
-@on_every_storage
+@pytest.mark.parametrize("storage", KINDS, indirect=True)
 def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
     """The process died after the last attribute, before the trial was complete."""
     study = optuna.create_study(storage=storage, study_name="sweep")
@@ -392,7 +375,9 @@ def test_trials_that_run_elsewhere_are_missing_with_a_warning(storage, capfd):
                 add_running(study, POINTS[1], process=ELSEWHERE)
             return super().fit(X, y)
 
-    search = logistic(model=Shared, storage=storage, study_name="sweep", verbose=1)
+    search = logistic(
+        estimator=Shared(max_iter=1000), storage=storage, study_name="sweep", verbose=1
+    )
     with pytest.warns(FlatnessWarning, match="other processes still train 1 of .* ranking of 2 la"):
         search.fit(X, Y)
     assert sorted(search.minima_["param_C"]) == [0.3, 1.0]

@@ -23,7 +23,7 @@ from relflat_sk.search._study import open_storage
 from tests.search.storages import FILES
 
 X, Y = load_iris(return_X_y=True)
-CHOICES = [round(0.3 + 0.1 * i, 1) for i in range(6)]
+CHOICES = [round(0.3 + 0.1 * i, 1) for i in range(5)]
 KINDS = [*FILES, "postgresql"]
 
 FAULT = {"at": 0, "what": None}  # a function that is called after so many trainings

@@ -292,7 +292,7 @@ def test_the_held_estimators_hold_the_best_of_every_band(band):
 @pytest.mark.parametrize("n_minima", [0, 2])
 def test_the_first_of_the_table_is_held_whether_or_not_there_are_minima(n_minima):
     rng = np.random.default_rng(0)
-    for _ in range(30):
+    for _ in range(10):
         study, flattest, n = optuna.create_study(), HeldEstimators("relative_flatness", 3.0), 8
         minima = set(rng.choice(n, n_minima, replace=False))
         depths, values = np.exp(rng.integers(0, 4, n)), rng.integers(1, 6, n).astype(float)

@@ -1,5 +1,6 @@
 """Tests that a candidate's result does not depend on what else is trained, and on where."""
 
+import pickle
 import threading
 
 import numpy as np
@@ -83,23 +84,23 @@ def n_threads():
 
 @pytest.mark.usefixtures("two_threads")
 def test_processes_give_the_same_bits():
-    def table(n_jobs):
-        search = FlatMinimaSearch(
-            make_net(Wide, batch_size=150),
-            {"random_state": [0, 1]},
-            goal=0.6,
-            n_jobs=n_jobs,
-            random_state=0,
-        )
-        minima = search.fit(X, Y, X[:50], Y[:50]).minima_
-        predicted = search.best_estimator_.predict_proba(X)
-        return minima.drop(columns=["seconds", "trial"]).sort_values(
-            "param_random_state"
-        ), predicted
+    """And draw the same two of three candidates."""
 
-    (alone, probabilities), (shared, same) = table(1), table(2)
-    assert alone.to_dict("records") == shared.to_dict("records")
-    np.testing.assert_array_equal(probabilities, same)
+    def fit(n_jobs):
+        net, space = make_net(Wide, batch_size=150), {"random_state": [0, 1, 2]}
+        search = FlatMinimaSearch(
+            net, space, n_trials=2, goal=0.6, n_jobs=n_jobs, random_state=0
+        ).fit(X, Y, X[:50], Y[:50])
+        minima = search.minima_.drop(columns=["seconds", "trial"])
+        return search, minima.sort_values("param_random_state").to_dict("records")
+
+    (alone, expected), (shared, found) = fit(1), fit(2)
+    assert found == expected
+    assert len(found) == 2
+    assert shared.best_params_ == alone.best_params_
+    np.testing.assert_array_equal(shared.predict_proba(X), alone.predict_proba(X))
+    # its study does not live in a file that is gone
+    pickle.loads(pickle.dumps(shared)).study_.get_trials()
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -111,11 +112,12 @@ def test_number_of_threads_is_a_candidates_own():
             seen.update(n_threads())
             return super().forward(x)
 
-    MinimaObjective(make_net(Spy), X, Y, {"lr": [0.01]})(optuna.trial.FixedTrial({"lr": 0.01}))
+    net = make_net(Spy).set_params(max_epochs=1)
+    MinimaObjective(net, X, Y, {"lr": [0.01]})(optuna.trial.FixedTrial({"lr": 0.01}))
     assert seen == {1}
     assert n_threads() == {2}
     seen.clear()
-    objective = MinimaObjective(make_net(Spy), X, Y, {"lr": [0.01]}, n_threads=None)
+    objective = MinimaObjective(net, X, Y, {"lr": [0.01]}, n_threads=None)
     objective(optuna.trial.FixedTrial({"lr": 0.01}))
     assert seen == {2}
 

@@ -1,19 +1,31 @@
-"""Searches rank by measures of your own: tables, processes, remeasuring, resumed studies."""
+"""What searches rank by: functions of your own, all in one pass, networks whose loss is zero."""
 
 import numpy as np
 import optuna
 import pytest
+import torch
+from numpy.testing import assert_allclose
+from sklearn.datasets import make_blobs
 from sklearn.linear_model import LogisticRegression
+from skorch import NeuralNet, NeuralNetClassifier
+from torch import nn
 
 from relflat_sk import (
+    MLP,
+    FlatMinimaSearch,
     FlatnessScorer,
     FlatnessWarning,
     MeasurePanelsDisplay,
     MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
     correlate_measures,
+    measure,
+    rank_minima,
     register_measure,
 )
 from relflat_sk.measures._names import _REGISTERED
+from relflat_sk.minima._table import attributes_of
+from relflat_sk.search import _measure
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic
 
 MODEL = LogisticRegression(max_iter=1000)
@@ -117,3 +129,207 @@ def test_a_measure_that_is_not_finite_is_no_minimum():
     with pytest.warns(FlatnessWarning, match=message):
         search = logistic(SPACE, measure=nowhere).fit(X, Y)
     assert not search.minima_["converged"].any()
+
+
+# -- all measures in one pass --------------------------------------------------------------------
+
+
+TRACES = [
+    "relative_flatness",
+    "hessian_trace",
+    "trace_flatness",
+    "neuron_flatness_sum",
+    "neuron_flatness_max",
+]
+N_EPOCHS = 3
+
+
+class Counting(MLP):
+    """Counts the samples that pass it, in training and in evaluation."""
+
+    n_samples = 0
+
+    def forward(self, x):
+        Counting.n_samples += len(x)
+        return super().forward(x)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_counted():
+    Counting.n_samples = 0
+
+
+def counting_net(kind=NeuralNet, **parameters):
+    return kind(
+        Counting,
+        criterion=nn.CrossEntropyLoss,
+        module__n_features=4,
+        module__n_outputs=3,
+        module__hidden_layer_sizes=(8, 8),
+        max_epochs=N_EPOCHS,
+        lr=0.5,
+        batch_size=10,
+        verbose=0,
+        **parameters,
+    )
+
+
+def run(net, **parameters):
+    """Run a trial; return its attributes, the net and the samples that passed the module."""
+    parameters = {"measures": TRACES, "goal": None, "random_state": 0, **parameters}
+    objective = MinimaObjective(net, X, Y, {"batch_size": [10]}, **parameters)
+    trial = optuna.create_study(directions=["minimize"] * len(objective.names)).ask()
+    fitted = objective._run(trial)[1]
+    return attributes_of(trial), fitted, Counting.n_samples
+
+
+def test_five_measures_take_one_pass_more_than_the_training(tmp_path):
+    attrs, fitted, n_samples = run(counting_net(), artifact_store=tmp_path)
+    assert n_samples == (N_EPOCHS + 1) * len(X)
+    assert attrs["artifact_id"]
+    for name in TRACES:
+        assert_allclose(attrs[name], measure(name, fitted, X, Y), rtol=1e-6)
+    outputs = fitted.forward(X).double()
+    loss = nn.CrossEntropyLoss()(outputs, torch.from_numpy(Y))
+    assert_allclose(attrs["train_loss"], float(loss), rtol=1e-6)
+
+
+def test_scores_and_held_out_data_take_passes_of_their_own():
+    """Two for held-out data, whose loss is recorded, and one for the training score."""
+    net = counting_net(NeuralNetClassifier)
+    attrs, _, n_samples = run(net, X_test=X[:7], y_test=Y[:7])
+    assert n_samples == (N_EPOCHS + 2) * len(X) + 2 * 7
+    assert {"train_score", "test_score", "test_loss"} <= set(attrs)
+
+
+@pytest.mark.parametrize("names", [TRACES[:1], [*TRACES, "gradient_norm"]])
+def test_other_measures_take_one_pass_too(names):
+    assert run(counting_net(), measures=names)[2] == (N_EPOCHS + 1) * len(X)
+
+
+def test_remeasuring_takes_one_pass(tmp_path):
+    search = FlatMinimaSearch(
+        counting_net(),
+        {"batch_size": [10]},
+        measure="l2_norm",
+        goal=1.0,
+        artifact_store=tmp_path,
+        random_state=0,
+    ).fit(X, Y)
+    Counting.n_samples = 0
+    table = search.remeasure(TRACES)
+    assert Counting.n_samples == len(X)
+    assert np.isfinite(table[TRACES].to_numpy()).all()
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e37], ids=["untrained", "diverging"])
+def test_a_network_that_failed_is_recorded_with_its_loss(lr):
+    attrs = run(counting_net().set_params(lr=lr), measures=[*TRACES, "pac_bayes_flatness"])[0]
+    assert attrs["converged"] is False
+    assert attrs["reason"].startswith("the training loss is ")
+    assert np.isfinite(attrs["train_loss"]) == (lr == 0.0)
+
+
+def test_the_loss_is_recorded_also_if_a_measure_fails(monkeypatch, tmp_path):
+    def fails(*args, **kwargs):
+        raise RuntimeError("cannot be measured")
+
+    monkeypatch.setattr(_measure, "measure_network", fails)
+    objective = MinimaObjective(counting_net(), X, Y, {"batch_size": [10]}, artifact_store=tmp_path)
+    trial = optuna.create_study().ask()
+    with pytest.raises(RuntimeError, match="cannot be measured"):
+        objective._run(trial)
+    attrs = attributes_of(trial)
+    assert attrs["reason"] == "RuntimeError: cannot be measured"
+    assert attrs["train_loss"] > 0
+    assert (attrs["converged"], attrs["failed"]) == (False, True)
+    assert attrs["seconds"] >= 0
+    assert "relative_flatness" not in attrs
+    assert "artifact_id" not in attrs
+
+
+# -- networks whose loss has rounded to zero -----------------------------------------------------
+
+
+BLOBS = make_blobs(60, 5, centers=3, random_state=0)
+SATURATES = 1e5
+
+
+class Gain(MLP):
+    """Multiplies its outputs, so that a network without errors has no loss at all."""
+
+    def __init__(self, n_features, n_outputs, gain=1.0):
+        super().__init__(n_features, n_outputs)
+        self.gain = gain
+
+    def forward(self, x):
+        return self.gain * super().forward(x)
+
+
+def search_gains(gains, **params):
+    net = RelativeFlatnessRegularizedClassifier(Gain, max_epochs=40, verbose=0)
+    space = {"module__gain": gains, "batch_size": [16, 32]}
+    return FlatMinimaSearch(net, space, **{"goal": 0.02, "random_state": 0, **params})
+
+
+@pytest.mark.parametrize("fleet", [None, 4])
+def test_saturated_networks_rank_behind_all_minima(fleet):
+    with pytest.warns(FlatnessWarning, match="2 of 4 candidates are no minima(.|\n)*saturated"):
+        found = search_gains([1.0, SATURATES], fleet=fleet).fit(*BLOBS)
+    table = found.minima_
+    assert table["param_module__gain"].tolist() == [1.0, 1.0, SATURATES, SATURATES]
+    assert table["converged"].tolist() == [True, True, False, False]
+    assert (table["relative_flatness"][:2] > 0.1).all()
+    assert (table["relative_flatness"][2:] == 0).all()
+    assert found.best_params_["module__gain"] == 1.0
+    # a sampler that learns is not drawn to them
+    values = [trial.value for trial in found.study_.get_trials() if trial.value is not None]
+    assert len(values) == 2
+    assert np.isfinite(values).all()
+
+
+def test_only_saturated_networks():
+    message = "no candidate has a curvature to compare.*train to a larger loss"
+    with pytest.warns(FlatnessWarning, match=message):
+        found = search_gains([SATURATES]).fit(*BLOBS)
+    assert not found.minima_["converged"].any()
+    assert found.score(*BLOBS) == 1
+
+
+@pytest.mark.parametrize("fleet", [None, 4])
+@pytest.mark.parametrize(
+    ("name", "params"), [("comparable_flatness", None), ("hessian_trace", {"at_loss": 0.1})]
+)
+def test_at_equal_loss_networks_of_all_depths_are_ranked(name, params, fleet, tmp_path):
+    # without a warning, and without a goal: nine epochs are too few for a plateau
+    found = search_gains(
+        [1.0, SATURATES], measure=[FlatnessScorer(name, measure_params=params), "gradient_norm"],
+        goal=None, fleet=fleet, artifact_store=tmp_path,
+    ).set_params(estimator__max_epochs=9).fit(*BLOBS)  # fmt: skip
+    table = found.minima_
+    assert table["depth"].max() > 1e3 * table["depth"].min()
+    assert table["converged"].all()
+    assert table["comparable"].all()
+    assert set(table["ended_by"]) == {"equal loss"}
+    assert table[name].is_monotonic_increasing
+    again = measure(name, found.best_estimator_, *BLOBS, **(params or {}))
+    assert table[name][0] == pytest.approx(again, rel=1e-4)
+    assert table["train_loss"].min() == 0  # that of the networks, not of the temperature
+    if params is None:
+        assert rank_minima(found.study_, name)["comparable"].all()
+    others = [FlatnessScorer("neuron_flatness_sum", measure_params=params), "trace_flatness"]
+    remeasured = found.remeasure(others)
+    assert (remeasured["neuron_flatness_sum"] > 0).all() == (params is not None)
+    assert not (remeasured["trace_flatness"] > 0).all()
+
+
+def test_a_network_that_has_not_fitted_has_no_rank_at_equal_loss():
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=20, lr=0.1, verbose=0)
+    space = {"data__random_labels": [0.0, 1.0], "batch_size": [16, 32]}
+    found = FlatMinimaSearch(net, space, measure="comparable_flatness", goal=None, random_state=0)
+    with pytest.warns(FlatnessWarning, match="no temperature gives the loss of at_loss=0.05"):
+        table = found.fit(*BLOBS).minima_
+    assert table["param_data__random_labels"].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert table["converged"].tolist() == [True, True, False, False]
+    assert table["comparable_flatness"].isna().tolist() == [False, False, True, True]
+    assert table["reason"][2].startswith("cannot be ranked: comparable_flatness is nan, no temper")

@@ -1,9 +1,7 @@
 """Tests of resumed studies: what changes results is refused, what does not goes on."""
 
 import functools
-import os
-import subprocess
-import sys
+from functools import cache
 
 import cloudpickle
 import numpy as np
@@ -24,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from relflat_sk import (
     MLP,
+    FlatnessScorer,
     FlatnessWarning,
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
@@ -31,7 +30,7 @@ from relflat_sk import (
 )
 from relflat_sk.search._provenance import MADE_WITH, check_made_with, describe, digest
 from tests.contracts.pages import blocks
-from tests.search.examples import X_TEST, Y_TEST, X, Y, make_search
+from tests.search.examples import X_TEST, Y_TEST, X, Y, load, make_search
 
 
 class Linear(nn.Module):
@@ -103,18 +102,37 @@ REFUSED = [
     (logistic, {"random_state": None}, r"search, random_state: \d+ then, the default now"),
     (logistic, {"goal": 0.9}, "search, goal: the default then, 0.9 now"),
     (logistic, {"measure": "l2_norm"}, r"measure: \['relative_flatness'\] then, \['l2_norm'\]"),
+    (logistic, {"measure": FlatnessScorer(layer=0)}, "_flatness: the default then, layer=0 now"),
+    (logistic, {"measure": FlatnessScorer(measure_params={"rtol": 1.0})}, "then, rtol=1.0 now"),
+    (logistic, {"space": {"C": [0.1, 0.2]}}, r"another space: 'C' was drawn from Cat.*0\.5"),
+    (logistic, {"space": {"tol": [0.1]}}, r"another space: trial . has \{'C': .*'tol': 'no value'"),
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def studies(tmp_path_factory):
+    """A function that makes a search, stores its study once, and returns where."""
+    folder = tmp_path_factory.mktemp("studies")
+
+    @cache
+    def store(make):
+        stored = {"storage": folder / f"{make.__name__}.log", "study_name": "sweep"}
+        make().set_params(**stored).fit(X, Y)
+        return stored
+
+    return store
 
 
 @pytest.mark.filterwarnings("ignore:no candidate converged")
 @pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 @pytest.mark.parametrize(("make", "changed", "match"), REFUSED)
-def test_what_changes_results_is_refused(stored, make, changed, match):
-    make().set_params(**stored).fit(X, Y)
+def test_what_changes_results_is_refused(studies, make, changed, match):
+    stored = studies(make)
     with pytest.raises(ValueError, match=match) as caught:
         make(**changed).set_params(**stored).fit(X, Y)
-    assert "study 'sweep' was made with something else" in str(caught.value)
-    assert "Give this call a study_name of its own" in str(caught.value)
+    assert "study 'sweep' was made " in str(caught.value)
+    assert "a study_name of its own" in str(caught.value)
+    assert len(load(stored).trials) == 2
 
 
 @pytest.mark.parametrize(
@@ -367,14 +385,11 @@ def describe_many():
     ])  # fmt: skip
 
 
-def test_every_process_finds_the_same():
-    """Hashes of Python are seeded in each process, and addresses differ."""
-    code = "from tests.search.test_provenance import describe_many as d; print(d())"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                         env={**os.environ, "PYTHONHASHSEED": "1"})  # fmt: skip
-    assert run.stdout.strip() == describe_many()
-    assert "(names={'a', 'b', 'c'}, other=builtins.object(" in run.stdout
-    assert " at 0x" not in run.stdout
+def test_descriptions_hold_no_address_and_no_order_of_a_set():
+    """`test_processes.py` compares them with those of other processes."""
+    text = describe_many()
+    assert "(names={'a', 'b', 'c'}, other=builtins.object(" in text
+    assert " at 0x" not in text
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from relflat_sk import (
 from relflat_sk.search._data import vary_data
 from relflat_sk.search._fit import scale_lr
 from relflat_sk.search._space import Space
-from relflat_sk.search._study import open_storage
 from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import (
     LABELS,
@@ -44,7 +43,6 @@ from tests.search.examples import (
     Y_TEST,
     X,
     Y,
-    load,
     logistic,
     make_net,
     piped,
@@ -396,30 +394,3 @@ def test_a_slip_does_not_bind_a_study(stored):
     with pytest.raises(ValueError, match="samples in X_test"):
         logistic(**stored).fit(X, Y, X_TEST, Y_TEST[:-1])
     assert logistic(**stored).fit(X, Y, X_TEST, Y_TEST).minima_["test_loss"].notna().all()
-
-
-@pytest.mark.parametrize(
-    ("changed", "match"),
-    [
-        ({"space": {"C": [0.1, 0.2]}}, r"another space: 'C' was drawn from Cat.*0\.3"),
-        ({"space": {"tol": [0.1]}}, r"another space: trial . has \{'C': .*'tol': 'no value'"),
-        ({"measure": FlatnessScorer(layer=0)}, "relative_flatness: the default then, layer=0 now"),
-        ({"measure": FlatnessScorer(measure_params={"rtol": 1.0})}, "default then, rtol=1.0 now"),
-        ({"fit": {"sample_weight": WEIGHTS}}, "sample_weight"),
-    ],
-)
-def test_a_study_of_something_else_is_not_resumed(stored, changed, match):
-    logistic(**stored).fit(X, Y)
-    with pytest.raises(ValueError, match=match):
-        search(**{**stored, **changed})()
-    assert len(load(stored).trials) == 3
-
-
-def test_a_study_of_other_directions_is_not_resumed(stored):
-    optuna.create_study(
-        direction="maximize",
-        study_name="sweep",
-        storage=open_storage(stored["storage"]),
-    )
-    with pytest.raises(ValueError, match=r"directions are \['maximize'\]"):
-        logistic(**stored).fit(X, Y)

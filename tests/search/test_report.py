@@ -118,8 +118,8 @@ def test_the_first_columns_are_what_matters():
 
 
 def net_search(**parameters):
-    net = make_net(max_epochs=100, callbacks=None, callbacks__print_log=None)
-    space = {"net__lr": [0.02, 2e-4], "net__batch_size": [8, 16], "scale__copy": [True]}
+    net = make_net(max_epochs=50, callbacks=None, callbacks__print_log=None)
+    space = {"net__lr": [0.05, 2e-4], "net__batch_size": [8, 16], "scale__copy": [True]}
     return make_search(piped(net), {**space, "lr_scaling": ["linear"]}, **parameters)
 
 
@@ -133,7 +133,7 @@ def test_goal_depth_and_what_was_left_out():
     assert f"have depths from {low:.3g} to {high:.3g}, which are training losses from" in text
     trials = sorted(minima["trial"][2:])
     reason = "training stopped before a training loss of 0.0549 or a plateau was reached"
-    left_out = f"<li>2 x {reason}, after 100 epochs (trials {trials[0]}, {trials[1]})</li>"
+    left_out = f"<li>2 x {reason}, after 50 epochs (trials {trials[0]}, {trials[1]})</li>"
     assert left_out in text
     assert text.count("<li>") == 1
     # three plots are of minima and parameters, one of trainings

@@ -186,14 +186,6 @@ def test_networks_that_are_no_minima_never_win_a_study(lr, state, reason):
     assert reason in attributes_of(other)["reason"]
 
 
-def test_failures_are_recorded_and_raised():
-    study = optuna.create_study()
-    with pytest.raises(RuntimeError, match="out of luck"):
-        study.optimize(MinimaObjective(Fails(max_iter=1000), X, Y, {"C": [1.0]}), 1)
-    assert attributes_of(study.trials[0])["reason"] == "RuntimeError: out of luck"
-    assert attributes_of(study.trials[0])["seconds"] >= 0
-
-
 # -- FlatMinimaSearch: what is trained ---------------------------------------------------------
 
 
@@ -225,11 +217,11 @@ def test_the_whole_grid_is_trained_once(tmp_path):
     assert relative_flatness(search, X, Y) == best["relative_flatness"]
 
 
-@pytest.mark.parametrize("n_trials", [2, 14, 15, 20])
+@pytest.mark.parametrize("n_trials", [5, 8])
 def test_no_combination_is_trained_twice(n_trials):
-    space = {"C": [0.4, 0.5, 0.6, 0.8, 1.0], "tol": [1e-4, 1e-5, 1e-6]}
+    space = {"C": [0.4, 0.6, 1.0], "tol": [1e-4, 1e-5]}
     search = logistic(space, n_trials=n_trials).fit(X, Y)
-    assert len(search.minima_) == min(n_trials, 15)
+    assert len(search.minima_) == min(n_trials, 6)
     assert not search.minima_.duplicated(["param_C", "param_tol"]).any()
 
 
@@ -285,17 +277,6 @@ def test_a_search_and_an_objective_with_one_random_state_train_the_same(make_sta
     assert objective.seed == search._objective.seed
 
 
-def test_processes_draw_the_same():
-    search = make_search(n_trials=3).fit(X, Y)
-    parallel = make_search(n_trials=3, n_jobs=2).fit(X, Y)
-    assert_same_results(search, parallel)
-    assert parallel.best_params_ == search.best_params_
-    assert_array_equal(parallel.predict_proba(X_TEST), search.predict_proba(X_TEST))
-    assert len(parallel.minima_) == len(search.minima_)  # the study also has withdrawn trials
-    # its study does not live in a file that is gone
-    pickle.loads(pickle.dumps(parallel)).study_.get_trials()
-
-
 def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, stored):
     counts = Counts(tmp_path / "trained")
     net = make_net(callbacks=[StopAtLoss(0.4), counts])
@@ -324,7 +305,7 @@ def test_the_measure_that_ranks_comes_first(make_storage, tmp_path):
     for table in (search.minima_, rank_minima(search.study_, "trace_flatness")):
         assert measure_columns(table) == measures
         assert list(table.columns[:3]) == ["trial", "param_C", measures[0]]
-    others = ["pac_bayes_flatness", "frobenius_product"]
+    others = ["spectral_product", "frobenius_product"]
     assert measure_columns(search.remeasure(others)) == [*measures, *others]
     again = logistic(measure=[measures[0], *others], **shared).fit(X, Y)
     assert measure_columns(again.minima_)[:3] == [measures[0], *others]
@@ -338,9 +319,8 @@ def test_draws_go_on_as_they_would_have(stored):
     assert resumed.minima_["param_C"].nunique() == 12
 
 
-@pytest.mark.parametrize("name", ["minima.db", "minima.log"])
-def test_a_search_without_a_name_says_which_study_it_does_not_resume(tmp_path, name):
-    storage = tmp_path / name
+def test_a_search_without_a_name_says_which_study_it_does_not_resume(tmp_path):
+    storage = tmp_path / "minima.log"
     first = logistic(storage=storage).fit(X, Y).study_.study_name
     with pytest.warns(FlatnessWarning, match=rf"does not resume .* study_name='{first}'") as caught:
         second = logistic(storage=storage).fit(X, Y)

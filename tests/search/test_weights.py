@@ -173,7 +173,7 @@ def test_a_study_whose_weights_are_elsewhere_is_not_resumed(stored, kept, tmp_pa
     assert len(load(stored).trials) == 2
 
 
-@pytest.mark.parametrize("lost", range(3))
+@pytest.mark.parametrize("lost", [0, 2])
 def test_lost_files_are_those_of_damaged_weights(stored, kept, tmp_path, lost):
     """The flattest is trained again by the search, the others by `remeasure`."""
     before = logistic(**kept).fit(X, Y)
