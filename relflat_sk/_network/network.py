@@ -11,13 +11,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._checks import gather_checks
 from relflat_sk._losses.loss import Loss, constant_risk, name_criterion
 from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.processes import ALONE, Processes
 from relflat_sk._network.recording import record_order
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 
@@ -250,10 +251,10 @@ class Outcome:
         """Return what each sample adds to the divisor of the mean loss. Shapes: returns (n,)."""
         return self.loss.divisors(self.output, self.target).detach().double()
 
-    def total(self) -> tuple[Tensor, float]:
+    def total(self) -> tuple[Tensor, Tensor]:
         """Sum losses and divisors with the sample weights; their ratio is the mean loss."""
         losses, divisors = self.loss.terms(self.output, self.target, each=self.weighted)
-        return self.weight @ losses.double(), float(self.weight @ divisors.detach().double())
+        return self.weight @ losses.double(), self.weight @ divisors.detach().double()
 
 
 def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
@@ -276,14 +277,13 @@ def outcomes(network: Network) -> Iterator[Outcome]:
 
 def mean_loss(network: Network) -> float:
     """Compute the mean loss over the data, in evaluation mode."""
-    total, divisor = 0.0, 0.0
-    with borrowed(network.module), torch.no_grad():
+    total, divisor = torch.zeros(2, dtype=torch.float64)
+    with borrowed(network.module), torch.no_grad(), gather_checks():
         for outcome in outcomes(network):
             loss, share = outcome.total()
-            total += float(loss)
-            divisor += share
-    total, divisor = network.processes.sum_numbers(total, divisor)
-    return total / divisor
+            total, divisor = total + loss, divisor + share
+    sums = network.processes.sum_numbers(*read_numbers(total, divisor))
+    return sums[0] / sums[1]
 
 
 def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:

@@ -144,7 +144,7 @@ def loss_gradient(
             if along.requires_grad:
                 gradient += grad(along, retain_graph=True)[0]
             total += float(loss.detach())
-            divisor += share
+            divisor += float(share)
             del loss, along, outcome  # frees this batch before the next one runs
     total, divisor = network.processes.sum_numbers(total, divisor)
     return total / divisor, network.processes.sum(gradient) / divisor
