@@ -139,8 +139,10 @@ CHOICES = {
     "train_split": [None, ValidSplit(3)],
 }
 EACH = {name: st.sampled_from(values) for name, values in CHOICES.items()}
+FEW = st.lists(st.sampled_from(list(EACH)), max_size=2, unique=True)
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
 NO_BATCH = {"module__widths": [5], "batch_size": 64, "iterator_train__drop_last": True}
+PROBED = {"module__widths": [5], "module__activation": nn.Tanh, "flatness_layer": 0}
 
 
 @pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
@@ -154,12 +156,15 @@ NO_BATCH = {"module__widths": [5], "batch_size": 64, "iterator_train__drop_last"
     weighted=st.sampled_from(["", "positive", "some zero"]),
     smoothing=st.sampled_from([0.0, 0.1]),
     first=st.fixed_dictionaries(EACH),
-    second=st.fixed_dictionaries({}, optional=EACH),
+    # nets that differ in more are seldom trained as one stacked model
+    second=FEW.flatmap(lambda names: st.fixed_dictionaries({name: EACH[name] for name in names})),
 )
 # a single layer, and a last batch of one sample: the limit has no gain to compare with
 @example("alone", "numpy", "classes", 15, "", 0.0, PLAIN, {})
 # an epoch without a batch
 @example("fleet", "numpy", "classes", 15, "positive", 0.0, PLAIN | NO_BATCH, {"random_state": 1})
+# numbers of probes that are each net's own
+@example("vmap", "numpy", "classes", 15, "", 0.0, PLAIN | PROBED, {"flatness_probes": 2})
 def test_every_engine_gives_the_result_of_a_plain_torch_loop(
     engine, arrays, kind, n, weighted, smoothing, first, second
 ):

@@ -105,8 +105,8 @@ class Ordered(nn.Sequential):
     """Uses one of two activations twice."""
 
     def __init__(self, n_features, n_outputs, kind=nn.Tanh):
-        found = {nn.Tanh: nn.Tanh(), nn.ReLU: nn.ReLU()}
-        activations = found[nn.Tanh], found[nn.ReLU], found[kind]
+        found = {nn.Tanh: nn.Tanh(), nn.Sigmoid: nn.Sigmoid()}
+        activations = found[nn.Tanh], found[nn.Sigmoid], found[kind]
         layers = [part for one in activations for part in (nn.Linear(n_features, n_features), one)]
         super().__init__(*layers, nn.Linear(n_features, n_outputs))
         self.double()
@@ -195,7 +195,7 @@ ALIKE = {
     "results of the forward pass": ([{"module": Shared, "module__kind": "results"}] * 2, {}),
     # nets of several groups, side by side
     "activations in other places": (
-        [PLAIN | {"module": Ordered, "module__kind": kind} for kind in [nn.Tanh, nn.ReLU] * 2],
+        [PLAIN | {"module": Ordered, "module__kind": kind} for kind in [nn.Tanh, nn.Sigmoid] * 2],
         {},
     ),
     "other attributes": (
