@@ -152,9 +152,9 @@ def test_the_examples_of_clusters_run(cluster, tmp_path):
 GALLERY = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
 # most of the gallery's time; the nightly builds run all, as `make docs` does
 LONG = {
-    *("plot_adapters", "plot_displays", "plot_fine_tuning", "plot_label_noise", "plot_layers"),
-    *("plot_lightning", "plot_limit", "plot_rank_classifiers", "plot_robustness", "plot_study"),
-    *("plot_torch_loop", "plot_trainer"),
+    *("plot_adapters", "plot_batch_sizes", "plot_displays", "plot_ensemble", "plot_fine_tuning"),
+    *("plot_label_noise", "plot_layers", "plot_lightning", "plot_limit", "plot_rank_classifiers"),
+    *("plot_robustness", "plot_study", "plot_torch_loop", "plot_trainer"),
 }
 
 

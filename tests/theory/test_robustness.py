@@ -155,8 +155,10 @@ def test_the_input_of_a_convolution_is_one_vector(layer):
 # standard errors
 
 
-@pytest.mark.parametrize("layer", [-1, 0])
-@pytest.mark.parametrize("matrices", ["orthogonal", "truncated_normal", "projection"])
+@pytest.mark.parametrize(
+    ("matrices", "layer"),
+    [("orthogonal", -1), ("orthogonal", 0), ("truncated_normal", 0), ("projection", -1)],
+)
 def test_standard_errors_are_the_spread_over_seeds(matrices, layer):
     net = nn.Sequential(nn.Linear(15, 12), nn.Tanh(), nn.Linear(12, 3)).double()
     X, y = torch.randn(6, 15).double(), torch.arange(6) % 3
