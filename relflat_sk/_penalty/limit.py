@@ -4,7 +4,7 @@ A dead network is perfectly flat, so that the published objective ``loss + weigh
 it as an attractor: with a large weight, training ends there. With the weighted penalty ``P`` and a
 limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the differentiation,
 
-.. math:: s = \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{R},\; 2 c \frac{G}{\rho R}\Bigr), \qquad
+.. math:: s = \min\Bigl(1,\; \frac{c}{10} \frac{L_0 - L}{R},\; 2 c \frac{G}{\rho R}\Bigr), \qquad
     R = \max(|P|, \overline{|P|}) .
 
 **Size.** :math:`R` is the penalty of the batch, or its moving average over steps where that is
@@ -15,7 +15,9 @@ a high learning rate, networks with a large weight ended sharper than without pe
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
 no penalty. So a dead network is no attractor, and a penalty cannot stop training before it has
-begun. At a minimum, this is no limit.
+begun. At a minimum, this is no limit. With half instead of a tenth, a first layer's penalty cost a
+convolutional network 5 to 11 points of accuracy, and networks at high learning rates nearly died;
+perceptrons, whose limit is mostly that of the gradients, became hardly flatter.
 
 **Gradients.** :math:`G` is the typical norm of the loss's gradient in this training, a moving
 average over steps. So no step is larger than those that training has shown to be stable. The
@@ -69,7 +71,7 @@ class PenaltyLimit:
         # which old ones count for less; at first, there is no limit by it
         self._squares: Any = 0.0
         self._n_squares: Any = 1e-30
-        self._most: Any = 0.0  # the largest penalty over half of `clip`, by the gradients
+        self._most: Any = 0.0  # the largest penalty over `clip`, by the gradients
         self._mean: Any = 0.0  # the penalty's size; at first, that of each batch counts
 
     @classmethod
@@ -134,11 +136,11 @@ class PenaltyLimit:
             self._squares = xp.where(usable, squares, self._squares)
             number = _MEMORY * self._n_squares + xp.ones_like(size)
             self._n_squares = xp.where(usable, number, self._n_squares)
-            self._most = 4 * self._typical * (self._n_squares / self._squares) ** 0.5
+            self._most = 2 * self._typical * (self._n_squares / self._squares) ** 0.5
         self.steps = self.steps + 1
         mean = self._mean + _NEWEST * (size - self._mean)
         self._mean = xp.where(mean < xp.inf, mean, self._mean)
-        largest = gain.clip(max=self._most) * (0.5 * self.clip)
+        largest = (gain / 10).clip(max=self._most) * self.clip
         # where there is no penalty, there is nothing to limit
         return xp.where(size > 0, largest / xp.maximum(size, self._mean), 1.0).clip(0, 1)
 

@@ -141,7 +141,7 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     With the limit `flatness_clip`, the penalty :math:`P = \lambda \kappa / (2 m)` of a step is
     multiplied by
 
-    .. math:: \min\Bigl(1,\; \frac{c}{2} \frac{L_0 - L}{R},\; 2 c \frac{G}{\rho R}\Bigr) , \qquad
+    .. math:: \min\Bigl(1,\; \frac{c}{10} \frac{L_0 - L}{R},\; 2 c \frac{G}{\rho R}\Bigr) , \qquad
         R = \max(|P|, \overline{|P|}) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the

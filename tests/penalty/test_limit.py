@@ -70,7 +70,7 @@ class PlainLimit:
             weights = [0.9**age for age in range(len(self.ratios))[::-1]]
             ratio = np.average(np.square(self.ratios), weights=weights) ** 0.5
             by_gradient = 2 * self.clip * typical / (ratio * size)
-        by_value = self.clip / 2 * gain / size
+        by_value = self.clip / 10 * gain / size
         return min(1.0, max(0.0, min(by_value, by_gradient)))
 
 
