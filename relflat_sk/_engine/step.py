@@ -128,8 +128,8 @@ class Step:
                 *others,
             )
 
-        gain = self._loss.gain(loss, z, batch.targets, batch.shares)
-        share = _limited(settings.limit, self._body.gradients, differentiate, gain, penalty)
+        losses = loss, self._loss.of_constant(z, batch.targets, batch.shares)
+        share = _limited(settings.limit, self._body.gradients, differentiate, losses, penalty)
         return loss, penalty, share
 
 
@@ -137,26 +137,26 @@ def _limited(
     limit: PenaltyLimit | None,
     gradients: Sequence[Any],
     differentiate: Callable[[float, Any], None],
-    gain: Any,
+    losses: tuple[Any, Any],
     penalty: Any,
 ) -> Any:
     """Write the gradients of the losses and of the shares of the penalties that the limit leaves.
 
-    `differentiate` writes those of given multiples of losses and penalties. Shapes: `gain`,
-    `penalty` (k,); returns the shares (k,).
+    `differentiate` writes those of given multiples of losses and penalties. `losses` are those of
+    the networks and of a constant. Shapes: each of `losses`, `penalty` (k,); returns shares (k,).
     """
     ones = namespace(penalty).ones_like(penalty)
     if limit is None:
         differentiate(1.0, ones)
         return ones
     if not limit.needs_norms:
-        share = limit.share(gain, penalty)
+        share = limit.share(*losses, penalty)
         differentiate(1.0, share)
         return share
     differentiate(0.0, ones)
     of_penalty = [1 * gradient for gradient in gradients]
     differentiate(1.0, 0 * ones)
-    share = limit.share(gain, penalty, (_norm(gradients), _norm(of_penalty)))
+    share = limit.share(*losses, penalty, (_norm(gradients), _norm(of_penalty)))
     for gradient, other in zip(gradients, of_penalty, strict=True):
         gradient[...] += share.reshape(-1, *[1] * (other.ndim - 1)) * other
     return share

@@ -118,11 +118,10 @@ class ArrayLoss(ABC):
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         """Compute the trace term at the last layer, given the predictions of `slopes`."""
 
-    def gain(self, loss: Any, z: Any, target: Any, shares: Any) -> Any:
-        """Compute what networks have gained over their mean output, the same for all samples."""
-        if z.shape[-2] == 1:
-            return loss + np.inf
-        return (self.each(shares[..., None, :] @ z, target)[0] * shares).sum(-1) - loss
+    def of_constant(self, z: Any, target: Any, shares: Any) -> Any:
+        """Compute the losses of the networks' mean output, the same for all samples."""
+        found = (self.each(shares[..., None, :] @ z, target)[0] * shares).sum(-1)
+        return found + np.inf if z.shape[-2] == 1 else found
 
 
 class CrossEntropy(ArrayLoss):

@@ -316,7 +316,7 @@ class RelativeFlatnessPenalty:
             if self.limit.needs_norms:
                 parameters = [p for p in self._capture.parameters() if p.requires_grad]
                 norms = _gradient_norm(loss, parameters), _gradient_norm(penalty, parameters)
-            share: Tensor = self.limit.share(of_constant - loss.detach(), penalty.detach(), norms)
+            share: Tensor = self.limit.share(loss.detach(), of_constant, penalty.detach(), norms)
             return share.to(penalty.dtype)
 
 

@@ -141,8 +141,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     With the limit `flatness_clip`, the penalty :math:`P = \lambda \kappa / (2 m)` of a step is
     multiplied by
 
-    .. math:: \min\Bigl(1,\; \frac{c}{10} \frac{L_0 - L}{R},\; 2 c \frac{G}{\rho R}\Bigr) , \qquad
-        R = \max(|P|, \overline{|P|}) ,
+    .. math:: \min\Bigl(1,\; \frac{c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr) ,
+        \qquad R = \max(|P|, \overline{|P|}) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
     batch, :math:`G` a moving average of :math:`\|\nabla L\|` over the steps, and :math:`\rho` the

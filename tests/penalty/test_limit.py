@@ -50,7 +50,7 @@ class PlainLimit:
     def __init__(self, clip):
         self.clip, self.norms, self.ratios, self.sizes = clip, [], [], []
 
-    def __call__(self, gain, penalty, norms):
+    def __call__(self, loss, of_constant, penalty, norms):
         """The share; `norms` are those of the gradients of loss and penalty."""
         step = len(self.sizes)
         if step < 8 or step % 8 == 0:
@@ -70,7 +70,8 @@ class PlainLimit:
             weights = [0.9**age for age in range(len(self.ratios))[::-1]]
             ratio = np.average(np.square(self.ratios), weights=weights) ** 0.5
             by_gradient = 2 * self.clip * typical / (ratio * size)
-        by_value = self.clip / 10 * gain / size
+        learned = min(1, abs((of_constant - loss) / of_constant)) if of_constant < np.inf else 1
+        by_value = self.clip / 5 * learned * (of_constant - loss) / size
         return min(1.0, max(0.0, min(by_value, by_gradient)))
 
 
@@ -109,9 +110,9 @@ def test_a_loop_with_the_limit_is_that_of_the_formula(layer, weight, clip):
                 output = twin(X)
             unlimited = free(CRITERION, output, y)
         loss, parameters = CRITERION(output, y), list(twin.parameters())
-        gain = (CRITERION(output.mean(dim=0).repeat(len(y), 1), y) - loss).item()
+        of_constant = CRITERION(output.mean(dim=0).repeat(len(y), 1), y).item()
         norms = norm(loss, parameters), norm(unlimited, parameters)
-        share = plain(gain, unlimited.item(), norms)
+        share = plain(loss.item(), of_constant, unlimited.item(), norms)
         assert term.item() == pytest.approx(share * unlimited.item(), rel=1e-8)
         shares.append(share)
         theirs.zero_grad()
@@ -128,46 +129,48 @@ def test_several_nets_at_once_have_the_limits_of_each(kind):
     alone = [PenaltyLimit(clip) for clip in clips]
 
     def draw():
-        gain, penalty = rng.normal(1, 1, 3), rng.normal(0, 3, 3)  # penalties may be negative
+        # losses and penalties may be negative
+        loss, of_constant, penalty = (rng.normal(m, s, 3) for m, s in ((0, 1), (1, 1), (0, 3)))
         penalty[rng.random(3) < 0.1] = 0
-        gain[rng.random(3) < 0.1] = np.inf  # of a single sample
+        of_constant[rng.random(3) < 0.1] = np.inf  # of a single sample
         norms = rng.lognormal(size=(2, 3))
         norms[1] *= np.abs(penalty)
-        return gain, penalty, norms
+        return loss, of_constant, penalty, norms
 
-    def expected(j, gain, penalty, norms):
-        return plain[j](gain[j], penalty[j], norms[:, j])
+    def expected(j, *numbers):
+        return plain[j](*(one[..., j] for one in numbers))
 
     for j, n_steps in enumerate(starts):  # the nets have made different numbers of steps
         for _ in range(n_steps):
-            gain, penalty, norms = draw()
-            found = alone[j].share(gain[j], penalty[j], norms[:, j])
-            assert found == pytest.approx(expected(j, gain, penalty, norms), rel=1e-12)
+            numbers = draw()
+            with np.errstate(all="ignore"):
+                found = alone[j].share(*(one[..., j] for one in numbers))
+            assert found == pytest.approx(expected(j, *numbers), rel=1e-12)
     to_kind = np.asarray if kind == "NumPy" else torch.as_tensor
     together = PenaltyLimit.stack(alone, to_kind(np.zeros(3)))
     for step in range(30):
-        gain, penalty, norms = draw()
+        *numbers, norms = draw()
         needed = together.needs_norms
         assert needed or step not in (0, 5, 8)
         given = tuple(to_kind(one) for one in norms) if needed else None
         with np.errstate(all="ignore"):
-            shares = together.share(to_kind(gain), to_kind(penalty), given)
+            shares = together.share(*map(to_kind, numbers), given)
         for j in range(3):
-            assert shares[j].item() == pytest.approx(expected(j, gain, penalty, norms), rel=1e-12)
+            assert shares[j].item() == pytest.approx(expected(j, *numbers, norms), rel=1e-12)
     together.unstack(alone)
     assert [one.steps for one in alone] == [n + 30 for n in starts]
     again = pickle.loads(pickle.dumps(alone[0]))
-    numbers = np.array([1.0, 2.0, 3.0, 4.0])
-    assert again.share(*numbers[:2], numbers[2:]) == alone[0].share(*numbers[:2], numbers[2:])
+    numbers = np.array([1.0, 2.0, 2.0, 3.0, 4.0])
+    assert again.share(*numbers[:3], numbers[3:]) == alone[0].share(*numbers[:3], numbers[3:])
 
 
 def test_norms_that_overflow_are_left_out():
     limit, other = PenaltyLimit(0.5), PenaltyLimit(0.5)
-    numbers = torch.tensor([np.inf, 100.0, 2.0, 3.0]).unbind()
-    for norms in (numbers[2:], (numbers[0], numbers[0])):
-        share = limit.share(*numbers[:2], norms)
-    other.share(*numbers[:2], numbers[2:])
-    assert share == other.share(*numbers[:2], numbers[2:])
+    numbers = torch.tensor([1.0, np.inf, 100.0, 2.0, 3.0]).unbind()
+    for norms in (numbers[3:], (numbers[1], numbers[1])):
+        share = limit.share(*numbers[:3], norms)
+    other.share(*numbers[:3], numbers[3:])
+    assert share == other.share(*numbers[:3], numbers[3:])
 
 
 def test_a_network_that_distinguishes_no_samples_has_no_penalty():
