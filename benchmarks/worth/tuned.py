@@ -185,7 +185,9 @@ def main() -> None:
         tune(study, method, training, problem.train, trials)
         results[name] = judge(study, method, training, problem, seeds)
         mean, width = interval(results[name])
-        seconds = np.mean([trial.duration.total_seconds() / N_SPLITS for trial in study.trials])
+        # an interrupted trial has none
+        durations = [trial.duration for trial in study.trials if trial.duration]
+        seconds = np.mean([one.total_seconds() / N_SPLITS for one in durations])
         row = [name, f"{mean:.1f} +- {width:.1f}", f"{100 * study.best_value:.1f}"]
         rows.append([*row, _setting(study.best_params), f"{seconds:.1f}"])
         print("  ".join(rows[-1]), flush=True)

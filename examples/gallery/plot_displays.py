@@ -61,7 +61,7 @@ panels = MeasurePanelsDisplay.from_minima(search, random_state=0)
 recorder = EpochScoring(
     FlatnessScorer(non_minimum="accept"), name="relative_flatness", on_train=True
 )
-flat = net.set_params(flatness_weight=10.0, callbacks=[recorder, StopAtLoss(0.05)], random_state=0)
+flat = net.set_params(flatness_weight=3.0, callbacks=[recorder, StopAtLoss(0.05)], random_state=0)
 history = FlatnessHistoryDisplay.from_estimator(flat.fit(X, y))
 
 # %%

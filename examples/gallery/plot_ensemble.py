@@ -27,7 +27,7 @@ nets = [
         verbose=0,
     )
     for seed in range(10)
-    for weight in (0.0, 10.0)
+    for weight in (0.0, 3.0)
 ]
 nets = FleetTrainer(nets).fit(X, y).estimators_
 

@@ -29,7 +29,7 @@ def train(weight):
     ).fit(X, y)
 
 
-nets = {"without penalty": train(0.0), "with penalty": train(10.0)}
+nets = {"without penalty": train(0.0), "with penalty": train(3.0)}
 
 # %%
 # The rise of the loss, and what flatness predicts

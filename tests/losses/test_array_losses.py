@@ -50,11 +50,11 @@ def test_losses_and_trace_terms_have_the_gradients_of_autograd(name, scale, libr
     z_, wanted, shares_, phi_, weight_, factors_ = arrays
     found = loss.slopes(z_, wanted, shares_)
     trace = loss.trace_term(found.p, phi_, weight_, factors_[..., None])
-    gain = loss.gain(found.value, z_, wanted, shares_)
+    of_constant = loss.of_constant(z_, wanted, shares_)
     pairs = [
         (found.value, torch.stack(expected)),
         (found.z, slopes),
-        (gain, torch.stack(constant) / loss.divisor(D) - torch.stack(expected)),
+        (of_constant, torch.stack(constant) / loss.divisor(D)),
         (trace.value, torch.stack(term)),
         (trace.z, of_term[0]),
         (trace.of_phi * phi_, of_term[1]),
@@ -86,10 +86,10 @@ def test_confident_predictions_are_exact_in_float32(few, library, monkeypatch):
     assert not term.weight.any()
 
 
-def test_a_single_sample_has_no_gain_to_compare_with():
+def test_a_single_sample_has_no_constant_to_compare_with():
     loss = find_array_loss(nn.MSELoss(), torch.ones(1, 2), 2)
     ones = np.ones((1, 1, 2))
-    assert loss.gain(np.ones(1), ones, ones, np.ones((1, 1))).tolist() == [np.inf]
+    assert loss.of_constant(ones, ones, np.ones((1, 1))).tolist() == [np.inf]
 
 
 @pytest.mark.parametrize(

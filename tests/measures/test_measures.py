@@ -106,7 +106,7 @@ def test_probes_are_unbiased_and_their_standard_errors_honest(name):
     exact = evaluate(*at, method="exact", **options).value
     found = [
         evaluate(*at, method="hutchinson", n_probes=8, rtol=1e-12, random_state=seed, **options)
-        for seed in range(50)
+        for seed in range(100)
     ]
     values, stderrs = np.array([(one.value, one.stderr) for one in found]).T
     spread = values.std(ddof=1)

@@ -80,7 +80,7 @@ def test_values_and_error_bars_of_a_linear_regression(name, arguments, spread_of
     at, exact = network(net, MSE, X, y, batch_size=5), exact_rise(net, X, spread_of)
     found = [
         SHARPNESS_MEASURES[name](at, **arguments, n_draws=5, random_state=seed)
-        for seed in range(50)
+        for seed in range(100)
     ]
     errors = np.array([one.value - exact for one in found])
     stated = np.array([one.stderr for one in found])

@@ -156,7 +156,7 @@ def test_the_steps_are_those_of_a_plain_loop_with_the_penalty(kind):
     differences = [
         (a - b).abs().max() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     ]
-    assert max(differences) > 1e-3
+    assert max(differences) > 3e-4
     assert [row["epoch"] for row in trainer.state.log_history if "loss" in row] == [1, 2]
     criterion = None if kind == "language model" else nn.CrossEntropyLoss()
     flatness = relative_flatness(model, {"input_ids": IDS}, labels, criterion=criterion)
