@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from relflat_sk._losses.curvature import pull_back
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk._random import fork_rng
 
 # -- other forward methods for a while -----------------------------------------------------
@@ -251,9 +251,11 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
             m.training = mode
         for m, key, buffer in buffers:
             m._buffers[key] = buffer
-        for buffer, version, content in contents:
-            # batch norm changes its statistics without a new version
-            if buffer._version != version or not torch.equal(buffer, content):
+        # batch norm changes its statistics without a new version
+        flags = [(buffer != content).any() for buffer, _, content in contents]
+        moved = read_numbers(*(one.to(flags[0].device) for one in flags)) if flags else []
+        for (buffer, version, content), differs in zip(contents, moved, strict=True):
+            if buffer._version != version or differs:
                 with torch.no_grad():
                     buffer.copy_(content)
 
