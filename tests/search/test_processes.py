@@ -204,6 +204,7 @@ def test_no_minimum_is_lost_and_none_is_double_if_a_worker_is_killed(engine, tmp
     assert tuple(this_process()[:3]) not in processes
 
 
+@pytest.mark.filterwarnings("ignore:the search predicts with the mean of 4 of 5 networks")
 def test_a_worker_that_dies_between_two_candidates_is_replaced(monkeypatch, tmp_path):
     found = []
 
