@@ -251,12 +251,16 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
             m.training = mode
         for m, key, buffer in buffers:
             m._buffers[key] = buffer
-        # batch norm changes its statistics without a new version
-        flags = [(buffer != content).any() for buffer, _, content in contents]
-        moved = read_numbers(*(one.to(flags[0].device) for one in flags)) if flags else []
-        for (buffer, version, content), differs in zip(contents, moved, strict=True):
-            if buffer._version != version or differs:
-                with torch.no_grad():
+        with torch.no_grad():
+            for buffer, version, content in contents:
+                if buffer._version != version:
+                    buffer.copy_(content)
+            # batch norm changes its statistics, which are dense, without a new version
+            dense = [(b, c) for b, _, c in contents if b.layout is torch.strided and not b.is_meta]
+            flags = [(buffer != content).any() for buffer, content in dense]
+            moved = read_numbers(*(one.to(flags[0].device) for one in flags)) if flags else []
+            for (buffer, content), differs in zip(dense, moved, strict=True):
+                if differs:
                     buffer.copy_(content)
 
 

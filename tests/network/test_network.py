@@ -117,6 +117,14 @@ def test_mixed_precision_comes_back_after_an_exception():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_statistics_come_back_after_a_measure_that_trains():
+    net, X, y = prepared()
+    net.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)  # cannot be compared
+    before = state_of(net)
+    measure(lambda model, X, y: model.train()(X).sum().item(), net, X, y, criterion=CE)
+    same(state_of(net), before)
+
+
 def test_the_user_s_criterion_is_not_moved():
     net, X, y = prepared()
     criterion = nn.CrossEntropyLoss(weight=torch.ones(3))
