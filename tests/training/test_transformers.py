@@ -131,7 +131,7 @@ def assert_same(model, other):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-PENALTY = {"weight": 5.0, "clip": 5.0}
+PENALTY = {"weight": 5.0, "clip": 20.0}
 MODELS = {"classifier": (classifier, CLASSES), "language model": (language_model, TOKENS)}
 
 
@@ -156,7 +156,7 @@ def test_the_steps_are_those_of_a_plain_loop_with_the_penalty(kind):
     differences = [
         (a - b).abs().max() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     ]
-    assert max(differences) > 3e-4
+    assert max(differences) > 1e-3
     assert [row["epoch"] for row in trainer.state.log_history if "loss" in row] == [1, 2]
     criterion = None if kind == "language model" else nn.CrossEntropyLoss()
     flatness = relative_flatness(model, {"input_ids": IDS}, labels, criterion=criterion)
