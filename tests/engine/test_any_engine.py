@@ -110,9 +110,9 @@ def assert_trained_by_hand(net, X, y, weights):
             terms.append(term.item())
         if valid is not None:
             list(DataLoader(valid, net.batch_size))  # draws from the random state
-    np.testing.assert_allclose(curve(net), losses, rtol=1e-9)
-    np.testing.assert_allclose(curve(net, "flatness_penalty"), terms, rtol=1e-7, atol=1e-10)
-    close = {"rtol": 1e-9, "atol": 1e-10}
+    np.testing.assert_allclose(curve(net), losses, rtol=1e-10)
+    np.testing.assert_allclose(curve(net, "flatness_penalty"), terms, rtol=1e-10, atol=1e-12)
+    close = {"rtol": 1e-10, "atol": 1e-12}
     torch.testing.assert_close(net.module_.state_dict(), module.state_dict(), **close)
     states = (one.state_dict()["state"] for one in (net.optimizer_, optimizer))
     torch.testing.assert_close(*states, **close)
