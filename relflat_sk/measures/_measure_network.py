@@ -166,7 +166,7 @@ def measure_network(
         some = [name for name in names if shares[name] == share]
         found |= _measure_at_loss(network, some, layers, share, tolerated, params)
     for (layer, name), one in found.items():
-        _warn_of_saddle(layer, name, one)
+        warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
     return found
 
@@ -343,7 +343,7 @@ def _measure_whole(
     return found
 
 
-def _warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
+def warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
     """Warn if a curvature is negative beyond doubt."""
     if name in TRACE_LIKE and found.value < -max(_SURE * found.stderr, 1e-9 * abs(found.risk)):
         warn(

@@ -34,6 +34,17 @@ WHOLE_NETWORK = "whole network"  # label of values that belong to no layer
 ALPHAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
+def _refuse_arguments(
+    given: Mapping[str, Any], function: Callable[..., Any], argument: str
+) -> None:
+    """Refuse arguments of a function among those of `plot`: matplotlib has none of these names."""
+    for name in given.keys() & signature(function).parameters:
+        raise TypeError(
+            f"from_estimator has no argument {name!r}: pass it in {argument}, as "
+            f'{argument}={{"{name}": ...}}.'
+        )
+
+
 def _layer_panels(ax: "Axes | None", n: int, names: Sequence[str]) -> "list[Axes]":
     """Make panels with a row for each layer, the first one at the top."""
     height, margin = LAYER_HEIGHT * len(names) + 1.3, LETTER_WIDTH * max(map(len, names)) + 0.6
@@ -126,12 +137,7 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         >>> [label.get_text() for label in display.ax_.get_yticklabels()]
         ['0: hidden0', '1: output']
         """
-        # matplotlib has none of these names
-        for name in kwargs.keys() & signature(flatness_report).parameters:
-            raise TypeError(
-                f"from_estimator has no argument {name!r}: pass it in measure_params, as "
-                f'measure_params={{"{name}": ...}}.'
-            )
+        _refuse_arguments(kwargs, flatness_report, "measure_params")
         names = find_measures(measures)
         report = flatness_report(
             estimator, X, y, measures=names, layers=layers, **(measure_params or {})
@@ -235,7 +241,8 @@ class LayerSensitivityDisplay(EstimatorDisplay):
         Raises
         ------
         TypeError
-            If the estimator holds no network, or `bits` is no number or list of numbers.
+            If the estimator holds no network, `bits` is no number or list of numbers, or an
+            argument of `layer_sensitivity` is given by itself instead of in `sensitivity_params`.
         ValueError
             If a number of bits is below 2, or data and estimator do not fit together.
 
@@ -249,6 +256,7 @@ class LayerSensitivityDisplay(EstimatorDisplay):
         >>> [label.get_text() for label in display.ax_.get_yticklabels()]
         ['hidden0', 'output']
         """
+        _refuse_arguments(kwargs, layer_sensitivity, "sensitivity_params")
         table = layer_sensitivity(
             estimator, X, y, bits=bits, measured=measured, **(sensitivity_params or {})
         )

@@ -127,16 +127,21 @@ def _record(objective: Any, n_objectives: int, measuring: Any) -> Record:
     }
     data = {"X": objective.X, "y": objective.y, **objective.per_sample["fit_params"]}
     held_out = {"X_test": objective.X_test, "y_test": objective.y_test}
-    ways = objective.measuring.ways | ({} if measuring is None else measuring.ways)
+    measures = describe_measures(objective.measuring)
     return {
         "estimator": dict(_describe_estimator(objective.estimator, varied)),
-        "data": _describe_data(data),
-        "held-out data": _describe_data({n: x for n, x in held_out.items() if x is not None}),
+        "data": describe_data(data),
+        "held-out data": describe_data({n: x for n, x in held_out.items() if x is not None}),
         "search": {n: describe(one) for n, (one, default) in settings.items() if one != default},
         "choices": space.describe_choices(),
-        "measures": {str(name): _describe_measure(name, way) for name, way in ways.items()},
+        "measures": measures | ({} if measuring is None else describe_measures(measuring)),
         UNITS: {"loss_unit": ""} if is_regressor(objective.estimator) else {},
     }
+
+
+def describe_measures(measuring: Any) -> dict[str, str]:
+    """Describe how each measure is taken."""
+    return {str(name): _describe_measure(name, way) for name, way in measuring.ways.items()}
 
 
 def _describe_measure(name: str, way: Any) -> str:
@@ -146,7 +151,8 @@ def _describe_measure(name: str, way: Any) -> str:
     return ", ".join(parts) or "the default"
 
 
-def _describe_data(data: Mapping[str, Any]) -> dict[str, str]:
+def describe_data(data: Mapping[str, Any]) -> dict[str, str]:
+    """Describe data by shapes and checksums."""
     return {name: digest(one) or describe(one) for name, one in data.items()}
 
 

@@ -5,11 +5,10 @@ import json
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from math import ceil, isnan
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ from typing import Any
 import pandas as pd
 import torch
 from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_memory
 from skorch import NeuralNet
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from relflat_sk._models.network_of import final_estimator
+from relflat_sk._network.network import Network
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
@@ -29,6 +31,7 @@ from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import KEPT, CallError, failure_record
 from relflat_sk.search._goal import record_verdict
 from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
+from relflat_sk.search._provenance import describe, describe_data, describe_measures
 from relflat_sk.search._results import WRONG_LABELS, listed, warn_if_few_fit
 
 _PLAIN = str | int | float | bool | None  # values of parameters that are columns
@@ -48,6 +51,8 @@ def rank_models(  # noqa: PLR0913
     y_test: Any = None,
     sample_weight: Any = None,
     random_state: Any = None,
+    memory: Any = None,
+    verbose: int = 0,
 ) -> pd.DataFrame:
     """Rank trained models, flattest first: fitted estimators, checkpoints of a network, adapters.
 
@@ -83,6 +88,14 @@ def rank_models(  # noqa: PLR0913
         Weight of each training sample; one if None.
     random_state : int, RandomState or None, default=None
         Seed of the probes, the same for all models.
+    memory : str, path or object with the interface of joblib.Memory, optional
+        A folder in which each row is kept as soon as its model is measured, so that another call
+        goes on where one was interrupted or killed. A row is taken from there if the model has the
+        same name, network, weights and parameters as then, and the data, the measures, their
+        arguments, the criterion and `random_state` are the same. Data sets are compared by their
+        class, length and three samples.
+    verbose : int, default=0
+        1 shows a progress bar of the models.
 
     Returns
     -------
@@ -109,7 +122,10 @@ def rank_models(  # noqa: PLR0913
     FlatnessWarning
         If models are no minima, or cannot be measured, or so few reach the loss at which they are
         compared that they are compared at another one, or that flatness misleads: wrong labels,
-        for example.
+        for example. If Ctrl-C or an error of the iterator `models` ended the call early: the
+        table has the models that were measured until then.
+    KeyboardInterrupt
+        If Ctrl-C ended the call before any model was measured.
 
     See Also
     --------
@@ -174,16 +190,18 @@ def rank_models(  # noqa: PLR0913
     False
     """
     measuring = Measuring(listed(measure), criterion)
-    seed = seed_from(random_state)
-    seed = draw_seed(None) if seed is None else seed
+    models = _find_models(models)
     data = TrainingData(X, y, X, y, sample_weight=sample_weight)
-    task = _Task(data, X_test, y_test, measuring, seed)
+    store = None
+    if memory is not None:
+        store = check_memory(str(memory) if isinstance(memory, Path) else memory)
+    task = _Task(data, X_test, y_test, measuring, seed_from(random_state), store, verbose)
     target = None if module is None else find_module(module)
     by = str(measuring.names[0])
     default = measuring.default_share(by)
     with restored(target) as restore:
         rows = task.measure_all(models, module, target, restore)
-        share = None if default is None else _share_of_half(rows, by)
+        share = None if default is None or task.ended else _share_of_half(rows, by)
         if share is not None:
             once = isinstance(models, Iterator)
             what = "Pass a list in place of an iterator, and they are" if once else "They are"
@@ -195,12 +213,21 @@ def rank_models(  # noqa: PLR0913
             )
             if not once:
                 measuring.take_at(by, share)
-                rows = task.measure_all(models, module, target, restore)
-                task.units["at_loss"] = share
+                again = task.measure_all(models, module, target, restore)
+                if not task.ended:  # else those of the first round are more
+                    rows = again
+                    task.units["at_loss"] = share
+    if task.ended:
+        warn(
+            f"{task.ended}: the table has the {len(rows)} models that were measured until then"
+            + (f", compared at {default:g} of the best constant's loss. " if share else ". ")
+            + "Another call goes on from here, "
+            + ("with the same memory." if memory is not None else "if both have a memory='folder'.")
+        )
     return _rank(rows, measuring, task.units, warned=share is not None)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Task:
     """How each of the models is measured, and on which data."""
 
@@ -208,25 +235,64 @@ class _Task:
     X_test: Any
     y_test: Any
     measuring: Measuring
-    seed: int
+    seed: int | None
+    memory: Any
+    verbose: int
     units: dict[Any, Any] = field(default_factory=dict)  # attributes of the table
     unread: list[Exception] = field(default_factory=list)  # why models cannot be loaded
+    ended: str = ""  # why there are no further models
+
+    def __post_init__(self) -> None:
+        if self.seed is None:  # that of the call that another one goes on from
+            draw = _draw_seed if self.memory is None else self.memory.cache(_draw_seed)
+            self.seed = draw("" if self.memory is None else self.description())
+
+    def description(self) -> str:
+        """Describe what changes the rows, beside the models."""
+        given = {"X": self.data.X, "y": self.data.y, "weights": self.data.sample_weight}
+        held_out = {"X_test": self.X_test, "y_test": self.y_test}
+        measures = describe_measures(self.measuring)
+        return repr([describe_data(given | held_out), measures, self.seed])
 
     def measure_all(
         self, models: Any, module: Any, target: nn.Module | None, restore: Callable[[], Any]
     ) -> list[dict[str, Any]]:
         """Measure one model after the other, and return their rows of the table."""
         rows: list[dict[str, Any]] = []
-        for label, item in _named(models):
-            row = self.measure(label, item, module, target)
-            rows.append({"model": label, "trial": len(rows)} | row)
-            del item  # or this model would be in memory together with the next
-            restore()  # the next one may be the module itself, or share its weights
+        total = len(models) if isinstance(models, Sized) else None
+        with tqdm(total=total, desc="models", unit="model", disable=not self.verbose) as bar:
+            try:
+                for label, item in self._named(models):
+                    row = self.measure(label, item, module, target)
+                    rows.append({"model": label, "trial": len(rows)} | row)
+                    del item  # or this model would be in memory together with the next
+                    restore()  # the next one may be the module itself, or share its weights
+                    bar.update()
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                self.ended = "interrupted"
         if not rows:
             raise ValueError("there are no models to rank: models is empty.")
         if all(row["kind"] is None for row in rows):
             raise self.unread[0]
         return rows
+
+    def _named(self, models: Any) -> Iterator[tuple[str, Any]]:
+        """Yield models with their names, without keeping them; end where an iterator fails."""
+        if isinstance(models, Mapping):
+            yield from ((str(name), model) for name, model in models.items())
+            return
+        number = 0
+        try:
+            for item in models:
+                yield str(item if isinstance(item, str | Path) else number), item
+                del item
+                number += 1
+        except Exception as error:
+            if not number:
+                raise
+            self.ended = f"models ended with {type(error).__name__}: {error}"
 
     def measure(
         self, label: str, item: Any, module: Any, target: nn.Module | None
@@ -235,20 +301,20 @@ class _Task:
         record: dict[str, Any] = {"kind": None, "state": "complete", "ended_by": "", "reason": ""}
         try:
             model, has_record = _load(label, item, module, target)
-            record |= _parameters(model) | {"kind": type(final_estimator(model))}
+            params = _parameters(model)
+            record |= params | {"kind": type(final_estimator(model))}
             with seeded(self.seed):  # data loaders draw from torch's random state
                 networks = self.measuring.networks(model, self.data)
                 network = next(iter(networks.values()))
                 if network.loss.row is None or network.loss.row.task == "regression":
                     self.units["loss_unit"] = ""
-                ranking = self.measuring.names[:1]
-                found = record_measures(record, networks, self.seed, self.measuring, ranking)
-                if found:
-                    held_out = self.X_test, self.y_test, self.measuring.criterion
-                    record |= measure_held_out(model, record["train_loss"], self.data, *held_out)
-                    trained = model if has_record else network.module
-                    record_verdict(record, trained, None, found, ranking)
-                    record["lowest"] = found[ranking[0]].lowest
+                key, measured = "", _measure_model
+                if self.memory is not None:
+                    parts = params, describe(network.module), describe(network.loss.criterion)
+                    key = repr([label, has_record, *parts, self.description()])
+                    others = ["task", "model", "networks", "has_record"]
+                    measured = self.memory.cache(_measure_model, ignore=others)
+                record |= measured(key, self, model, networks, has_record)
         except CallError as error:
             raise ValueError(f"{label!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:
@@ -259,28 +325,42 @@ class _Task:
         return record
 
 
-def _named(models: Any) -> Iterator[tuple[str, Any]]:
-    """Yield models with their names, without keeping them."""
+def _draw_seed(description: str) -> int:
+    """Draw a seed for what is described."""
+    return draw_seed(None)
+
+
+def _measure_model(
+    key: str, task: _Task, model: Any, networks: Mapping[Any, Network], has_record: bool
+) -> dict[str, Any]:
+    """Measure a model, of which `key` tells whether it was measured before."""
+    record: dict[str, Any] = {}
+    ranking = task.measuring.names[:1]
+    found = record_measures(record, networks, task.seed, task.measuring, ranking)
+    if found:
+        held_out = task.X_test, task.y_test, task.measuring.criterion
+        record |= measure_held_out(model, record["train_loss"], task.data, *held_out)
+        trained = model if has_record else next(iter(networks.values())).module
+        record_verdict(record, trained, None, found, ranking)
+        record["lowest"] = found[ranking[0]].lowest
+    return record
+
+
+def _find_models(models: Any) -> Any:
+    """Return models to iterate over, the checkpoints in a folder in place of its path."""
     if isinstance(models, nn.Module) or hasattr(models, "fit") or is_weights(models):
         raise TypeError(
             f"models is a single {type(models).__name__}: pass a list of models, or a dict with "
             "their names. To measure one model, use relflat_sk.measure."
         )
     if isinstance(models, str | Path):
-        models = list_checkpoints(Path(models))
-    if isinstance(models, Mapping):
-        yield from ((str(name), model) for name, model in models.items())
-        return
+        return list_checkpoints(Path(models))
     if not isinstance(models, Iterable):
         raise TypeError(
             "models must be a dict, a list or an iterator of models, or the path of a folder of "
             f"checkpoints, got {type(models).__name__}."
         )
-    numbers = count()
-    for item in models:
-        number = next(numbers)
-        yield str(item if isinstance(item, str | Path) else number), item
-        del item
+    return models
 
 
 def _load(label: str, item: Any, module: Any, target: nn.Module | None) -> tuple[Any, bool]:

@@ -19,7 +19,7 @@ from relflat_sk._models.network_of import describe
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
-from relflat_sk.measures._measure_network import criterion_has_curvature
+from relflat_sk.measures._measure_network import criterion_has_curvature, warn_of_saddle
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant
 from relflat_sk.measures._results import Flatness
 from relflat_sk.training._batches import training_network
@@ -104,6 +104,8 @@ def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
         warn(f"relative_flatness_ could not be measured: {error}")
         net._record = Record(np.nan, _NO_COMPARISON, checksum(net.module_))
     else:
+        for (layer, _), one in measured.items():
+            warn_of_saddle(layer, name, one)
         _record(net, list(measured.values()))
     if since is not None:
         _check_outcome(net, since)
@@ -218,9 +220,13 @@ def _has_outweighed(net: Any, since: int) -> bool:
     as large as the loss's. With a lower limit, each step still lowers the loss.
     """
     limited = net.flatness_clip is not None and net.flatness_clip < 1
-    return not limited and any(
-        epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
-        for epoch in net.history[since:]
+    return (
+        bool(net.flatness_weight)
+        and not limited
+        and any(
+            epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
+            for epoch in net.history[since:]
+        )
     )
 
 

@@ -121,6 +121,16 @@ def test_bad_choices_of_layers_and_measures(model, arguments, error, message):
         LayerFlatnessDisplay.from_estimator(model, X, y, **arguments)
 
 
+def test_arguments_of_layer_sensitivity_have_their_place():
+    module, *data = small_module(nn.Linear(4, 3))
+    with pytest.raises(TypeError, match="no argument 'criterion': pass it in sensitivity_params"):
+        LayerSensitivityDisplay.from_estimator(module, *data, criterion=CE)
+    display = LayerSensitivityDisplay.from_estimator(
+        module, *data, sensitivity_params={"criterion": CE}
+    )
+    assert ticks(display.ax_.yaxis) == ["0"]
+
+
 @pytest.mark.parametrize(
     ("numbers", "scale"), [([1.0, 100.0], "log"), ([1.0, 5.0], "linear"), ([-1.0, 100.0], "linear")]
 )

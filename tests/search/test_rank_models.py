@@ -7,9 +7,12 @@ import math
 import re
 import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
 
+import joblib
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
@@ -27,6 +30,7 @@ from relflat_sk import (
     rank_models,
     relative_flatness,
 )
+from relflat_sk.search import _rank_models
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, piped, plain_net
 
 CE = nn.CrossEntropyLoss()
@@ -519,3 +523,98 @@ def test_an_adapter_of_another_shape_is_refused(adapters):
     other = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(target_modules=["0"], r=2))
     with pytest.raises(ValueError, match="have further 2: .*lora_A"):
         rank_models(folder, X, Y, module=other, **OF_MODULE)
+
+
+# -- interrupted, and continued --------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Count the models that are measured, and press Ctrl-C at the number `end_at`."""
+    found = SimpleNamespace(count=0, end_at=None)
+    record = _rank_models.record_measures
+
+    def counting(*args):
+        found.count += 1
+        if found.count == found.end_at:
+            raise KeyboardInterrupt
+        return record(*args)
+
+    monkeypatch.setattr(_rank_models, "record_measures", counting)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(OSError("disk"), "models ended with OSError: disk"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_the_table_has_what_was_measured_if_the_call_ends_early(error, why, steps):
+    def failing(n):
+        yield from list(steps.values())[:n]
+        raise error
+
+    options = {"module": build(), **OF_MODULE}
+    with pytest.warns(FlatnessWarning, match=f"^{why}: the table has the 2 models"):
+        table = rank_models(failing(2), X, Y, **options)
+    assert table.equals(rank_models(list(steps.values())[:2], X, Y, **options))
+    with pytest.raises(type(error)):
+        rank_models(failing(0), X, Y, **options)
+
+
+@pytest.mark.parametrize("random_state", [0, None])
+def test_a_call_with_the_same_memory_goes_on(random_state, steps, measured, tmp_path):
+    probed = FlatnessScorer(layer=0, measure_params={"method": "hutchinson", "n_probes": 3})
+    options = {"criterion": CE, "measure": probed, "random_state": random_state}
+
+    def call(models=steps, memory=tmp_path, **changes):
+        measured.count = 0
+        return rank_models(models, X, Y, module=build(), memory=memory, **options | changes)
+
+    measured.end_at = 3
+    with pytest.warns(FlatnessWarning, match="the 2 models .* goes on from here, with the same"):
+        call()
+    measured.end_at = None
+    table = call()
+    assert measured.count == 1
+    again = call(memory=joblib.Memory(str(tmp_path), verbose=0))
+    assert measured.count == 0
+    pd.testing.assert_frame_equal(again, table)
+    assert again.attrs == table.attrs
+    assert call(memory=None).equals(table) == (random_state == 0)
+    other = FlatnessScorer(layer=0, measure_params={"method": "hutchinson", "n_probes": 2})
+    swapped = dict(zip(steps, list(steps.values())[::-1], strict=True))
+    for change in (
+        {"random_state": 1},
+        {"measure": other},
+        {"criterion": nn.CrossEntropyLoss(label_smoothing=0.1)},
+        {"sample_weight": np.arange(len(X))},
+        {"X_test": X_TEST, "y_test": Y_TEST},
+    ):
+        call(**change)
+        assert measured.count == 3, change
+    call(swapped)
+    assert measured.count == 2  # the one in the middle has kept its name
+    with pytest.raises(ValueError, match="'memory' should be None"):
+        call(memory=3)
+
+
+@pytest.mark.filterwarnings("ignore:fewer than half:relflat_sk.FlatnessWarning")
+@pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
+def test_an_interrupted_second_round_leaves_the_first(measured):
+    x = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
+    head = {"bias": torch.tensor([0.0, -1.0])}  # wrong for some, whatever its temperature
+    models = [{"weight": torch.tensor([[0.0], [w]]), **head} for w in (10.0, 11.0)]
+    options = {"module": nn.Linear(1, 2), "criterion": CE}
+    for end_at in (4, None):
+        measured.count, measured.end_at = 0, end_at
+        match = "has the 2 models .* compared at 0.05 of the" if end_at else "fewer than half"
+        with pytest.warns(FlatnessWarning, match=match):
+            table = rank_models(models, x, (x[:, 0] > 0).astype(int), **options)
+        assert len(table) == 2
+        assert table["comparable"].sum() == (0 if end_at else 1)  # half of them
+        assert ("at_loss" in table.attrs) == (end_at is None)
+
+
+def test_a_bar_shows_the_models(steps, capsys):
+    rank_models(steps, X, Y, module=build(), verbose=1, **OF_MODULE)
+    assert "3/3" in capsys.readouterr().err

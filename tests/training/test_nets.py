@@ -607,6 +607,22 @@ def test_warns_once_of_a_training_that_ended_badly(name):
         assert (net.relative_flatness_ > 0) == (name == "outweighed")
 
 
+def test_warns_of_a_negative_flatness_as_the_function_does():
+    class Down(nn.Module):
+        def forward(self, z, y):
+            return -(z - y).square().mean()
+
+    params = {"criterion": Down, "flatness_weight": 0, "module__n_outputs": 1}
+    match = r"relative_flatness at layer .* is negative \(-.*the loss curves down"
+    with pytest.warns(FlatnessWarning, match=match) as caught:
+        net = make(Net, **params, **STILL).fit(X, VALUES[:, None])
+    assert len(caught) == 1  # without a penalty, nothing is said of one
+    with pytest.warns(FlatnessWarning, match=match):
+        value = relative_flatness(net, X, VALUES[:, None])
+    assert net.relative_flatness_ == pytest.approx(value, rel=1e-6)
+    assert value < 0
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 def test_warns_of_a_net_that_ends_much_worse_than_it_was(weight):
     message = (
