@@ -123,6 +123,14 @@ def _mixer(timm: Any) -> nn.Module:
     )
 
 
+def _weight_norm(timm: Any) -> nn.Module:
+    mixer = _mixer(timm)
+    for part in list(mixer.blocks.modules()):  # the head starts at 0, which has no direction
+        if isinstance(part, nn.Linear):
+            nn.utils.parametrizations.weight_norm(part)
+    return mixer
+
+
 _SIZE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 _HEADS = {"num_key_value_heads": 2}  # grouped-query attention
 
@@ -151,6 +159,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Callable[[int], Data]]]] = {
     "vit": _vision(_vit),
     "nfnet": _vision(_nfnet, "timm"),
     "mixer": _vision(_mixer, "timm"),
+    "weight_norm": _vision(_weight_norm, "timm"),
     "levit": _timm("levit_128s", img_size=SIDE),
     "deit": _timm(
         "deit_tiny_patch16_224", img_size=SIDE, patch_size=4, depth=2, embed_dim=48, num_heads=3
@@ -165,7 +174,9 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, Callable[[int], Data]]]] = {
     "qwen2": _model(
         "qwen2", text, **_SIZE, **_HEADS, **_TEXT, intermediate_size=172, tie_word_embeddings=True
     ),
-    "mistral": _model("mistral", text, **_SIZE, **_HEADS, **_TEXT, intermediate_size=172),
+    "mistral": _model(
+        "mistral", text, **_SIZE, **_HEADS, **_TEXT, intermediate_size=172, sliding_window=8
+    ),
     "gpt_neox": _model("gpt_neox", text, **_SIZE, **_TEXT, intermediate_size=128),
 }  # fmt: skip
 
@@ -213,7 +224,10 @@ def counted_passes() -> Iterator[list[int]]:
 
 def measure_layers(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> Iterator[list[Any]]:
     """Measure flatness at the first layer, one in the middle, and the last but one."""
-    n_layers = sum(isinstance(part, nn.Linear | nn.Conv2d) for part in model.modules())
+    n_layers = sum(
+        isinstance(part, nn.Linear | nn.Conv2d) or type(part).__name__ == "Conv1D"
+        for part in model.modules()
+    )
     for layer in (0, n_layers // 2, -2):
         start = time.process_time()
         with counted_passes() as calls, warnings.catch_warnings():

@@ -27,7 +27,7 @@ from relflat_sk.measures._layer_measures import (
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._predictions import PREDICTION_MEASURES
-from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure
+from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.measures._takeuchi import TAKEUCHI
@@ -372,21 +372,28 @@ def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
     names = dict.fromkeys(
         name for (_, name), one in found.items() if not math.isfinite(one.value) and not one.reason
     )
-    if not names:
-        return
-    one = next(iter(found.values()))
-    parameter = find_non_finite(one.network.module)
+    if names:
+        one = next(iter(found.values()))
+        has_curvature = bool(names.keys() & CURVATURES.union([GRADIENT_NORM]))
+        explain_non_finite(list(names), one.network, one.summary, has_curvature=has_curvature)
+
+
+def explain_non_finite(
+    names: Sequence[str], network: Network, summary: Summary, *, has_curvature: bool
+) -> None:
+    """Warn that values are nan or infinite, with the cause."""
+    parameter = find_non_finite(network.module)
     advice = "If training has diverged, train again, with a lower learning rate for example."
     if parameter is not None:
         cause = f"{parameter!r} of the network contains nan or infinite numbers"
-    elif not names.keys() & CURVATURES.union([GRADIENT_NORM]):
+    elif not has_curvature:
         return
-    elif not one.summary.has_labels:
+    elif not summary.has_labels:
         cause = "features or outputs of the network are nan or too large at some sample"
-    elif not math.isfinite(one.risk):
+    elif not math.isfinite(summary.loss):
         cause = (
-            f"the mean loss is {one.risk}: the network's outputs are too large, or not of the kind "
-            "that the criterion takes, such as logits in place of probabilities"
+            f"the mean loss is {summary.loss}: the network's outputs are too large, or not of the "
+            "kind that the criterion takes, such as logits in place of probabilities"
         )
     else:
         cause = (

@@ -11,7 +11,7 @@ the network is piecewise linear behind the layers, all layers and numbers of bit
 pass for each output.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from relflat_sk._network.layers import Layer, layer_map
 from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._network.recording import layer_input
 from relflat_sk._random import RandomState, make_generator
+from relflat_sk.measures._measure_network import explain_non_finite
 from relflat_sk.measures._quantities import (
     LayerPass,
     Quantity,
@@ -268,6 +269,11 @@ def layer_sensitivity(  # noqa: PLR0913
     ValueError
         If a number of bits is below 2, labels are missing, or there is no such layer.
 
+    Warns
+    -----
+    FlatnessWarning
+        If predictions are nan or infinite, with the cause.
+
     See Also
     --------
     flatness_report : Measures of all layers.
@@ -304,6 +310,8 @@ def layer_sensitivity(  # noqa: PLR0913
         summary = summarize(network, name_layers(model, layers), rises.add)
         size = summary.n_samples, summary.divisor
         seen = _measure_rises(network, rises.changes) if measured else {}
+    if not all(torch.isfinite(one.total).all() for one in rises.sums.values()):
+        explain_non_finite(["predicted"], network, summary, has_curvature=True)
     rows = []
     for name, sums in rises.sums.items():
         (first, second, both, trace), (_, _, stderr, trace_stderr) = (
@@ -328,9 +336,10 @@ def layer_sensitivity(  # noqa: PLR0913
 
 def _check_bits(bits: Any) -> list[int]:
     """Return numbers of bits as a list."""
-    numbers = [bits] if is_integer(bits) else bits
-    if isinstance(numbers, str) or not isinstance(numbers, Sequence) or not len(numbers):
+    is_list = isinstance(bits, Iterable) and not isinstance(bits, str)
+    numbers = [bits] if is_integer(bits) else list(bits) if is_list else []
+    if not numbers:
         raise TypeError(f"bits must be a number of bits or a list of them, got {bits!r}.")
     for one in numbers:
         check_integer("bits", one, minimum=2, reason="one bit leaves 0 only")
-    return [int(one) for one in numbers]
+    return [int(one) for one in dict.fromkeys(numbers)]

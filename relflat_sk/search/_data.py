@@ -179,9 +179,7 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
 
     Shapes: `X_test`, `y_test` (n_test, ...).
     """
-    only_X = y_test is None and y is None  # a Dataset, which has its labels inside
-    if (X_test is None) != (y_test is None) and not only_X:
-        raise ValueError("X_test and y_test go together: give both or neither.")
+    check_held_out(y, X_test, y_test)
     for data, labels, suffix in ((X, y, ""), (X_test, y_test, "_test")):
         n, n_labels = _length(data), _length(labels)
         if n == 0:
@@ -207,6 +205,13 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
             )
     if classifier:
         _check_classes(y, y_test)
+
+
+def check_held_out(y: Any, X_test: Any, y_test: Any) -> None:
+    """Refuse held-out samples without labels, and labels without samples."""
+    only_X = y_test is None and y is None  # a Dataset, which has its labels inside
+    if (X_test is None) != (y_test is None) and not only_X:
+        raise ValueError("X_test and y_test go together: give both or neither.")
 
 
 def check_fit_params(

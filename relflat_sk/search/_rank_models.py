@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil, isnan
+from math import ceil, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import PARAM_PREFIX, list_reasons, parameter_columns, table_of_rows
-from relflat_sk.search._data import TrainingData
+from relflat_sk.search._data import TrainingData, check_held_out
 from relflat_sk.search._failures import KEPT, CallError, failure_record
 from relflat_sk.search._goal import record_verdict
 from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
@@ -35,6 +35,7 @@ from relflat_sk.search._provenance import describe, describe_data, describe_meas
 from relflat_sk.search._results import WRONG_LABELS, listed, warn_if_few_fit
 
 _PLAIN = str | int | float | bool | None  # values of parameters that are columns
+_SAME_LOSS = 1e-3  # up to which share losses of a constant are those of one criterion
 
 __all__ = ["rank_models"]
 
@@ -112,6 +113,8 @@ def rank_models(  # noqa: PLR0913
     ValueError
         If there are no models, no model can be measured, or an argument of the measures is not
         valid.
+    KeyboardInterrupt
+        On Ctrl-C before any model is measured.
     ImportError, OSError, ValueError
         If no model can be loaded: weights come without `module` or are those of another network, a
         file is missing or holds other objects than tensors, or safetensors or peft is needed and
@@ -120,12 +123,10 @@ def rank_models(  # noqa: PLR0913
     Warns
     -----
     FlatnessWarning
-        If models are no minima, or cannot be measured, or so few reach the loss at which they are
-        compared that they are compared at another one, or that flatness misleads: wrong labels,
-        for example. If Ctrl-C or an error of the iterator `models` ended the call early: the
-        table has the models that were measured until then.
-    KeyboardInterrupt
-        If Ctrl-C ended the call before any model was measured.
+        If models are no minima, or cannot be measured, or have different losses, or so few reach
+        the loss at which they are compared that they are compared at another one, or if flatness
+        misleads: wrong labels, for example. If Ctrl-C or an error of the iterator `models` ended
+        the call early: the table has the models that were measured until then.
 
     See Also
     --------
@@ -191,6 +192,7 @@ def rank_models(  # noqa: PLR0913
     """
     measuring = Measuring(listed(measure), criterion)
     models = _find_models(models)
+    check_held_out(y, X_test, y_test)
     data = TrainingData(X, y, X, y, sample_weight=sample_weight)
     store = None
     if memory is not None:
@@ -302,7 +304,7 @@ class _Task:
         try:
             model, has_record = _load(label, item, module, target)
             params = _parameters(model)
-            record |= params | {"kind": type(final_estimator(model))}
+            record |= params | {"kind": (type(model), type(final_estimator(model)))}
             with seeded(self.seed):  # data loaders draw from torch's random state
                 networks = self.measuring.networks(model, self.data)
                 network = next(iter(networks.values()))
@@ -343,6 +345,7 @@ def _measure_model(
         trained = model if has_record else next(iter(networks.values())).module
         record_verdict(record, trained, None, found, ranking)
         record["lowest"] = found[ranking[0]].lowest
+        record["constant"] = found[ranking[0]].constant_risk()
     return record
 
 
@@ -389,7 +392,7 @@ def _parameters(model: Any) -> dict[str, Any]:
     return {f"{PARAM_PREFIX}{name}": value for name, value in plain.items()}
 
 
-def _differs(name: str, rows: list[dict[str, Any]], kinds: list[type]) -> bool:
+def _differs(name: str, rows: list[dict[str, Any]], kinds: list[Any]) -> bool:
     """Return whether a parameter differs among the models of the kinds that have it."""
     having = {kind for kind, row in zip(kinds, rows, strict=True) if name in row}
     own = [row for kind, row in zip(kinds, rows, strict=True) if kind in having]
@@ -416,6 +419,7 @@ def _rank(
     """Return the ranked table; warn of models that are no minima or have no value."""
     labels = [row.pop("model") for row in rows]
     kinds = [row.pop("kind") for row in rows]
+    constants = [row.pop("constant", nan) for row in rows]
     for row in rows:
         row.pop("lowest", None)
     if all(row["state"] == "failed" for row in rows):
@@ -430,6 +434,14 @@ def _rank(
         warn(
             f"{len(others)} of {len(table)} models are no minima, and rank behind all others. "
             f"Reasons:\n{list_reasons(others)}"
+        )
+    known = {one: label for one, label in zip(constants, labels, strict=True) if isfinite(one)}
+    if known and max(known) - min(known) > _SAME_LOSS * abs(max(known)):
+        ends = [f"{one:.4g} of {known[one]!r}" for one in (min(known), max(known))]
+        warn(
+            f"the loss of the best constant prediction differs among the models, from {ends[0]} "
+            f"to {ends[1]}. They have different losses, weights of classes or units of the target, "
+            "and flatness does not compare them. Rank the models of each loss by themselves."
         )
     by = str(measuring.names[0])
     band = measuring.depth_band(by)

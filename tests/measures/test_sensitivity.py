@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk import layer_sensitivity
+from relflat_sk import FlatnessWarning, layer_sensitivity
 from relflat_sk.measures import _sensitivity
 from tests import oracles
 from tests.measures.nets import CE, LAYERS, NETS, dense, make
@@ -126,6 +126,21 @@ def test_standard_errors_of_weighted_means(of):
         scatter = share**2 @ (each - mean) ** 2
         np.testing.assert_allclose(table[column], mean, rtol=1e-9)
         np.testing.assert_allclose(table[error], np.sqrt(scatter * len(X) / (len(X) - 1)))
+
+
+def test_numbers_of_bits_are_any_sequence_and_count_once():
+    net, X, y = make("mlp tanh")
+    expected = layer_sensitivity(net, X, y, bits=[6, 3], criterion=CE)
+    for bits in (np.array([6, 3]), (6, 3, 6), iter([6, 3])):
+        assert layer_sensitivity(net, X, y, bits=bits, criterion=CE).equals(expected)
+
+
+def test_a_network_that_diverged_has_no_prediction_and_a_warning():
+    net, X, y = make("mlp tanh")
+    net[0].weight.data.fill_(np.nan)
+    with pytest.warns(FlatnessWarning, match="predicted is nan or infinite, because '0.weight'"):
+        table = layer_sensitivity(net, X, y, criterion=CE)
+    assert table["predicted"].isna().all()
 
 
 def test_a_weight_of_zeros_has_no_error():

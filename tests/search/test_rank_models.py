@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.neural_network import MLPClassifier
 from torch import nn
 
@@ -121,12 +121,26 @@ def test_models_of_several_kinds_have_columns_for_what_differs_within_a_kind():
         LogisticRegression(C=1.0, max_iter=500).fit(X, Y),
         make_net(random_state=0).fit(X, Y),
         make_net(random_state=0, module__activation="tanh").fit(X, Y),
+        piped(LogisticRegression(max_iter=500)).fit(X, Y),  # one of its kind
     ]
     table = rank_models(models, X, Y, **KAPPA).set_index("trial").sort_index()
     names = [name for name in table if name.startswith("param_")]
-    # both kinds have random_state; the first net does not say that its activation is the default
-    assert names == ["param_C", "param_random_state", "param_module__activation"]
+    # all kinds have verbose, 0 or False, and two of them random_state; the first net does not say
+    # that its activation is the default
+    of_nets = ["param_random_state", "param_verbose", "param_module__activation"]
+    assert names == ["param_C", *of_nets]
     assert table["param_C"].tolist()[:2] == [0.5, 1.0]
+
+
+def test_models_of_different_losses_are_not_compared_in_silence():
+    models = [LogisticRegression(max_iter=500), Ridge(), LogisticRegression(class_weight={0: 9})]
+    models = [one.fit(X, Y) for one in models]
+    entropy, variance = np.log(3), np.var(Y)
+    match = f"the models, from {variance:.4g} of '1' to {entropy:.4g} of '0'. They have different"
+    with pytest.warns(FlatnessWarning, match=match):
+        rank_models(models[:2], X, Y, **KAPPA)
+    with pytest.warns(FlatnessWarning, match="losses, weights of classes or units"):
+        rank_models(models[::2], X, Y, **KAPPA)
 
 
 def test_a_search_is_ranked_as_its_best_estimator():
@@ -415,6 +429,8 @@ MISSPELT = FlatnessScorer(measure_params={"n_probs": 3})
         ([build()], {"criterion": None}, ValueError, "criterion is needed for a bare module"),
         ([build()], {"measure": FlatnessScorer(layer="5")}, ValueError, "'0': layer='5' cannot be"),
         ([build()], {"X_test": X[:, :2], "y_test": Y}, ValueError, "X_test and y_test cannot"),
+        ([build()], {"y_test": Y}, ValueError, "X_test and y_test go together"),
+        ([build()], {"X_test": X}, ValueError, "X_test and y_test go together"),
         ([build()], {"measure": MISSPELT}, TypeError, "'n_probs' is no argument"),
     ],
 )
