@@ -261,7 +261,7 @@ def measure(
     **params : dict
         Further arguments, see `relative_flatness`. `weight_decay` is the optimiser's, to be
         counted into the loss as ``weight_decay / 2 * |W|^2``. "comparable_flatness" is measured
-        at equal loss always, with ``at_loss=0.05`` if nothing else is given.
+        at equal loss always, with ``at_loss=0.1`` if nothing else is given.
 
     Returns
     -------

@@ -122,7 +122,7 @@ _ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
 CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
 _NONE = Estimate(math.nan, math.nan, "none")
 # measures that are taken at equal loss always, and the share of the best constant's loss
-_SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.05)
+_SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
 # measures of the whole network that depend on the loss, and so on its temperature
 _OF_LOSS = {"network_flatness", "takeuchi_criterion", *SHARPNESS_MEASURES} - {
     "pac_bayes_flatness", "pac_bayes_magnitude_flatness",

@@ -327,7 +327,7 @@ def test_a_network_that_has_not_fitted_has_no_rank_at_equal_loss():
     net = RelativeFlatnessRegularizedClassifier(max_epochs=20, lr=0.1, verbose=0)
     space = {"data__random_labels": [0.0, 1.0], "batch_size": [16, 32]}
     found = FlatMinimaSearch(net, space, measure="comparable_flatness", goal=None, random_state=0)
-    with pytest.warns(FlatnessWarning, match="no temperature gives the loss of at_loss=0.05"):
+    with pytest.warns(FlatnessWarning, match="no temperature gives the loss of at_loss=0.1"):
         table = found.fit(*BLOBS).minima_
     assert table["param_data__random_labels"].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert table["converged"].tolist() == [True, True, False, False]
