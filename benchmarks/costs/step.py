@@ -45,7 +45,8 @@ class ByHand:
         scale = WEIGHT / (2 * weight.shape[1])
         penalty = scale * (features.square().sum(1) * variances).mean()
         with torch.no_grad():
-            gain = nn.functional.cross_entropy(z.mean(0).expand_as(z), y) - loss
+            constant = nn.functional.cross_entropy(z.mean(0).expand_as(z), y)
+            by_value = (1 - loss / constant).abs().clamp(max=1) * (constant - loss) / 5
         if self.steps < 8 or self.steps % 8 == 0:
             of_loss, ratio = self.norm(loss), self.norm(penalty) / penalty.detach()
             self.squares, self.n_squares = 0.9 * self.squares + ratio**2, 0.9 * self.n_squares + 1
@@ -53,7 +54,7 @@ class ByHand:
             self.typical = self.typical + (of_loss - self.typical) * 0.001 / (1 - 0.999**self.n)
         self.steps += 1
         ratio = (self.squares / self.n_squares) ** 0.5
-        largest = torch.minimum(CLIP / 2 * gain, 2 * CLIP * self.typical / ratio)
+        largest = CLIP * torch.minimum(by_value, 2 * self.typical / ratio)
         size = penalty.detach()
         self.mean = self.mean + 0.03 * (size - self.mean)
         share = (largest / torch.maximum(size, self.mean)).clamp(0, 1)

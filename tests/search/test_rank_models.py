@@ -349,9 +349,7 @@ def test_models_are_compared_at_a_loss_that_half_of_them_reach(n_right, n_bad, r
     for name, found in zip(tables[0]["model"], tables[0]["comparable_flatness"], strict=True):
         if np.isfinite(found):
             net.load_state_dict(models[name])
-            expected = measure(
-                "comparable_flatness", net, x, y, criterion=CE, at_loss=share or 0.1
-            )
+            expected = measure("comparable_flatness", net, x, y, criterion=CE, at_loss=share or 0.1)
             assert found == pytest.approx(expected)
     if share:
         assert f"They are compared at {share}, which" in texts[0]
@@ -623,7 +621,7 @@ def test_an_interrupted_second_round_leaves_the_first(measured):
     options = {"module": nn.Linear(1, 2), "criterion": CE}
     for end_at in (4, None):
         measured.count, measured.end_at = 0, end_at
-        match = "has the 2 models .* compared at 0.05 of the" if end_at else "fewer than half"
+        match = "has the 2 models .* compared at 0.1 of the" if end_at else "fewer than half"
         with pytest.warns(FlatnessWarning, match=match):
             table = rank_models(models, x, (x[:, 0] > 0).astype(int), **options)
         assert len(table) == 2
