@@ -1,6 +1,6 @@
 """Tables and the diagram of `benchmarks.worth.selection`, from its stored rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -32,16 +32,33 @@ GROUPS = {
     "regression (points of R2)": list(REGRESSIONS),
     FEW_SAMPLES: ["wine", "breast cancer", "diabetes"],
 }
-# the ways of the diagram and of the table by data set
-MAIN = (
-    FLAT, "nearest to the mean of all", "relative_flatness", "relative_flatness, as in a search",
-    "training loss", "mean confidence", "gradient_norm", "random", "5%, log loss, refit", BASE,
-    "20%, accuracy, refit", "20%, log loss", "5-fold, log loss, refit",
-    f"flattest of {FEW} best of 5%", f"flattest of {FEW} best of 20%",
-    "mean rank of flatness and 20%", "5 flattest", "5 lowest training loss",
-    f"{FEW} best of 20%", f"{FEW} best of 20%, refit", f"{FEW} random", "flatter half",
-    "better half of 20%, refit", "average of all",
-)  # fmt: skip
+# the ways of the diagram and of the table by data set, with their names in docs/does_it_help.md
+MAIN = {
+    FLAT: "flattest per feature at equal loss",
+    "nearest to the mean of all": "nearest to the mean of all",
+    "relative_flatness": "flattest",
+    "relative_flatness, as in a search": "flattest, as FlatMinimaSearch ranks",
+    "training loss": "lowest training loss",
+    "mean confidence": "most confident",
+    "gradient_norm": "smallest gradient of the head",
+    "random": "at random",
+    "5%, log loss, refit": "best by 5% held out",
+    BASE: "best by 20% held out",
+    "20%, accuracy, refit": "best by 20% held out, accuracy",
+    "20%, log loss": "best by 20% held out, not refitted",
+    "5-fold, log loss, refit": "best by 5 folds",
+    f"flattest of {FEW} best of 5%": f"flattest of the {FEW} best, by 5% held out",
+    f"flattest of {FEW} best of 20%": f"flattest of the {FEW} best, by 20% held out",
+    "mean rank of flatness and 20%": "best by the mean rank of flatness and 20% held out",
+    "5 flattest": "the mean of the 5 flattest",
+    "5 lowest training loss": "the mean of the 5 lowest training losses",
+    f"{FEW} best of 20%": f"the mean of the {FEW} best, by 20% held out, not refitted",
+    f"{FEW} best of 20%, refit": f"the mean of the {FEW} best, by 20% held out",
+    f"{FEW} random": f"the mean of {FEW} at random",
+    "flatter half": "the mean of the flatter half",
+    "better half of 20%, refit": "the mean of the better half, by 20% held out",
+    "average of all": "the mean of all candidates",
+}
 
 # rules of what to do by default: the way for classes, and for values
 RULES = {
@@ -204,7 +221,7 @@ def critical_difference(n_ways: int, n_data: int, level: float = 0.05) -> float:
     return float(quantile * np.sqrt(n_ways * (n_ways + 1) / (6 * n_data)))
 
 
-def mean_ranks(rows: pd.DataFrame, names: Sequence[str]) -> tuple[pd.Series, int, float]:
+def mean_ranks(rows: pd.DataFrame, names: Iterable[str]) -> tuple[pd.Series, int, float]:
     """Rank ways in each data set and space; return mean ranks, their number, and Friedman's p."""
     means = rows.pivot_table(index=["data", "space"], columns="way", values="error")
     means = means[[way for way in names if way in means]].dropna(axis=1, thresh=len(means))
@@ -231,10 +248,10 @@ def draw(ranks: pd.Series, least: float, path: str | Path) -> None:
     """Draw mean ranks, with a bar over each group that does not differ (Demsar 2006, figure 1)."""
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
-    fig, ax = plt.subplots(figsize=(7, 0.3 * len(ranks) + 1))
+    fig, ax = plt.subplots(figsize=(8, 0.3 * len(ranks) + 1))
     places = np.arange(len(ranks))
     ax.plot(ranks, places, "o", color="black")
-    ax.set_yticks(places, ranks.index)
+    ax.set_yticks(places, [MAIN[way] for way in ranks.index])
     ax.invert_yaxis()
     values, reached = ranks.to_numpy(), -1
     for i, first in enumerate(values):
