@@ -251,6 +251,12 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
     module = getattr(model, "_orig_mod", model)  # a compiled module runs no hooks
     if isinstance(module, DistributedDataParallel):
         module = module.module  # each forward pass through the wrapper waits for the others'
+    if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+        raise TypeError(
+            "a module of torch.jit, scripted or traced, does not show its layers' inputs. Pass the "
+            "module that was compiled, with its weights: module.load_state_dict("
+            "scripted.state_dict())."
+        )
     own, batches = None, options.batches(X, y)
     if options.criterion is None and is_causal_language_model(module):
         own, batches = nn.CrossEntropyLoss(), next_tokens(batches)

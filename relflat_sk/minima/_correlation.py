@@ -130,7 +130,7 @@ def _advice(target: str, *, known: bool) -> str:
 CONFIDENCE = 0.95
 
 
-def resample(n: int, n_bootstrap: int, seed: int) -> Floats:
+def resample(n: int, n_bootstrap: int, seed: int | list[int]) -> Floats:
     """Draw bootstrap resamples of n minima. Shapes: returns (n_bootstrap, n)."""
     if n == 0:
         return np.zeros((n_bootstrap, 0))
@@ -267,7 +267,7 @@ def correlate_measures(
     seed = draw_seed(random_state)
     columns = [c for name in _COEFFICIENTS for c in with_ends(name)]
 
-    def resampled(x: Floats, y: Floats) -> dict[str, Floats]:
+    def resampled(x: Floats, y: Floats, seed: Any = seed) -> dict[str, Floats]:
         """Return each coefficient of the minima, followed by those of the resamples."""
         if len(x) < FEWEST_MINIMA:
             return {}
@@ -277,15 +277,19 @@ def correlate_measures(
     def coefficients(_: Any, x: Floats, y: Floats) -> dict[str, float]:
         return _with_intervals(resampled(x, y))
 
-    pooled = selected.tabulate(columns, coefficients)
     if strata is None:
-        return pooled
+        return selected.tabulate(columns, coefficients)
     axes = find_axes(selected.table, strata, argument="strata")
     groups, labels = pd.MultiIndex.from_frame(selected.table[axes].astype(str)).factorize()
+    # equal draws in groups of equal size would not average out; sorted, whatever the order of rows
+    seeds = [[seed, int(place)] for place in labels.argsort().argsort()]
 
     def within(rows: NDArray[np.intp], x: Floats, y: Floats) -> dict[str, float]:
         parts = [groups[rows] == group for group in range(len(labels))]
-        found = [(part.sum(), resampled(x[part], y[part])) for part in parts]
+        found = [
+            (part.sum(), resampled(x[part], y[part], own))
+            for part, own in zip(parts, seeds, strict=True)
+        ]
         known = [(n, one) for n, one in found if one and np.isfinite(one["kendall"][0])]
         if not known:
             return {"n": 0}
@@ -297,10 +301,13 @@ def correlate_measures(
             means[name] = ratio((weights * np.nan_to_num(values)).sum(axis=0), weights.sum(axis=0))
         return {**_with_intervals(means), "n": int(sizes.sum())}
 
-    tables = {"pooled": pooled, "within": selected.tabulate(columns, within)}
+    tables = {
+        "pooled": selected.tabulate(columns, coefficients, without=axes),
+        "within": selected.tabulate(columns, within, without=axes),
+    }
     for group, label in enumerate(labels):
         part = selected.of_group(groups == group)
-        tables[", ".join(label)] = part.tabulate(columns, coefficients)
+        tables[", ".join(label)] = part.tabulate(columns, coefficients, without=axes)
     every = pd.concat(tables, names=["stratum", "row"]).reset_index("stratum")
     every = every.sort_index(kind="stable").reset_index(drop=True)
     return every[["measure", "stratum", *columns, "n", "n_left_out"]]

@@ -1,5 +1,7 @@
 """Label constancy: how often neighbours in a layer's feature space have the same label."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +42,8 @@ def label_constancy(  # noqa: PLR0913
     X : array-like of n samples
         Inputs as the model takes them.
     y : array-like of shape (n,) or (n, ...)
-        Labels. A Dataset as `X` holds its own; y is then None.
+        Labels. A Dataset as `X` holds its own; y is then None. Samples whose labels the
+        criterion ignores (cross-entropy's `ignore_index`) are left out.
     layer : int, str or nn.Module, default=-1
         The layer, see `relative_flatness`. Neighbours are close in the features that the layer
         receives, flattened, by Euclidean distance.
@@ -100,6 +103,7 @@ def label_constancy(  # noqa: PLR0913
     if by == "labels" and isinstance(model, nn.Module):
         criterion = nn.CrossEntropyLoss()  # `to_network` needs one; it is not used here
     network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
+    ignored = getattr(network.loss.criterion, "ignore_index", math.nan)
     features: list[Tensor] = []
     labels: list[Tensor] = []
     found: list[Outcome] = []
@@ -111,10 +115,14 @@ def label_constancy(  # noqa: PLR0913
                 raise ValueError("y is needed for the labels to compare. Pass y.")
             with Recorder({name: module}) as recorder:
                 output = network(batch.x)
-            features.append(recorder[name].check()[0].flatten(1).cpu())
-            labels.append(batch.y.cpu())
+            flat = batch.y.reshape(len(batch.y), -1)
+            known = torch.nonzero((flat != ignored).any(dim=1))[:, 0]
+            features.append(recorder[name].check()[0].flatten(1)[known].cpu())
+            labels.append(batch.y[known].cpu())
             if by == "loss":
-                found.append(outcome_of(network, batch, output))
+                outcome = outcome_of(network, batch, output)
+                kept = outcome.output[known], outcome.target[known]
+                found.append(replace(outcome, output=kept[0], target=kept[1]))
         search = NearestNeighbors(n_neighbors=n_neighbors).fit(torch.cat(features).numpy())
         near = search.kneighbors(return_distance=False)
         if by == "loss":

@@ -124,6 +124,26 @@ def test_coefficients_within_groups_and_pooled():
         assert rows.loc["within", name] == pytest.approx(mean)
 
 
+def test_groups_are_resampled_independently():
+    rng = np.random.default_rng(0)
+    x, n_groups, n = rng.normal(size=(16, 12)), 16, 12
+    y = x + rng.normal(size=x.shape)
+    columns = {"relative_flatness": x.ravel(), "generalization_gap": y.ravel()}
+    minima = pd.DataFrame({"group": np.repeat(np.arange(n_groups), n), **columns})
+    table = correlate_measures(minima, strata="group", random_state=0)
+    assert table["measure"].unique().tolist() == ["relative_flatness"]  # not the number of a group
+    draws = rng.integers(n, size=(1000, n_groups, n))
+    a, b = (np.take_along_axis(np.tile(one, (1000, 1, 1)), draws, axis=2) for one in (x, y))
+    a, b = (one - one.mean(axis=2, keepdims=True) for one in (a, b))
+    r = (a * b).sum(axis=2) / np.sqrt((a * a).sum(axis=2) * (b * b).sum(axis=2))
+    expected = np.quantile(r.mean(axis=1), [0.025, 0.975])
+    found = table.set_index("stratum").loc["within", ["pearson_low", "pearson_high"]]
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=0.03)
+    shuffled = minima.sample(frac=1, random_state=0)
+    again = correlate_measures(shuffled, strata="group", random_state=0).set_index("stratum")
+    assert again.loc["within", "pearson_low"] == pytest.approx(found["pearson_low"])
+
+
 def test_groups_without_a_coefficient_do_not_count_within():
     minima = simpson()
     minima.loc[0, "method"] = "other"  # one minimum

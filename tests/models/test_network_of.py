@@ -205,6 +205,7 @@ def test_transformed_targets():
         (lambda: make_pipeline(StandardScaler(), LogisticRegression()), NotFittedError, "not fit"),
         (lambda: make_pipeline(StandardScaler()).fit(X), TypeError, "StandardScaler"),
         (lambda: LogisticRegression().fit(X[:, :2], Y), ValueError, "X has 4 features, but Logi"),
+        (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 3))), TypeError, "torch.jit"),
     ],
 )
 def test_models_that_cannot_be_measured(model, error, message):

@@ -74,3 +74,16 @@ def test_loaders_may_shuffle(by):
     loader = DataLoader(TensorDataset(X, y), batch_size=9, shuffle=True)
     found = label_constancy(net, loader, None, by=by, **CE)
     assert found == pytest.approx(label_constancy(net, X, y, by=by, **CE), rel=1e-12)
+
+
+@pytest.mark.parametrize("by", ["labels", "loss"])
+@pytest.mark.parametrize("batch_size", [1024, 3])
+def test_samples_whose_labels_are_ignored_are_left_out(by, batch_size):
+    net, X, y = network()
+    missing = torch.where(torch.arange(len(y)) % 3 == 0, -100, y)
+    known = missing >= 0
+    options = {"by": by, "n_neighbors": 3, **CE}
+    expected = label_constancy(net, X[known], y[known], **options)
+    found = label_constancy(net, X, missing, batch_size=batch_size, **options)
+    assert found == pytest.approx(expected)
+    assert label_constancy(net, X, y, **options) != pytest.approx(expected)
