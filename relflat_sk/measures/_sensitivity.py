@@ -13,7 +13,7 @@ pass for each output.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -65,6 +65,7 @@ class Forms(Quantity):
 
     changes: Sequence[Tensor]
     is_sum: bool = False
+    _moves: list[Tensor] = field(default_factory=list)  # of flat layers, for all backward passes
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
         return torch.cat([layer.forms([rows]) for rows in self.directions(layer)], dim=1)
@@ -72,7 +73,9 @@ class Forms(Quantity):
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         pulled = pulled.double()
         if layer.is_flat:
-            along = [(pulled * layer.apply(one).double()).sum(dim=(1, 2)) for one in self.changes]
+            if not self._moves:
+                self._moves.extend(one.double() for one in self.directions(layer))
+            along = [(pulled * one).sum(dim=(1, 2)) for one in self._moves]
         else:
             along = [(pulled * one).sum(dim=(1, 2)) for one in self.changes]
         return torch.stack(along, dim=1).square()
@@ -112,7 +115,7 @@ class _Sums:
         mean = self.total / divisor
         scatter = self.square - 2 * mean * self.cross + mean.square() * self.of_weights
         share = n_samples / (n_samples - 1) if n_samples > 1 else torch.nan
-        return mean, (scatter.clamp_min(0) * share).sqrt() / divisor
+        return mean.cpu(), ((scatter.clamp_min(0) * share).sqrt() / divisor).cpu()
 
 
 class _Rises:
@@ -214,7 +217,9 @@ def layer_sensitivity(  # noqa: PLR0913
 ) -> pd.DataFrame:
     r"""Predict how much the loss rises if the weight of a layer is rounded, for each layer.
 
-    One pass over the data serves all layers and numbers of bits. The model is not changed.
+    All layers and numbers of bits share the forward passes, and where the network is piecewise
+    linear behind them, one backward pass for each output. Other layers take a Hessian-vector
+    product for each number of bits. The model is not changed.
 
     Parameters
     ----------
@@ -233,7 +238,8 @@ def layer_sensitivity(  # noqa: PLR0913
         Whether each output channel has a scale of its own, so that its largest magnitude is the
         largest of these numbers. Otherwise the whole weight has one scale.
     measured : bool, default=False
-        Whether to measure the rise, too: one pass over the data for each layer and number of bits.
+        Whether to measure the rise, too: one forward pass over the data for each layer and number
+        of bits, which is less than the prediction takes in small networks.
     criterion : torch loss, optional
         The loss; needed for a bare module only.
     batch_size : int, default=1024
@@ -259,8 +265,8 @@ def layer_sensitivity(  # noqa: PLR0913
         - ``measured``, ``measured_stderr``: with `measured`, the rise on the same data.
 
         Standard errors are those of means over samples, as draws from a larger population with
-        their weights. They count probes, but not the higher orders of the expansion, which matter
-        at few bits.
+        their weights. They count probes, but not what an expansion to second order leaves out: see
+        Notes.
 
     Raises
     ------
@@ -284,6 +290,13 @@ def layer_sensitivity(  # noqa: PLR0913
     :math:`\langle G, D \rangle + \langle D, H D \rangle / 2`, with gradient and Hessian of the
     mean loss in the weight. The form of the Hessian in the rounding error is that of [1]_, its
     estimate from the trace that of [2]_.
+
+    The expansion holds for small rounding errors. At 4 bits or fewer, rises are often larger than
+    predicted: the loss has higher orders, and units of ReLU change sides, which no derivative
+    shows. Standard errors do not count this. In a convolutional network at 3 bits, the rise on
+    other samples was within two standard errors of the prediction in 60% of cases, in place of 95%
+    (``docs/measures.md``). ``measured=True`` shows the difference; its own standard errors are
+    right at all numbers of bits.
 
     References
     ----------

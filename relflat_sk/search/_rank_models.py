@@ -92,9 +92,9 @@ def rank_models(  # noqa: PLR0913
     memory : str, path or object with the interface of joblib.Memory, optional
         A folder in which each row is kept as soon as its model is measured, so that another call
         goes on where one was interrupted or killed. A row is taken from there if the model has the
-        same name, network, weights and parameters as then, and the data, the measures, their
-        arguments, the criterion and `random_state` are the same. Data sets are compared by their
-        class, length and three samples.
+        same name, network, weights and parameters as then, and reads the same data, and if the
+        measures, their arguments, the criterion, the held-out data and `random_state` are the same.
+        Held-out data sets are compared by their class, length and three samples.
     verbose : int, default=0
         1 shows a progress bar of the models.
 
@@ -256,6 +256,12 @@ class _Task:
         measures = describe_measures(self.measuring)
         return repr([describe_data(given | held_out), measures, self.seed])
 
+    def seen(self, network: Network) -> Iterator[str]:
+        """Describe a network, its loss and all that it reads, behind transformers of a pipeline."""
+        yield from (describe(network.module), describe(network.loss.criterion))
+        with seeded(self.seed):
+            yield from (describe([one.x, one.y, one.weight]) for one in network.batches())
+
     def measure_all(
         self, models: Any, module: Any, target: nn.Module | None, restore: Callable[[], Any]
     ) -> list[dict[str, Any]]:
@@ -312,8 +318,7 @@ class _Task:
                     self.units["loss_unit"] = ""
                 key, measured = "", _measure_model
                 if self.memory is not None:
-                    parts = params, describe(network.module), describe(network.loss.criterion)
-                    key = repr([label, has_record, *parts, self.description()])
+                    key = repr([label, has_record, params, self.description(), *self.seen(network)])
                     others = ["task", "model", "networks", "has_record"]
                     measured = self.memory.cache(_measure_model, ignore=others)
                 record |= measured(key, self, model, networks, has_record)

@@ -19,9 +19,11 @@ from relflat_sk import (
     flatness_report,
     generalization_bound,
     label_constancy,
+    layer_sensitivity,
     measure,
     neuron_robustness,
     pac_bayes_bound,
+    rank_models,
     relative_flatness,
     reparameterize,
     representativeness,
@@ -134,6 +136,30 @@ def test_reports():
     # in float32, the standard error of an almost exact value is rounding
     net = trained("convolution").double()
     assert_same_everywhere(compute, net, places=("model and data",))
+
+
+def test_rises_under_rounding():
+    def compute(*args, **options):
+        options |= {"criterion": CRITERION, "bits": (8, 3), "measured": True, **SEED}
+        return layer_sensitivity(*args, **options).drop(columns="layer").to_numpy()
+
+    assert_same_everywhere(compute, trained().double())
+
+
+@pytest.mark.parametrize("holds", ["models", "weights"])
+def test_models_on_different_devices_are_ranked_alike(holds):
+    X, y = make_data()
+    nets = [trained(), make_mlp()]
+    options = {"criterion": CRITERION, "measure": "relative_flatness", **SEED}
+    expected = rank_models(nets, X, y, **options)
+    there = [nets[0], copy.deepcopy(nets[1]).to(DEVICE)]
+    if holds == "weights":
+        there = [one.state_dict() for one in there]
+        options["module"] = make_mlp().to(DEVICE)
+    found = rank_models(there, X, y, X_test=X, y_test=y, **options)
+    assert found["model"].tolist() == expected["model"].tolist()
+    for name in ("relative_flatness", "train_loss", "depth"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
 
 
 PERMUTED = Smoothing(bandwidth=0.3, label_noise=lambda labels, rng: rng.permutation(labels))

@@ -17,7 +17,10 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.neural_network import MLPClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     FlatnessScorer,
@@ -610,6 +613,24 @@ def test_a_call_with_the_same_memory_goes_on(random_state, steps, measured, tmp_
     assert measured.count == 2  # the one in the middle has kept its name
     with pytest.raises(ValueError, match="'memory' should be None"):
         call(memory=3)
+
+
+def test_a_memory_knows_all_that_a_network_reads(steps, measured, tmp_path):
+    """Also behind the transformers of a pipeline, and between the samples of a data set."""
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=500)).fit(X, Y)
+    other = copy.deepcopy(model)
+    other[0].scale_ *= 2
+    data = [torch.tensor(X), torch.tensor(X)]
+    data[1][20] += 3
+    net = loaded(steps["step 30"])
+    calls = [({"a": one}, X, Y, None) for one in (model, other)]
+    calls += [({"a": net}, TensorDataset(x, torch.tensor(Y)), None, CE) for x in data]
+    for *arguments, criterion in calls:
+        expected = rank_models(*arguments, criterion=criterion, **KAPPA)
+        for _ in range(2):
+            found = rank_models(*arguments, criterion=criterion, memory=tmp_path, **KAPPA)
+            pd.testing.assert_frame_equal(found, expected)
+    assert measured.count == 2 * len(calls)  # without the memory, and once with it
 
 
 @pytest.mark.filterwarnings("ignore:fewer than half:relflat_sk.FlatnessWarning")
