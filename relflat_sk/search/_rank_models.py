@@ -141,7 +141,7 @@ def rank_models(  # noqa: PLR0913
     compared by a measure at equal loss, such as the default, and those of similar depth by
     others; `rank_minima` takes the table with another `depth_band`.
 
-    The default compares models where the loss is 5% of the best constant prediction's. After a
+    The default compares models where the loss is 10% of the best constant prediction's. After a
     short fine-tuning, few models reach this loss at any temperature. If fewer than half of those
     that are better than a constant do, all are compared at the smallest share of the loss that half
     of them reach, in full per cents: a warning and ``table.attrs["at_loss"]`` say which. This takes

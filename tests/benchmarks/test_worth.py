@@ -79,3 +79,11 @@ def test_a_quick_run_of_checkpoints_compares_all_ways():
     assert "1 runs with 3 checkpoints each" in printed
     ways = ("comparable flatness", "head gradient", "last", "held-out loss", "any")
     assert all(f"\n{way} " in printed for way in ways)
+
+
+def test_a_quick_run_of_sensitivity_judges_three_networks():
+    rows = [line.split() for line in run("benchmarks.worth.sensitivity", "--quick").splitlines()]
+    for name in ("perceptron", "convolutional", "transformer"):
+        found = [row for row in rows if row[0] == name]
+        assert [row[2] for row in found] == ["8", "6", "4", "3"]
+        assert all(float(row[5]) > 0.5 for row in found)  # Kendall's coefficient
