@@ -192,6 +192,7 @@ REFUSED = [
     (sensitive(bits=(8, 4.5)), V, "bits must be an integer of at least 2"),
     (sensitive(bits="8"), T, "bits must be a number of bits or a list of them, got '8'"),
     (sensitive(bits=[]), T, r"bits must be a number of bits or a list of them, got \[\]"),
+    (sensitive(n_probes=0), V, "n_probes must be a positive integer"),
     (sensitive(layers=9), V, "there is no layer 9"),
     (sensitive(y=None), V, "y is needed"),
     # a function that torch differentiates once only is never taken for flat

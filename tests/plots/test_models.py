@@ -66,8 +66,12 @@ def test_layers_are_drawn_in_forward_order_as_reported(model):
 
 
 def test_rises_under_rounding_are_drawn_for_each_number_of_bits(model):
-    display = LayerSensitivityDisplay.from_estimator(model, X, y, bits=[6, 3], measured=True)
-    table = layer_sensitivity(model, X, y, bits=[6, 3], measured=True)
+    options = {"bits": [6, 3], "measured": True}
+    seed = {"random_state": 0}
+    display = LayerSensitivityDisplay.from_estimator(
+        model, X, y, sensitivity_params=seed, **options
+    )
+    table = layer_sensitivity(model, X, y, **options, **seed)
     for bits, drawn in zip([6, 3], display.ax_.containers, strict=True):
         rows = table[table["bits"] == bits]
         assert_allclose(drawn.lines[0].get_xdata(orig=False), rows["predicted"])
