@@ -197,6 +197,7 @@ def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, regist
     np.testing.assert_array_equal(found.predict(X), alone.predict(X))
 
 
+@pytest.mark.filterwarnings("ignore:the search predicts with the mean of 4 of 5 networks")
 def test_no_minimum_is_lost_and_none_is_double_if_a_worker_is_killed(engine, tmp_path):
     search = make_search(DiesOnce(tmp_path / "killed"), storage=tmp_path / "minima.db")
     with parallel_config(**engine):
