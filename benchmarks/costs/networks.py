@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from benchmarks._harness.peers import MissingPeer
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatnessWarning, relative_flatness
+from relflat_sk._network.layers import weight_layers
 
 CRITERION = nn.CrossEntropyLoss()
 RTOL, MAX_PASSES = 0.1, 50
@@ -224,10 +225,7 @@ def counted_passes() -> Iterator[list[int]]:
 
 def measure_layers(model: nn.Module, X: Tensor, y: Tensor, batch_size: int) -> Iterator[list[Any]]:
     """Measure flatness at the first layer, one in the middle, and the last but one."""
-    n_layers = sum(
-        isinstance(part, nn.Linear | nn.Conv2d) or type(part).__name__ == "Conv1D"
-        for part in model.modules()
-    )
+    n_layers = len(weight_layers(model))
     for layer in (0, n_layers // 2, -2):
         start = time.process_time()
         with counted_passes() as calls, warnings.catch_warnings():

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from math import ceil, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -249,12 +249,15 @@ class _Task:
             draw = _draw_seed if self.memory is None else self.memory.cache(_draw_seed)
             self.seed = draw("" if self.memory is None else self.description())
 
+    @cached_property
+    def given(self) -> dict[str, str]:
+        """Descriptions of the data, which are read once for all models."""
+        data = {"X": self.data.X, "y": self.data.y, "weights": self.data.sample_weight}
+        return describe_data(data | {"X_test": self.X_test, "y_test": self.y_test})
+
     def description(self) -> str:
         """Describe what changes the rows, beside the models."""
-        given = {"X": self.data.X, "y": self.data.y, "weights": self.data.sample_weight}
-        held_out = {"X_test": self.X_test, "y_test": self.y_test}
-        measures = describe_measures(self.measuring)
-        return repr([describe_data(given | held_out), measures, self.seed])
+        return repr([self.given, describe_measures(self.measuring), self.seed])
 
     def seen(self, network: Network) -> Iterator[str]:
         """Describe a network, its loss and all that it reads, behind transformers of a pipeline."""
