@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from relflat_sk._models.network_of import final_estimator
-from relflat_sk._network.network import Network
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network, primary_output
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
@@ -92,8 +93,9 @@ def rank_models(  # noqa: PLR0913
     memory : str, path or object with the interface of joblib.Memory, optional
         A folder in which each row is kept as soon as its model is measured, so that another call
         goes on where one was interrupted or killed. A row is taken from there if the model has the
-        same name, network, weights and parameters as then, and reads the same data, and if the
-        measures, their arguments, the criterion, the held-out data and `random_state` are the same.
+        same name, network, weights, parameters and outputs as then, and reads the same data, and if
+        the measures, their arguments, the criterion, the held-out data and `random_state` are the
+        same. Functions that a measure of your own calls are not compared.
         Held-out data sets are compared by their class, length and three samples.
     verbose : int, default=0
         1 shows a progress bar of the models.
@@ -260,10 +262,14 @@ class _Task:
         return repr([self.given, describe_measures(self.measuring), self.seed])
 
     def seen(self, network: Network) -> Iterator[str]:
-        """Describe a network, its loss and all that it reads, behind transformers of a pipeline."""
+        """Describe a network, its loss, and all that it reads and returns.
+
+        The outputs tell networks apart whose functions or hooks differ, which have no description.
+        """
         yield from (describe(network.module), describe(network.loss.criterion))
-        with seeded(self.seed):
-            yield from (describe([one.x, one.y, one.weight]) for one in network.batches())
+        with seeded(self.seed), borrowed(network.module), torch.no_grad():
+            for one in network.batches():
+                yield describe([one.x, one.y, one.weight, primary_output(network(one.x))])
 
     def measure_all(
         self, models: Any, module: Any, target: nn.Module | None, restore: Callable[[], Any]

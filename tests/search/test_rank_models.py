@@ -615,8 +615,19 @@ def test_a_call_with_the_same_memory_goes_on(random_state, steps, measured, tmp_
         call(memory=3)
 
 
-def test_a_memory_knows_all_that_a_network_reads(steps, measured, tmp_path):
-    """Also behind the transformers of a pipeline, and between the samples of a data set."""
+class Applied(nn.Module):
+    """A network with one hidden layer, and a function as an attribute."""
+
+    def __init__(self, net, function):
+        super().__init__()
+        self.net, self.function = net, function
+
+    def forward(self, x):
+        return self.net[2](self.function(self.net[0](x)))
+
+
+def test_a_memory_knows_all_that_a_network_reads_and_does(steps, measured, tmp_path):
+    """Also behind transformers of a pipeline, in a data set, in functions and in hooks."""
     model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=500)).fit(X, Y)
     other = copy.deepcopy(model)
     other[0].scale_ *= 2
@@ -625,6 +636,10 @@ def test_a_memory_knows_all_that_a_network_reads(steps, measured, tmp_path):
     net = loaded(steps["step 30"])
     calls = [({"a": one}, X, Y, None) for one in (model, other)]
     calls += [({"a": net}, TensorDataset(x, torch.tensor(Y)), None, CE) for x in data]
+    hooked = loaded(steps["step 30"])
+    hooked.register_forward_hook(lambda module, args, output: 2 * output)
+    others = (hooked, *(Applied(net, one) for one in (torch.relu, torch.tanh, lambda x: x)))
+    calls += [({"a": one}, X, Y, CE) for one in (net, *others)]
     for *arguments, criterion in calls:
         expected = rank_models(*arguments, criterion=criterion, **KAPPA)
         for _ in range(2):
