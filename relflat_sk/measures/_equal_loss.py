@@ -68,27 +68,13 @@ def _explain_criterion(loss: Loss) -> str:
 
 @dataclass
 class EqualLoss:
-    """A network at the temperature of a loss, or the reason why there is none.
-
-    Parameters
-    ----------
-    network : Network
-        The network with its loss at that temperature.
-    recorded : Network
-        The same, and if its layers could be stored, with the recorded passes at them.
-    own : Summary
-        Totals of the pass at temperature 1.
-    reason : str
-        Why there is no such temperature; empty if there is one.
-    lowest : float
-        The smallest share that the network reaches, where that is the reason; else nan.
-    """
+    """A network with its loss at a temperature, or the reason why there is none."""
 
     network: Network
-    recorded: Network
-    own: Summary
+    recorded: Network  # with the recorded passes at its layers, if these could be stored
+    own: Summary  # totals of the pass at temperature 1
     reason: str = ""
-    lowest: float = math.nan
+    lowest: float = math.nan  # the smallest share that the network reaches, if it is the reason
 
 
 def at_equal_loss(

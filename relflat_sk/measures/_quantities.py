@@ -259,120 +259,40 @@ class LayerPass:
 
 
 class Quantity(Protocol):
-    """A sum over samples of one or several numbers at one layer.
+    """A sum over samples of k numbers at one layer, one row of terms for each row of the features.
 
-    Attributes
-    ----------
-    is_sum : bool
-        Whether the forms of all directions are summed up; otherwise each is a number of its own.
+    `is_sum` says whether the forms of all directions are summed up; otherwise each is a number.
     """
 
     is_sum: bool = True
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
-        """Compute each sample's terms from a closed form.
-
-        Parameters
-        ----------
-        layer : LayerPass
-            The layer.
-        curvature : ClosedForm
-            The curvature in its output.
-
-        Returns
-        -------
-        Tensor of shape (n, k)
-            One row for each row of the features.
-        """
+        """Compute the terms from the curvature in the layer's output. Shapes: returns (n, k)."""
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
-        """Compute each sample's terms that belong to one backward pass.
+        """Compute the terms of one backward pass, to be summed over the passes.
 
-        Parameters
-        ----------
-        layer : LayerPass
-            The layer.
-        pulled : Tensor of shape (n, d, P) or (n, d, m)
-            Gradients ``g_ic`` in the layer's output if the quantity `takes_rows`, else ``G_ic`` in
-            its weight.
-
-        Returns
-        -------
-        Tensor of shape (n, k)
-            To be summed over the passes.
+        `pulled` are gradients ``g_ic`` in the layer's output if the quantity `takes_rows`, else
+        ``G_ic`` in its weight. Shapes: `pulled` (n, d, P) or (n, d, m); returns (n, k).
         """
 
     def takes_rows(self, layer: LayerPass) -> bool:
-        """Return whether `gradient` takes gradients in the layer's output; always if that is flat.
-
-        Parameters
-        ----------
-        layer : LayerPass
-            The layer.
-
-        Returns
-        -------
-        bool
-            Whether it does not take gradients in the weight.
-        """
+        """Return whether `gradient` takes gradients in the layer's output; always if it is flat."""
         return layer.is_flat
 
     def n_products(self, layer: LayerPass) -> float:
-        """Return the number of products that all terms take.
-
-        Parameters
-        ----------
-        layer : LayerPass
-            The layer.
-
-        Returns
-        -------
-        float
-            How many `directions` there are.
-        """
+        """Return the number of products that all terms take: that of `directions`."""
 
     def directions(self, layer: LayerPass) -> Iterator[Tensor]:
-        """Yield changes of the layer's output, whose quadratic forms are the terms.
-
-        Parameters
-        ----------
-        layer : LayerPass
-            The layer.
-
-        Yields
-        ------
-        Tensor of shape (n, d, P)
-            Rows.
-        """
+        """Yield changes (n, d, P) of the layer's output, whose quadratic forms are the terms."""
 
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
-        """Estimate each sample's terms, without bias, from one random product.
-
-        Parameters
-        ----------
-        layer : LayerPass
-            The layer.
-        generator : torch.Generator
-            Draws the product's vectors.
-
-        Returns
-        -------
-        Tensor of shape (n, k)
-            Independent for each sample.
-        """
+        """Estimate the terms without bias from one random product, independently: (n, k)."""
 
     def identity(self, weight: Tensor) -> Tensor:
-        """Compute the quantity for the identity in place of the Hessian, which weight decay adds.
+        """Compute the quantity with the identity as Hessian, which weight decay adds: (k,) or ().
 
-        Parameters
-        ----------
-        weight : Tensor of shape (d, m)
-            The weight.
-
-        Returns
-        -------
-        Tensor of shape (k,) or ()
-            In float64.
+        Shapes: `weight` (d, m).
         """
 
 

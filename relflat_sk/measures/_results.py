@@ -109,59 +109,23 @@ class Summary:
 class Flatness:
     """A flatness value, with the loss, sample count and layer weights from the same pass.
 
-    Parameters
-    ----------
-    value : float
-        The measure.
-    stderr : float
-        Standard error; 0 for exact values, and the residual's norm for eigenvalues.
-    method : str
-        How the value was computed, such as "closed form" or "hutchinson".
-    network : Network
-        The network, with its loss and data.
-    summary : Summary
-        Totals of the pass over the data.
-    terms : ndarray of shape (n,), optional
-        The samples' terms, whose mean is the value; None if not asked for.
-    term_stderrs : ndarray of shape (n,), optional
-        Standard errors of the terms.
-    neurons : ndarray of shape (m,), optional
-        The numbers of the input neurons, of which the value is the largest.
-    neuron_stderrs : ndarray of shape (m,), optional
-        Standard errors of these.
-    own : Summary, optional
-        Totals of the network itself, if the value is that of the network at a temperature.
-    reason : str
-        Why the network has no value at the loss of `at_loss`; empty if it has one.
-    lowest : float
-        The smallest `at_loss` at which it has one, if it has none at this; else nan.
-    error : Exception, optional
-        Why there is no value, which is nan then.
-
-    Examples
-    --------
-    >>> from sklearn.linear_model import LinearRegression
-    >>> from relflat_sk.measures._api import evaluate
-    >>> X, y = [[1.0], [2.0]], [2.0, 5.0]
-    >>> model = LinearRegression(fit_intercept=False).fit(X, y)
-    >>> found = evaluate("relative_flatness", model, X, y)
-    >>> round(found.value, 3), round(found.risk, 3), found.method, found.n_samples
-    (28.8, 0.1, 'closed form', 2)
+    The standard error is 0 for exact values, and the residual's norm for eigenvalues.
+    Shapes: `terms`, `term_stderrs` (n,), `neurons`, `neuron_stderrs` (m,).
     """
 
     value: float
     stderr: float
-    method: str
+    method: str  # such as "closed form" or "hutchinson"
     network: Network
     summary: Summary
-    terms: NDArray[np.float64] | None = None
+    terms: NDArray[np.float64] | None = None  # of the samples, whose mean is the value
     term_stderrs: NDArray[np.float64] | None = None
-    neurons: NDArray[np.float64] | None = None
+    neurons: NDArray[np.float64] | None = None  # of which the value is the largest
     neuron_stderrs: NDArray[np.float64] | None = None
-    own: Summary | None = None
-    reason: str = ""
-    lowest: float = math.nan
-    error: Exception | None = None
+    own: Summary | None = None  # of the network itself, if the value is that at a temperature
+    reason: str = ""  # why the network has no value at the loss of `at_loss`
+    lowest: float = math.nan  # the smallest `at_loss` at which it has one, if none at this
+    error: Exception | None = None  # why there is no value, which is nan then
 
     @property
     def risk(self) -> float:
@@ -186,14 +150,9 @@ class Flatness:
         return self.summary.n_samples
 
     def constant_risk(self) -> float:
-        """Compute the mean loss of the best constant prediction on the same data.
+        """Compute the mean loss of the best constant prediction on the same data; nan without y.
 
         The labels are read again, the network is not run.
-
-        Returns
-        -------
-        float
-            In the unit of the loss; nan without labels.
         """
         shape, link = self.summary.output_shape, self.summary.link
         return best_constant_loss(self.network, shape, link)

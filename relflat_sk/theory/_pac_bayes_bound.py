@@ -17,14 +17,14 @@ from relflat_sk._models.network_of import DataOptions, to_network, unwrap
 from relflat_sk._network.batches import count_samples
 from relflat_sk._network.network import Network
 from relflat_sk._random import RandomState, as_random_state, draw_seeds
-from relflat_sk.measures._noise import (
+from relflat_sk.measures._predictions import count_errors
+from relflat_sk.measures._sharpness import (
     draw_noise,
     parameters_of,
     square_norm,
     weights_of,
     with_weights,
 )
-from relflat_sk.measures._predictions import count_errors
 
 # from 1e-6 to 8, in factors of the square root of 2; the same for all networks and data
 SIGMAS = tuple(2.0 ** (k / 2) for k in range(-40, 7))

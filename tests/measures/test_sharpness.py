@@ -16,22 +16,20 @@ from torch import nn
 from relflat_sk import measure
 from relflat_sk._network.network import mean_loss
 from relflat_sk._random import draw_seeds
-from relflat_sk.measures import _noise
-from relflat_sk.measures._noise import (
-    draw_noise,
-    error_rate,
-    noisy_risks,
-    pac_bayes_flatness,
-    pac_bayes_magnitude_flatness,
-    weights_of,
-)
+from relflat_sk.measures import _sharpness
 from relflat_sk.measures._sharpness import (
     SHARPNESS_MEASURES,
     adaptive_sharpness,
+    draw_noise,
+    error_rate,
     expected_sharpness,
     keskar_sharpness,
     largest_rise,
+    noisy_risks,
+    pac_bayes_flatness,
+    pac_bayes_magnitude_flatness,
     sharpness_curve,
+    weights_of,
 )
 from tests.measures.nets import make as make_kind
 from tests.measures.nets import network
@@ -263,7 +261,7 @@ def test_error_bars_are_right(kind, monkeypatch):
     formula, deviation = risks_by_formula(at, X), weights_of(at).abs()
     expected = noisy_risks(at, deviation, range(3))
     np.testing.assert_allclose(formula(at, deviation, range(3)), expected, rtol=1e-12)
-    monkeypatch.setattr(_noise, "noisy_risks", formula)
+    monkeypatch.setattr(_sharpness, "noisy_risks", formula)
     if kind == "plain":
         exact, function = exact_plain(X, 0.1), pac_bayes_flatness
     else:
