@@ -45,16 +45,26 @@ def mlp(n_outputs, tail=None, activation=nn.Tanh):
     return nn.Sequential(*layers, *([tail()] if tail is not None else [])).double()
 
 
-class Squeezed(nn.Module):
-    """One output, returned without its axis, by a functional tail."""
+class Net(nn.Module):
+    """Named modules, and the function of them and of the input that is the forward pass."""
 
-    def __init__(self):
+    def __init__(self, run, **modules):
         super().__init__()
-        self.hidden = nn.Linear(5, 6).double()
-        self.out = nn.Linear(6, 1).double()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.run = run
 
     def forward(self, x):
-        return self.out(torch.tanh(self.hidden(x))).squeeze(-1)
+        return self.run(self, x)
+
+
+def squeezed():
+    """One output, returned without its axis, by a functional tail."""
+
+    def run(net, x):
+        return net.out(torch.tanh(net.hidden(x))).squeeze(-1)
+
+    return Net(run, hidden=nn.Linear(5, 6), out=nn.Linear(6, 1)).double()
 
 
 def fourth_power(output, y):
@@ -86,7 +96,7 @@ CASES = {
         partial(mlp, 4, LOG_SOFTMAX), partial(NLL, WEIGHTS, ignore_index=0), classes(4), True,
     ),
     "bce with logits": (partial(mlp, 1), BCE, labels(1), True),
-    "bce with logits, squeezed": (Squeezed, BCE, lambda n: labels(1)(n).squeeze(1), True),
+    "bce with logits, squeezed": (squeezed, BCE, lambda n: labels(1)(n).squeeze(1), True),
     "bce multi-label, pos_weight and weight": (
         partial(mlp, 3), partial(BCE, OF_LABELS, pos_weight=POSITIVE), labels(3), True,
     ),
@@ -94,7 +104,7 @@ CASES = {
         partial(mlp, 3, nn.Sigmoid), partial(nn.BCELoss, OF_LABELS), labels(3), True,
     ),
     "squared error": (partial(mlp, 3), nn.MSELoss, numbers(3), True),
-    "squared error, one output": (Squeezed, nn.MSELoss, lambda n: torch.randn(n).double(), True),
+    "squared error, one output": (squeezed, nn.MSELoss, lambda n: torch.randn(n).double(), True),
     "poisson": (partial(mlp, 2), nn.PoissonNLLLoss, counts(2), True),
     "poisson of rates": (
         partial(mlp, 2, nn.Softplus), partial(nn.PoissonNLLLoss, log_input=False), counts(2),

@@ -15,41 +15,33 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
 from tests import cases, oracles
+from tests.cases import Net
 from tests.hugging_face import GPT2, Conv1D, GPT2LMHeadModel, conv1d
 
 CE = nn.CrossEntropyLoss()
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.bn = nn.BatchNorm2d(4)
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.out = nn.Linear(4, 3)
+def residual():
+    def run(net, x):
+        h = torch.relu(net.bn(net.stem(x)))
+        h = h + torch.relu(net.conv(h))
+        return net.out(h.mean((2, 3)))
 
-    def forward(self, x):
-        h = torch.relu(self.bn(self.stem(x)))
-        h = h + torch.relu(self.conv(h))
-        return self.out(h.mean((2, 3)))
+    stem, conv = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    return Net(run, stem=stem, bn=nn.BatchNorm2d(4), conv=conv, out=nn.Linear(4, 3))
 
 
-class Block(nn.Module):
+def block():
     """A transformer block with explicit projections, tokens pooled at the end."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(6, 18)
-        self.proj = nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-        self.up = nn.Linear(6, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
+    def run(net, x):
+        q, k, v = net.qkv(x).chunk(3, dim=-1)
         h = torch.softmax(q @ k.transpose(1, 2) / 6**0.5, dim=-1) @ v
-        h = self.norm(x + self.proj(h))
-        return self.head(nn.functional.gelu(self.up(h)).mean(1))
+        h = net.norm(x + net.proj(h))
+        return net.head(nn.functional.gelu(net.up(h)).mean(1))
+
+    attention = {"qkv": nn.Linear(6, 18), "proj": nn.Linear(6, 6), "norm": nn.LayerNorm(6)}
+    return Net(run, **attention, up=nn.Linear(6, 5), head=nn.Linear(5, 3))
 
 
 class GroupedQueries(nn.Module):
@@ -78,20 +70,6 @@ class GroupedQueries(nn.Module):
         return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
 
 
-class SqueezeExcitation(nn.Module):
-    """As in MobileNet: a hard sigmoid scales the channels."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(2, 3, 3, padding=1)
-        self.scale = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1), nn.Hardsigmoid())
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x):
-        h = nn.functional.hardswish(self.stem(x))
-        return self.head((h * self.scale(h)).mean((2, 3)))
-
-
 NETS = {
     "grouped queries": (GroupedQueries, (3, 4)),
     "mlp relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.LeakyReLU(),
@@ -118,8 +96,8 @@ NETS = {
                               nn.AvgPool2d(3), nn.Flatten(), nn.Linear(16, 3)),
         (2, 3, 3),
     ),
-    "residual": (Residual, (2, 5, 5)),
-    "transformer": (Block, (4, 6)),
+    "residual": (residual, (2, 5, 5)),
+    "transformer": (block, (4, 6)),
     "gpt2": (lambda: nn.Sequential(conv1d(4, 5), nn.GELU(), conv1d(5, 3), nn.Flatten(),
                                    nn.ReLU(), conv1d(6, 3)), (2, 4)),
 }  # fmt: skip
@@ -291,15 +269,9 @@ def untied(net):
     return net
 
 
-class OwnLoss(nn.Module):
+def own_loss_of(net):
     """A model whose output is its own loss, with a head that shares no weight."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = untied(net)
-
-    def forward(self, inputs):
-        return self.net(**inputs, labels=LABELS)["loss"]
+    return Net(lambda own, inputs: own.net(**inputs, labels=LABELS)["loss"], net=untied(net))
 
 
 # -- problems -------------------------------------------------------------------------------------
@@ -374,21 +346,22 @@ def gpt2():
     )
 
 
-class Clamp(nn.Module):
-    """A hard sigmoid that torch can differentiate twice."""
-
-    def forward(self, x):
-        return F.relu6(x + 3) / 6
-
-
 def squeeze_and_excitation():
+    """As in MobileNet: a hard sigmoid scales the channels."""
+
+    def run(net, x):
+        h = nn.functional.hardswish(net.stem(x))
+        return net.head((h * net.scale(h)).mean((2, 3)))
+
     torch.manual_seed(0)
-    net = SqueezeExcitation().double()
+    stem, inside = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
+    scale = nn.Sequential(nn.AdaptiveAvgPool2d(1), inside, nn.Hardsigmoid())
+    net = Net(run, stem=stem, scale=scale, head=nn.Linear(3, 3)).double()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(3)
     oracle = copy.deepcopy(net)
-    oracle.scale[2] = Clamp()
+    oracle.scale[2] = Net(lambda _, x: F.relu6(x + 3) / 6)  # can be differentiated twice
     return Problem(net, torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3, oracle=oracle)
 
 
@@ -435,7 +408,7 @@ def own_loss(tie):
     torch.manual_seed(0)
     net = GPT2LMHeadModel(tie=tie).double()
     return Problem(
-        net, INPUTS, LABELS, None, oracle=OwnLoss(net), loss=lambda loss, y: loss,
+        net, INPUTS, LABELS, None, oracle=own_loss_of(net), loss=lambda loss, y: loss,
         layers=("lm_head",), names={"lm_head": "net.lm_head"}, rtol=1e-6, is_mean=False,
     )  # fmt: skip
 
@@ -475,19 +448,11 @@ class Square(torch.autograd.Function):
         return outer * g, outer * x
 
 
-class Cubic(nn.Module):
-    def __init__(self, function=Cube.apply):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def not_vectorised():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), Cubic(), nn.Linear(6, 3)).double()
-    oracle = nn.Sequential(net[0], Cubic(lambda x: x**3), net[2])
+    cube = Net(lambda _, x: Cube.apply(x))
+    net = nn.Sequential(nn.Linear(4, 6), cube, nn.Linear(6, 3)).double()
+    oracle = nn.Sequential(net[0], Net(lambda _, x: x**3), net[2])
     return Problem(net, torch.randn(7, 4).double(), torch.arange(7) % 3, oracle=oracle)
 
 

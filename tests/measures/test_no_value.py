@@ -28,6 +28,7 @@ from relflat_sk import (
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._minimum import ConstantComparison, find_objection
 from relflat_sk.measures._names import number_names
+from tests.cases import Net
 
 CE = nn.CrossEntropyLoss()
 X, Y = load_iris(return_X_y=True)
@@ -151,26 +152,14 @@ def test_criteria_without_curvature_have_no_score():
 # -- dead and saturated networks ------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    """A linear network with large outputs."""
-
-    def __init__(self, n_features, n_outputs, factor=1.0):
-        super().__init__()
-        self.linear, self.factor = nn.Linear(n_features, n_outputs), factor
-
-    def forward(self, x):
-        return self.factor * self.linear(x)
-
-
 VANISHED = "has no curvature left .*may be saturated.*its score is nan"
 
 
 @pytest.mark.parametrize("data", ["given", "train"])
 @pytest.mark.parametrize("factor", [1e3, 1e6], ids=["loss 1e-9 or less", "loss 0"])
 def test_saturated_networks_have_no_score(factor, data):
-    net = RelativeFlatnessRegularizedClassifier(
-        Scaled, module__factor=factor, flatness_weight=0, **SETTINGS
-    ).fit(X, Y)
+    large = Net(lambda net, x: factor * net.linear(x), linear=nn.Linear(4, 2))
+    net = RelativeFlatnessRegularizedClassifier(large, flatness_weight=0, **SETTINGS).fit(X, Y)
     assert net.score(X, Y) == 1
     assert net.constant_comparison_.loss < 1e-7
     assert 0 <= net.relative_flatness_ < 1e-3  # less than that of any honest network
@@ -370,19 +359,13 @@ def test_without_a_loss_there_is_no_curvature():
     assert math.isfinite(relative_flatness(MLP(4, 3), RANDOM, criterion=CE))
 
 
-class NormalizedHead(nn.Module):
-    """A network with unit features, as cosine heads have."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6, bias=False), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(nn.functional.normalize(self.first(x)))
-
-
 def test_a_function_without_derivatives_is_named_as_the_cause():
-    net, data = NormalizedHead(), RANDOM.clone()
+    """In a network with unit features, as cosine heads have."""
+    net = Net(
+        lambda net, x: net.last(nn.functional.normalize(net.first(x))),
+        first=nn.Linear(4, 6, bias=False), last=nn.Linear(6, 3),
+    )  # fmt: skip
+    data = RANDOM.clone()
     data[0] = 0  # whose features the network divides by their norm of 0
     message = "derivative at some sample.* a norm or a square root at 0, .*normalize"
     with pytest.warns(FlatnessWarning, match=message) as found:

@@ -18,6 +18,7 @@ from relflat_sk._rescaling.layers import fold_layers
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
+from tests.cases import Net
 from tests.measures.nets import network
 from tests.processes import run_module
 from tests.rescaling.test_folding import used
@@ -216,25 +217,17 @@ def test_branches_of_a_residual_network_add_up():
         assert value(name, net, X) == pytest.approx(expected.item(), rel=EXACT)
 
 
-class Functional(nn.Module):
+def test_functions_are_steps_like_modules():
     """Convolution, batch norm, pooling, and the same convolution again, at another size."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1)
-        self.mixed = nn.Conv2d(2, 3, 3, bias=False)
-        self.norm = nn.BatchNorm2d(3)
-        self.out = nn.Linear(3, 2)
+    def run(net, x):
+        x = F.max_pool2d(F.relu(net.conv(x)), 2)
+        x = F.dropout(F.leaky_relu(net.conv(input=x)), training=net.training)
+        x = F.adaptive_avg_pool2d(net.norm(net.mixed(x)).relu(), 1)
+        return F.log_softmax(net.out(torch.flatten(x, 1)), dim=1)
 
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.conv(x)), 2)
-        x = F.dropout(F.leaky_relu(self.conv(input=x)), training=self.training)
-        x = F.adaptive_avg_pool2d(self.norm(self.mixed(x)).relu(), 1)
-        return F.log_softmax(self.out(torch.flatten(x, 1)), dim=1)
-
-
-def test_functions_are_steps_like_modules():
-    net = used(Functional())
+    conv, mixed = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 3, 3, bias=False)
+    net = used(Net(run, conv=conv, mixed=mixed, norm=nn.BatchNorm2d(3), out=nn.Linear(3, 2)))
     again = nn.Conv2d(2, 2, 3, padding=1)
     again.load_state_dict(net.conv.state_dict())
     plain = nn.Sequential(

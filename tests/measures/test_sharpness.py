@@ -31,10 +31,11 @@ from relflat_sk.measures._sharpness import (
     sharpness_curve,
     weights_of,
 )
+from tests.cases import Net
 from tests.measures.nets import make as make_kind
 from tests.measures.nets import network
 from tests.measures.test_report import mlp, rescaled
-from tests.measures.test_weight_derivatives import Recurrent
+from tests.measures.test_weight_derivatives import recurrent
 
 CE, MSE, BCE = nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()
 
@@ -121,10 +122,9 @@ def test_one_weight_moves_to_the_worse_end_of_its_interval():
         keskar_sharpness(network(net, lambda z, y: (z - y).square().mean() - 6, X, y))
 
 
-class UnitLogits(nn.Module):
-    def forward(self, z):
-        z = z - z.mean(1, keepdim=True)
-        return z / z.norm(dim=1, keepdim=True)
+def unit_logits(_, z):
+    z = z - z.mean(1, keepdim=True)
+    return z / z.norm(dim=1, keepdim=True)
 
 
 @pytest.mark.parametrize("kind", ["worst", "average"])
@@ -132,7 +132,7 @@ class UnitLogits(nn.Module):
 def test_normalised_logits(kind, head):
     net, X, y = make_kind("mlp tanh")
     expected = adaptive_sharpness(
-        network(nn.Sequential(net, UnitLogits()), CE, X, y), kind=kind, random_state=0
+        network(nn.Sequential(net, Net(unit_logits)), CE, X, y), kind=kind, random_state=0
     )
     arguments = {"kind": kind, "normalize_logits": True, "random_state": 0}
     model, criterion = net, CE
@@ -368,7 +368,7 @@ def test_shares_of_weights_move_with_their_scale(change, factors, seed):
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_recurrent_layers_keep_their_weights(name):
     """Recurrent layers hold a second list of their weights, beside the parameters."""
-    net, X = Recurrent().double(), torch.randn(7, 6, 4).double()
+    net, X = recurrent().double(), torch.randn(7, 6, 4).double()
     output, before = net(X), pickle.dumps(net)
     arguments = STOCHASTIC.get(name, {"n_steps": 2} if name == "keskar_sharpness" else {})
     assert np.isfinite(measure(name, net, X, output.argmax(dim=1), criterion=CE, **arguments))

@@ -22,7 +22,7 @@ from relflat_sk._network.layers import weight_layers
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles
-from tests.cases import published_penalty
+from tests.cases import Net, published_penalty
 from tests.hugging_face import Conv1D, GPT2LMHeadModel
 from tests.measures.nets import (
     CE,
@@ -35,12 +35,12 @@ from tests.measures.nets import (
     Attends,
     FusedAttention,
     LanguageModel,
-    OwnLoss,
     Problem,
     WrittenOutAttention,
     allowed,
     gpt2,
     make_fused,
+    own_loss_of,
 )
 from tests.measures.test_layer_kinds import assert_measures
 from tests.penalty.every_draw import evaluate as penalise
@@ -210,22 +210,16 @@ def test_penalty_at_the_tied_head():
         assert penalty(CE, out, y).item() == pytest.approx(truth, rel=1e-9)
 
 
-class Twice(nn.Module):
+def test_report_leaves_out_layers_that_share_a_weight():
     """Layers `first` and `second` share a weight, and `again` is called twice."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.again, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.second.weight = self.first.weight
+    def run(net, x):
+        h = net.second(net.first(x).tanh()).tanh()
+        return net.head(net.again(net.again(h).tanh()).tanh())
 
-    def forward(self, x):
-        h = self.second(self.first(x).tanh()).tanh()
-        return self.head(self.again(self.again(h).tanh()).tanh())
-
-
-def test_report_leaves_out_layers_that_share_a_weight():
-    net, X, y = Twice(), torch.randn(6, 4), torch.arange(6) % 3
+    square = {name: nn.Linear(4, 4) for name in ("first", "second", "again")}
+    net, X, y = Net(run, **square, head=nn.Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
+    net.second.weight = net.first.weight
     arguments = {"criterion": CE, "measures": ["relative_flatness"]}
     with pytest.warns(
         FlatnessWarning, match="'first', 'second', 'again' left out: the weight"
@@ -254,21 +248,10 @@ def test_report_leaves_out_layers_that_compute_more_than_a_product():
         flatness_report(net[:1], X, y, criterion=CE)
 
 
-class Convolution(nn.Module):
-    """A user's own module, which happens to have that name."""
-
-    def __init__(self):
-        super().__init__()
-        self.nf = 3
-        self.inner = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
 def test_other_classes_of_that_name_are_no_layers():
-    Convolution.__name__ = "Conv1D"
-    assert list(weight_layers(nn.Sequential(Convolution()))) == ["0.inner"]
+    """A user's own module, which happens to have that name."""
+    own = type("Conv1D", (Net,), {"nf": 3})(lambda net, x: net.inner(x), inner=nn.Linear(4, 3))
+    assert list(weight_layers(nn.Sequential(own))) == ["0.inner"]
 
 
 def test_a_class_of_the_same_name_that_computes_something_else_is_refused():
@@ -360,7 +343,7 @@ def test_models_of_transformers(kind):
         )  # fmt: skip
     net = getattr(transformers, kind)(config).double().eval()
     problem = Problem(
-        net, INPUTS, LABELS, None, OwnLoss(net), lambda loss, y: loss, ("lm_head",),
+        net, INPUTS, LABELS, None, own_loss_of(net), lambda loss, y: loss, ("lm_head",),
         names={"lm_head": "net.lm_head"}, rtol=1e-6, is_mean=False,
     )  # fmt: skip
     assert_measures(problem, "lm_head")

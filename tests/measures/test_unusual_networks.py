@@ -8,21 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from relflat_sk import FlatnessWarning, flatness_report, measure, relative_flatness
+from tests import cases
 from tests.cases import published_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
-
-
-class MeanAndVariance(nn.Module):
-    """A network with two heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.mean, self.log_variance = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(8, 1)
-
-    def forward(self, x):
-        h = torch.relu(self.body(x))
-        return self.mean(h), self.log_variance(h)
 
 
 class GaussianLoss(nn.Module):
@@ -47,7 +36,13 @@ def data():
 
 @pytest.fixture
 def two_heads():
-    return MeanAndVariance()
+    """A network of a mean and a variance."""
+
+    def run(net, x):
+        h = torch.relu(net.body(x))
+        return net.mean(h), net.log_variance(h)
+
+    return cases.Net(run, body=nn.Linear(4, 8), mean=nn.Linear(8, 1), log_variance=nn.Linear(8, 1))
 
 
 WHOLE = "takes the module's whole output, but {} a criterion of one tensor"

@@ -13,7 +13,7 @@ from relflat_sk import flatness_report, measure
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._sharpness import fisher_rao_norm
-from tests.cases import CASES
+from tests.cases import CASES, Net
 from tests.measures.nets import NETS, PROBLEMS, network
 from tests.measures.nets import make as make_kind
 
@@ -86,31 +86,23 @@ class Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
-class Backward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 3)
-        self.unused = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return Square.apply(self.body(x))
+def squared(net, x):
+    return Square.apply(net.body(x))
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.LSTM(4, 5, batch_first=True)
-        self.out = nn.Linear(5, 3)
+def last_of_a_sequence(net, x):
+    return net.out(net.body(x)[0][:, -1])
 
-    def forward(self, x):
-        return self.out(self.body(x)[0][:, -1])
+
+def recurrent():
+    return Net(last_of_a_sequence, body=nn.LSTM(4, 5, batch_first=True), out=nn.Linear(5, 3))
 
 
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
-        (Backward, (4,)),
-        (Recurrent, (6, 4)),
+        (lambda: Net(squared, body=nn.Linear(4, 3), unused=nn.Linear(4, 3)), (4,)),
+        (recurrent, (6, 4)),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), (4,)),
     ],
     ids=["custom function", "lstm", "weight norm"],

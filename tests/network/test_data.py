@@ -26,6 +26,7 @@ from relflat_sk._network.batches import (
     make_batches,
     mapped_file,
 )
+from tests.cases import Net
 from tests.data_kinds import ComputedRows, Stream, memmap, npy, zarr_array
 
 CE = nn.CrossEntropyLoss()
@@ -220,22 +221,16 @@ def test_criterion_and_labels_that_do_not_fit(net, criterion, labels, message):
         relative_flatness(net, X, labels, criterion=criterion)
 
 
-class Bent(nn.Module):
+def bent(bend, n_outputs=3):
     """Returns something else than a row for each sample and a column for each class."""
-
-    def __init__(self, bend, n_outputs=3):
-        super().__init__()
-        self.out, self.bend = nn.Linear(4, n_outputs), bend
-
-    def forward(self, x):
-        return self.bend(self.out(x))
+    return Net(lambda net, x: bend(net.out(x)), out=nn.Linear(4, n_outputs))
 
 
 @pytest.mark.parametrize(
     ("net", "message"),
     [
-        (Bent(lambda z: z.squeeze(1), 1), r"one output per class, .* outputs of shape \(12,\)"),
-        (Bent(lambda z: z.mean(0, keepdim=True)), "turned 12 rows at layer 'out' into outputs of"),
+        (bent(lambda z: z.squeeze(1), 1), r"one output per class, .* outputs of shape \(12,\)"),
+        (bent(lambda z: z.mean(0, keepdim=True)), "turned 12 rows at layer 'out' into outputs of"),
     ],
 )
 def test_outputs_that_do_not_fit(net, message):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests import oracles
-from tests.cases import published_penalty
+from tests.cases import Net, published_penalty
 from tests.measures.nets import CE, HEADS, KINDS, allowed
 from tests.measures.nets import make_fused as make
 from tests.penalty.every_draw import assert_right_on_average, evaluate
@@ -58,18 +58,13 @@ def test_attention_stays_fused_where_no_second_derivative_is_needed():
 
 
 def test_attention_with_added_keys():
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(4, 4)
-            self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True)
-            self.head = nn.Linear(4, 3)
+    def attends(net, x):
+        h = net.body(x)
+        return net.head(net.attention(h, h, h, need_weights=False)[0].mean(1))
 
-        def forward(self, x):
-            h = self.body(x)
-            return self.head(self.attention(h, h, h, need_weights=False)[0].mean(1))
-
-    net, X, y = Attends(), torch.randn(6, 3, 4), torch.arange(6) % 3
+    attention = nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True)
+    net = Net(attends, body=nn.Linear(4, 4), attention=attention, head=nn.Linear(4, 3))
+    X, y = torch.randn(6, 3, 4), torch.arange(6) % 3
     penalty = published_penalty("body")
     for _ in range(2):
         evaluate(penalty, net, CE, X, y).backward()

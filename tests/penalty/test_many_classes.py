@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from relflat_sk import RelativeFlatnessPenalty
-from tests.cases import published_penalty
+from tests.cases import Net, published_penalty
 from tests.hugging_face import GPT2
 from tests.measures.nets import CE
 from tests.measures.test_many_classes import Sizes, by_sums, make
@@ -60,20 +60,10 @@ def without_bias():
     return net.double(), X.double(), y
 
 
-class Cooled(nn.Module):
-    """A network that changes its logits in place."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.net, self.change = make(6, 5, 2.0)[0], change
-
-    def forward(self, X):
-        return self.change(self.net(X))
-
-
 def cooled(change):
-    _, X, y = make(6, 5, 2.0)
-    return Cooled(change).double(), X.double(), y
+    """A network that changes its logits in place, and data."""
+    net, X, y = make(6, 5, 2.0)
+    return Net(lambda whole, X: change(whole.net(X)), net=net).double(), X.double(), y
 
 
 def of_case(case):

@@ -12,7 +12,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedNet,
 )
 from tests import oracles
-from tests.cases import CASES, published_penalty
+from tests.cases import CASES, Net, published_penalty
 from tests.penalty.every_draw import assert_right_on_average, evaluate
 
 pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
@@ -254,15 +254,6 @@ def test_a_compiled_network_makes_the_same_steps_and_runs_its_hooks_once(layer, 
     assert_close(steps(True), steps(False), rtol=EXACT, atol=0)
 
 
-class Wrapped(nn.Module):
-    def __init__(self, net, wrap):
-        super().__init__()
-        self.net, self.wrap = net, wrap
-
-    def forward(self, x):
-        return self.wrap(self.net(x))
-
-
 @pytest.mark.parametrize(
     "wrap",
     [lambda z: (z, "more"), lambda z: {"logits": z}, lambda z: z.unsqueeze(1).squeeze(1)],
@@ -271,7 +262,8 @@ class Wrapped(nn.Module):
 def test_finds_the_logits(wrap):
     net, criterion, X, y = make("cross-entropy")
     plain = evaluate(published_penalty(), net, criterion, X, y)
-    wrapped = evaluate(published_penalty(), Wrapped(net, wrap), criterion, X, y)
+    whole = Net(lambda whole, x: wrap(whole.net(x)), net=net)
+    wrapped = evaluate(published_penalty(), whole, criterion, X, y)
     assert_close(wrapped, plain, rtol=0, atol=0)
 
 

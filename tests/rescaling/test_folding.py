@@ -9,6 +9,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from relflat_sk._network.borrowing import borrowed, has_own_forward
 from relflat_sk._rescaling.layers import fold_layers
+from tests.cases import Net
 from tests.measures.nets import CE, network
 
 X2 = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
@@ -61,17 +62,10 @@ def test_folds_as_torch_does(layer, norm, X, fuse):
 
 
 def test_layers_come_in_the_order_of_their_calls():
-    class Backwards(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.second = nn.Linear(3, 4)
-            self.first = nn.Linear(4, 3, bias=False)
-            self.unused = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.second(self.first(self.second(self.first(x))))
-
-    net = Backwards()
+    net = Net(
+        lambda net, x: net.second(net.first(net.second(net.first(x)))),
+        second=nn.Linear(3, 4), first=nn.Linear(4, 3, bias=False), unused=nn.Linear(2, 2),
+    )  # fmt: skip
     layers = folded(net, X2)
     assert [layer.name for layer in layers] == ["first", "second", "first", "second"]
     assert [tuple(layer.output_shape) for layer in layers] == [(3,), (4,), (3,), (4,)]
@@ -86,17 +80,9 @@ def test_computed_weights_are_those_in_use():
     torch.testing.assert_close(layer.weight, net.weight.detach())
 
 
-class Twice(nn.Module):
+def twice(forward):
     """Layer, batch norm, and something else done with one of them."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.ways = forward
-
-    def forward(self, x):
-        return self.ways(self, x)
+    return Net(forward, layer=nn.Linear(4, 4), norm=nn.BatchNorm1d(4))
 
 
 class OwnForward(nn.Linear):
@@ -123,15 +109,15 @@ CHANNELS = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(7))
         ),
         (nn.Sequential(LINEAR, UNTRACKED), X2, "it has no running statistics"),
         (
-            Twice(lambda net, x: (h := net.layer(x)) + net.norm(h)), X2,
+            twice(lambda net, x: (h := net.layer(x)) + net.norm(h)), X2,
             "the output of layer 'layer' is also used elsewhere",
         ),
         (
-            Twice(lambda net, x: net.layer(net.norm(net.layer(x)))), X2,
+            twice(lambda net, x: net.layer(net.norm(net.layer(x)))), X2,
             "'norm' .* it or layer 'layer' is called more than once",
         ),
         (CHANNELS, X4[:, 0], "batch norm '1' cannot be folded into layer '0': it acts on another"),
-        (Twice(either), X2, "it is not known which layers these are: torch.fx cannot follow"),
+        (twice(either), X2, "it is not known which layers these are: torch.fx cannot follow"),
         (OwnForward(4, 2), X2, "'' is a OwnForward with a forward .* Use one of torch's"),
     ],
 )  # fmt: skip

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 
 from relflat_sk import LayerNotFoundError, relative_flatness
 from relflat_sk._rescaling.reparameterization import reparameterize
+from tests.cases import Net
 
 SAME = 1e-9  # of outputs in float64, a few thousand roundings apart
 FEW = settings(max_examples=25, deadline=None)
@@ -36,19 +37,6 @@ def randomize(net, seed=0):
             values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
             tensor.copy_(values.abs() * 3 if "var" in name else values)
     return net.double().eval()
-
-
-class Net(nn.Module):
-    """A function of named modules."""
-
-    def __init__(self, run, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
-        self.run = run
-
-    def forward(self, x):
-        return self.run(self, x)
 
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}

@@ -20,7 +20,7 @@ from relflat_sk import (
     representativeness,
     worst_feature_robustness,
 )
-from tests.cases import CASES
+from tests.cases import CASES, Net
 from tests.hugging_face import conv1d
 from tests.theory.problems import CE, network, plane_network, rise_by, rotations
 
@@ -220,18 +220,13 @@ def test_a_network_that_diverged_warns(value, cause):
     assert not math.isfinite(robustness)
 
 
-class ByKeyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.second(input=torch.tanh(self.first(input=x))))
-
-
 def test_layers_called_by_keyword():
     _, X, y = network(n=9)
-    net, move = ByKeyword().double(), torch.randn(4, 4).double()
+    net = Net(
+        lambda net, x: torch.tanh(net.second(input=torch.tanh(net.first(input=x)))),
+        first=nn.Linear(5, 4), second=nn.Linear(4, 4),
+    ).double()  # fmt: skip
+    move = torch.randn(4, 4).double()
     value, _ = feature_robustness(net, X, y, 0.5, matrices=move, **CE)
     assert value == pytest.approx(rise_by(net, "second", X, y, 0.5 * move), rel=EXACT)
 

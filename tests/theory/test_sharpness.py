@@ -14,6 +14,7 @@ from torch import nn
 
 from relflat_sk import FlatnessWarning, sharpness_conditions
 from relflat_sk.theory import _sharpness, sharpness_bound
+from tests.cases import Net
 from tests.measures.test_many_classes import Sizes
 
 CE = nn.CrossEntropyLoss()
@@ -135,18 +136,12 @@ def test_batch_norm_is_folded():
     np.testing.assert_allclose(one["worst"], two["worst"])
 
 
-class Bent(nn.Module):
-    def forward(self, x):
-        return torch.maximum(x, 0.1 * x - 0.01)
+def bent():
+    return Net(lambda _, x: torch.maximum(x, 0.1 * x - 0.01))
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.two(x + torch.relu(self.one(x)))
+def residual(net, x):
+    return net.two(x + torch.relu(net.one(x)))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +149,11 @@ class Residual(nn.Module):
     [
         (network(nn.Tanh), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
         (network(nn.ELU), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
-        (network(Bent), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
-        (Residual().double(), "behind 'one' is not a ReLU"),
+        (network(bent), "the layer behind '0' is not a ReLU or leaky ReLU of the output of '0'"),
+        (
+            Net(residual, one=nn.Linear(4, 4), two=nn.Linear(4, 4)).double(),
+            "behind 'one' is not a ReLU",
+        ),
         (
             nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten()).double(),
             "need a fully connected network, but layer '1' receives inputs of shape .1, 4.",
