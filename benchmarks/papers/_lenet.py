@@ -20,11 +20,11 @@ from relflat_sk import (
     reparameterize,
 )
 
-OF_LAYER = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", "hessian_trace"]
-OF_NETWORK = ["fisher_rao_norm", "pac_bayes_flatness", "l2_norm"]
 DELTA = 0.001
+FIVE = ["relative_flatness", "hessian_trace", "fisher_rao_norm", "pac_bayes_flatness", "l2_norm"]
 
 Run = dict[str, Any]
+Measures = Callable[[nn.Module, Any, Any, Run], dict[str, float]]
 
 
 class InitializedLeNet5(LeNet5):
@@ -41,6 +41,7 @@ def complete(
     lr: Callable[[Run], float],
     data: Arrays,
     goal: float,
+    measures: Measures,
     arguments: Namespace,
 ) -> None:
     """Add the minima that are missing; on a GPU, 36 of a batch size and optimizer at a time."""
@@ -48,7 +49,8 @@ def complete(
     if arguments.device != "cpu":
         runs = sorted(runs, key=lambda run: (run["param_batch_size"], run.get("param_optimizer")))
         size = 36
-    minima.complete(runs, train_rows, lr, data, goal, arguments.device, arguments.quick, size=size)
+    minima.complete(runs, train_rows, lr, data, goal, measures, arguments.device, arguments.quick,
+                    size=size)  # fmt: skip
 
 
 def train_rows(
@@ -56,10 +58,11 @@ def train_rows(
     lr: Callable[[Run], float],
     data: Arrays,
     goal: float,
+    measures: Measures,
     device: str,
     quick: bool,
 ) -> list[Run]:
-    """Train LeNet-5s together until their losses are the goal, and measure at the last layer."""
+    """Train LeNet-5s together until their losses are the goal, and measure them."""
     X, y, *_ = data
     nets = [
         RelativeFlatnessRegularizedClassifier(
@@ -79,21 +82,31 @@ def train_rows(
             run
             | losses_of(net, data)
             | {"epochs": len(net.history)}
-            | measures(net.module_, X, y, run["param_seed"], n_draws=2 if quick else 10)
+            | measures(net.module_, X, y, run)
             for run, net in zip(runs, trained, strict=True)
         ]
 
 
-def measures(module: nn.Module, X: Any, y: Any, seed: int, n_draws: int) -> dict[str, float]:
-    """Measure a minimum, and again after fc2 is divided and fc3 multiplied by a factor."""
-    given: Any = {"X": X, "y": y, "criterion": nn.CrossEntropyLoss(), "random_state": 0}
-    factor = float(np.random.default_rng(seed).uniform(5, 25))
+def of_layer(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
+    """Measure P19's flatness, again after fc2 is divided and fc3 multiplied, and robustness."""
+    factor = rescaling(run)
     rescaled = reparameterize(module, {"features.9": 1 / factor, "head": factor})
-    found = {}
-    for end, one in {"": module, "_rescaled": rescaled}.items():
-        for name in [*OF_LAYER, *OF_NETWORK]:
-            own = {"n_draws": n_draws} if name == "pac_bayes_flatness" else {}
-            found[f"{name}{end}"] = measure(name, one, **given, **own)
+    found = {
+        f"{name}{end}": measure(name, one, X, y, criterion=nn.CrossEntropyLoss(), random_state=0)
+        for end, one in {"": module, "_rescaled": rescaled}.items()
+        for name in ("trace_flatness", "eigenvalue_flatness", "hessian_trace")
+    }
     neurons = neuron_robustness(module, X, y, DELTA, layers=-1, criterion=nn.CrossEntropyLoss())
-    found["robustness"] = neurons["robustness"].abs().max()
-    return found
+    return found | {"robustness": neurons["robustness"].abs().max()}
+
+
+def rescaling(run: Run) -> float:
+    """Draw a factor in [5, 25], another one for each minimum."""
+    return float(np.random.default_rng(list(str(run).encode())).uniform(5, 25))
+
+
+def of_network(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
+    """Compute P21's five measures."""
+    given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": run["param_seed"]}
+    own = {name: {} for name in FIVE} | {"pac_bayes_flatness": {"n_draws": 5}}
+    return {name: measure(name, module, X, y, **given, **own[name]) for name in FIVE}

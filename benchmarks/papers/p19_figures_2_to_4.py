@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
-from benchmarks.papers._lenet import DELTA, complete
+from benchmarks.papers._lenet import DELTA, complete, of_layer
 
 RATES = {4: 0.001, 32: 0.008, 64: 0.02, 512: 0.1}
 GOAL = 0.01
@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in (RATES if not arguments.quick else (32,))
     ]
     rates = dict.fromkeys(RATES, 0.1) if arguments.quick else RATES
-    complete(minima, runs, lambda run: rates[run["param_batch_size"]], data, GOAL, arguments)
+    complete(minima, runs, lambda run: rates[run["param_batch_size"]], data, GOAL, of_layer,
+             arguments)  # fmt: skip
     every = minima.frame()
     frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
     bound = DELTA**2 / 2 * frame["eigenvalue_flatness"]

@@ -15,9 +15,8 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
-from benchmarks.papers._lenet import OF_NETWORK, complete
+from benchmarks.papers._lenet import FIVE, complete, of_network
 
-MEASURES = ["relative_flatness", "hessian_trace", *OF_NETWORK]
 GOAL = 0.1
 RATES = {"SGD": 0.02, "Adam": 0.001, "RMSprop": 0.0005}
 
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]  # fmt: skip
     complete(minima, runs[: 4 if arguments.quick else None],
              lambda run: RATES[run["param_optimizer"]] * run["param_faster"],
-             data, GOAL, arguments)  # fmt: skip
+             data, GOAL, of_network, arguments)  # fmt: skip
     every = minima.frame()
     frame = every[every["train_loss"] <= (9 if arguments.quick else 1.5 * GOAL)]
 
@@ -50,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return of
 
-    claims = [correlation(f"r of {name}", "> 0", frame, name) for name in MEASURES]
+    claims = [correlation(f"r of {name}", "> 0", frame, name) for name in FIVE]
     claims += [
         bootstrap(f"r of relative_flatness minus r of {name}", "> 0", frame, lead(name))
-        for name in MEASURES[1:]
+        for name in FIVE[1:]
     ]
 
     def draw(figure: Any) -> None:
-        for ax, name in zip(figure.subplots(1, 5, sharey=True), MEASURES, strict=True):
+        for ax, name in zip(figure.subplots(1, 5, sharey=True), FIVE, strict=True):
             ax.scatter(frame[name], frame["generalization_gap"], s=12)
             ax.set(xlabel=name.replace("_", " "), xscale="log")
 
