@@ -99,7 +99,7 @@ class _Sums:
     """
 
     def __init__(self) -> None:
-        self.total = self.square = self.cross = self.of_weights = torch.zeros(())
+        self.total = self.square = self.cross = self.of_weights = self.count = torch.zeros(())
 
     def add(self, forms: Tensor, weight: Tensor) -> None:
         """Add the weighted numbers of some samples. Shapes: `forms` (n, bits, k), `weight` (n,)."""
@@ -107,12 +107,14 @@ class _Sums:
         self.square = self.square + forms.square().sum(dim=0)
         self.cross = self.cross + torch.tensordot(weight, forms, dims=1)
         self.of_weights = self.of_weights + weight.square().sum()
+        self.count = self.count + (weight != 0).sum()
 
-    def mean(self, n_samples: int, divisor: float) -> tuple[Tensor, Tensor]:
-        """Compute means and standard errors over samples; nan for a single sample."""
+    def mean(self, divisor: float) -> tuple[Tensor, Tensor]:
+        """Compute means and standard errors over samples that count; nan for a single one."""
         mean = self.total / divisor
         scatter = self.square - 2 * mean * self.cross + mean.square() * self.of_weights
-        share = n_samples / (n_samples - 1) if n_samples > 1 else torch.nan
+        n = float(self.count)
+        share = n / (n - 1) if n > 1 else torch.nan
         return mean.cpu(), ((scatter.clamp_min(0) * share).sqrt() / divisor).cpu()
 
 
@@ -278,8 +280,8 @@ def layer_sensitivity(  # noqa: PLR0913
         - ``measured``, ``measured_stderr``: with `measured`, the rise on the same data.
 
         Standard errors are those of means over samples, as draws from a larger population with
-        their weights. They count probes, but not what an expansion to second order leaves out: see
-        Notes.
+        their weights; nan if only one sample has a positive weight. They count probes, but not what
+        an expansion to second order leaves out: see Notes.
 
     Raises
     ------
@@ -338,14 +340,13 @@ def layer_sensitivity(  # noqa: PLR0913
         generator = make_generator(random_state, network.device)
         rises = _Rises(numbers, per_channel, n_probes, generator)
         summary = summarize(network, name_layers(model, layers), rises.add)
-        size = summary.n_samples, summary.divisor
         seen = _measure_rises(network, rises.changes) if measured else {}
     if not all(torch.isfinite(one.total).all() for one in rises.sums.values()):
         explain_non_finite(["predicted"], network, summary, has_curvature=True)
     rows = []
     for name, sums in rises.sums.items():
         (first, second, both, trace), (_, _, stderr, trace_stderr) = (
-            part.T.tolist() for part in sums.mean(*size)
+            part.T.tolist() for part in sums.mean(summary.divisor)
         )
         columns = {
             "layer": [name] * len(numbers),
@@ -358,7 +359,7 @@ def layer_sensitivity(  # noqa: PLR0913
             "by_trace_stderr": trace_stderr,
         }
         if measured:
-            value, error = (part[:, 0].tolist() for part in seen[name].mean(*size))
+            value, error = (part[:, 0].tolist() for part in seen[name].mean(summary.divisor))
             columns |= {"measured": value, "measured_stderr": error}
         rows.append(pd.DataFrame(columns))
     return pd.concat(rows, ignore_index=True)

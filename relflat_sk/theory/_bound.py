@@ -201,7 +201,7 @@ def find_delta(site: Site, delta: float | None) -> float:
     """Return the radius of the smoothing, by default that of Theorem 6."""
     if delta is not None:
         return check_delta(delta)
-    return float(site.n_samples ** (-1 / (4 + site.size)))
+    return float(site.n_counting ** (-1 / (4 + site.size)))
 
 
 def check_alphas(alphas: Any, n: int) -> Floats:
@@ -259,7 +259,8 @@ def representativeness(  # noqa: PLR0913
         The layer whose features are smoothed, see `relative_flatness`.
     delta : float, optional
         Radius of the smoothing, as a share of the features' norm. If None it is
-        ``n^(-1 / (4 + m))``, the choice of Theorem 6, with n samples and m features.
+        ``n^(-1 / (4 + m))``, the choice of Theorem 6, with n samples whose labels are not ignored
+        and m features.
     smoothing : Smoothing, optional
         Another kernel, a bandwidth for all samples, weights of the samples or noise on their
         labels.

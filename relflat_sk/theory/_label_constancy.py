@@ -1,6 +1,5 @@
 """Label constancy: how often neighbours in a layer's feature space have the same label."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_layer
 from relflat_sk._network.network import Outcome, layer_names, outcome_of
 from relflat_sk._network.recording import Recorder
+from relflat_sk.theory._moves import counting
 
 
 def label_constancy(  # noqa: PLR0913
@@ -103,7 +103,6 @@ def label_constancy(  # noqa: PLR0913
     if by == "labels" and isinstance(model, nn.Module):
         criterion = nn.CrossEntropyLoss()  # `to_network` needs one; it is not used here
     network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
-    ignored = getattr(network.loss.criterion, "ignore_index", math.nan)
     features: list[Tensor] = []
     labels: list[Tensor] = []
     found: list[Outcome] = []
@@ -115,8 +114,7 @@ def label_constancy(  # noqa: PLR0913
                 raise ValueError("y is needed for the labels to compare. Pass y.")
             with Recorder({name: module}) as recorder:
                 output = network(batch.x)
-            flat = batch.y.reshape(len(batch.y), -1)
-            known = torch.nonzero((flat != ignored).any(dim=1))[:, 0]
+            known = torch.nonzero(counting(network, batch.y))[:, 0]
             features.append(recorder[name].check()[0].flatten(1)[known].cpu())
             labels.append(batch.y[known].cpu())
             if by == "loss":

@@ -20,6 +20,7 @@ moves around a sample, the same in all directions; it has a radius for each samp
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,12 @@ class Site:
         """Number n of labelled samples, counted in one pass over the data without the network."""
         return sum(len(_labels(batch)) for batch in self.network.batches())
 
+    @cached_property
+    def n_counting(self) -> int:
+        """Number of samples whose labels are not ignored, counted in the same way."""
+        found = (counting(self.network, _labels(batch)) for batch in self.network.batches())
+        return sum(int(one.sum()) for one in found)
+
     def splits(self) -> Iterator[Split]:
         """Split the network on one batch after the other; to be used within `borrowed`."""
         layer: Any = self.network.module.get_submodule(self.name)
@@ -131,6 +138,16 @@ def check_delta(delta: Any) -> float:
     """Refuse a delta that is not a finite positive number."""
     check_number("delta", delta, reason="it is how far features move, as a share of their norm")
     return float(delta)
+
+
+def counting(network: Network, labels: Tensor) -> Tensor:
+    """Find which samples have a label that the criterion does not ignore.
+
+    Shapes: `labels` (n, ...); returns (n,).
+    """
+    ignored = getattr(network.loss.criterion, "ignore_index", nan)
+    known: Tensor = (labels.reshape(len(labels), -1) != ignored).any(dim=1)
+    return known
 
 
 def _labels(batch: Batch) -> Tensor:

@@ -36,6 +36,7 @@ from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
 from relflat_sk._network.tail import is_piecewise_linear
 from relflat_sk._rescaling.layers import fold_layers
 from relflat_sk._warnings import warn
+from relflat_sk.theory._moves import counting
 
 # name and meaning of each condition's constant
 _CONSTANTS = {
@@ -278,7 +279,7 @@ def sharpness_bound(  # noqa: PLR0913
     X : array-like of n samples
         Inputs of the sample that the model was trained on.
     y : array-like of shape (n, ...)
-        Labels, as in training.
+        Labels, as in training. Samples whose labels the criterion ignores do not count.
     sigma : float or sequence of float
         Standard deviation of the noise on the weights, one for each layer in forward order or one
         for all.
@@ -462,12 +463,11 @@ def _read_chain(network: Network, batch_size: int) -> Chain:
             steps = [recorder[layer.norm or layer.name] for layer in layers]
             slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
             outputs = [step.check()[1].detach().double() for step in steps]
-            batches.append([
-                inputs[0].detach().double(),
-                *outputs,
-                *slopes,
-                torch.ones_like(outputs[-1]),
-            ])
+            found = [inputs[0].detach().double(), *outputs, *slopes, torch.ones_like(outputs[-1])]
+            if batch.y is not None:  # samples with ignored labels are none of the loss
+                kept = counting(network, batch.y).to(found[0].device)
+                found = [one[kept] for one in found]
+            batches.append(found)
     x, *rest = map(torch.cat, zip(*batches, strict=True))
     d = len(layers)
     names, weights = [layer.name for layer in layers], [layer.weight for layer in layers]

@@ -103,10 +103,11 @@ def test_weights_of_samples_repeat_them():
     np.testing.assert_allclose(weighted[columns], repeated[columns], rtol=1e-9)
 
 
-@pytest.mark.parametrize("of", ["samples", "classes"])
+@pytest.mark.parametrize("of", ["samples", "classes", "counting samples", "one sample"])
 def test_standard_errors_of_weighted_means(of):
     net, X, y = make("mlp tanh")
     weight = torch.tensor([0.1, 3.0, 0.5, 1.0, 4.0, 1.0, 2.0], dtype=torch.float64)
+    weight[{"counting samples": [1, 5], "one sample": slice(1, None)}.get(of, [])] = 0
     criterion, sample_weight = CE, weight.numpy()
     if of == "classes":
         criterion, sample_weight = nn.CrossEntropyLoss(weight[: net[-1].out_features]), None
@@ -126,7 +127,9 @@ def test_standard_errors_of_weighted_means(of):
         mean = share @ each
         scatter = share**2 @ (each - mean) ** 2
         np.testing.assert_allclose(table[column], mean, rtol=1e-9)
-        np.testing.assert_allclose(table[error], np.sqrt(scatter * len(X) / (len(X) - 1)))
+        n = int((weight > 0).sum())
+        expected = scatter * n / (n - 1) if n > 1 else np.full(len(mean), np.nan)
+        np.testing.assert_allclose(table[error], np.sqrt(expected))
 
 
 def test_numbers_of_bits_are_any_sequence_and_count_once():

@@ -186,11 +186,15 @@ def test_loaders_must_not_shuffle_only_where_samples_have_shares():
 # the bound
 
 
+@pytest.mark.parametrize("n_ignored", [0, 25])
 @pytest.mark.parametrize("layer", [-1, 0])
-def test_the_parts_of_the_bound(layer):
+def test_the_parts_of_the_bound(layer, n_ignored):
     net, X, y = network()
     m = {-1: 6, 0: 5}[layer]
-    bound = generalization_bound(net, X, y, layer=layer, random_state=0, **CE)
+    inputs = torch.cat([3 * X[:n_ignored], X])
+    labels = torch.cat([torch.full((n_ignored,), -100), y])  # of which the loss takes none
+    options = {"layer": layer, "batch_size": 20, "random_state": 0}
+    bound = generalization_bound(net, inputs, labels, **options, **CE)
     kappa = relative_flatness(net, X, y, layer=layer, **CE)
     assert bound.delta == pytest.approx(40 ** (-1 / (4 + m)), rel=1e-12)
     assert bound.flatness_term == pytest.approx(40 ** (-2 / (4 + m)) * kappa / (2 * m), rel=1e-9)

@@ -303,12 +303,16 @@ def right_hand_side(net, X, y, sigmas, delta, slope):
     return loss, (spread + flips) * slope * output, math.sqrt(inside / len(X)), gammas
 
 
-@pytest.mark.parametrize("sigma", [1e-3, (1e-3, 2e-3, 5e-4)])
-def test_the_bound_is_the_sum_of_its_terms(sigma):
+@pytest.mark.parametrize(
+    ("sigma", "n_ignored"), [(1e-3, 0), ((1e-3, 2e-3, 5e-4), 0), (1e-3, 5)]
+)
+def test_the_bound_is_the_sum_of_its_terms(sigma, n_ignored):
     net, X = network(), data()
     y = net(X).argmax(dim=1)
     sigmas = sigma if isinstance(sigma, tuple) else (sigma,) * 3
-    found = sharpness_bound(net, X, y, sigma, delta=0.1, criterion=CE, batch_size=4)
+    inputs = torch.cat([3 * data(n_ignored), X])
+    labels = torch.cat([torch.full((n_ignored,), -100), y])  # of which the loss takes none
+    found = sharpness_bound(net, inputs, labels, sigma, delta=0.1, criterion=CE, batch_size=4)
     loss, sharpness, complexity, gammas = right_hand_side(net, X, y, sigmas, 0.1, 2**0.5)
     assert found.empirical_risk == pytest.approx(loss)
     assert found.sharpness == pytest.approx(sharpness, rel=1e-9)
