@@ -203,8 +203,8 @@ def find_measures(measures: Any, *, neurons: bool = False) -> list[str]:
     given = [measures] if isinstance(measures, str) else list(measures)
     if not given:
         raise ValueError(
-            f"measures must name at least one measure, got {measures!r}. Leave it out to compute "
-            "all measures."
+            f"measures must name at least one measure, got {measures!r}. Pass names of "
+            "get_measure_names(), or leave it out for the default."
         )
     names, functions = [], dict[str, Any]()
     for measure in given:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from sklearn.model_selection import train_test_split
 from skorch.dataset import get_len
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from relflat_sk._checks import check_integer, is_integer, is_number
 from relflat_sk._network.batches import as_row_source, check_weights, is_on_disk
@@ -209,7 +209,8 @@ def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) ->
 
 def check_held_out(y: Any, X_test: Any, y_test: Any) -> None:
     """Refuse held-out samples without labels, and labels without samples."""
-    only_X = y_test is None and y is None  # a Dataset, which has its labels inside
+    # labels may be inside
+    only_X = y_test is None and (y is None or isinstance(X_test, Dataset | DataLoader))
     if (X_test is None) != (y_test is None) and not only_X:
         raise ValueError("X_test and y_test go together: give both or neither.")
 

@@ -69,7 +69,8 @@ def blame_call(what: str, advice: str) -> Iterator[None]:
     except Exception as error:
         if is_of_storage(error):
             raise
-        raise CallError(f"{what}: {type(error).__name__}: {error}. {advice}{KEPT}") from error
+        why = f"{type(error).__name__}: {error}".rstrip(".")
+        raise CallError(f"{what}: {why}. {advice}{KEPT}") from error
 
 
 @contextmanager

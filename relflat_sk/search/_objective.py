@@ -121,7 +121,7 @@ class MinimaObjective:
     X_test : array-like of shape (n_test, n_features), optional
         Held-out data. Losses and scores on it are recorded, and never used to choose.
     y_test : array-like of shape (n_test,) or (n_test, n_outputs), optional
-        Labels or values of the held-out data; None if y is None and `X_test` a Dataset.
+        Labels or values of the held-out data; None for a Dataset that has them inside.
     artifact_store : str, path or optuna artifact store, optional
         Where the weights of every minimum are saved; a path is a folder. Each file is a
         `state_dict` that ``torch.load(..., weights_only=True)`` reads. The user attribute

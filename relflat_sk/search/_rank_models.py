@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from inspect import signature
 from math import ceil, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from sklearn.base import BaseEstimator
@@ -34,8 +36,8 @@ from relflat_sk.search._goal import record_verdict
 from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
 from relflat_sk.search._provenance import describe, describe_data, describe_measures
 from relflat_sk.search._results import WRONG_LABELS, listed, warn_if_few_fit
+from relflat_sk.search._space import PLAIN, label_of
 
-_PLAIN = str | int | float | bool | None  # values of parameters that are columns
 _SAME_LOSS = 1e-3  # up to which share losses of a constant are those of one criterion
 
 __all__ = ["rank_models"]
@@ -85,7 +87,8 @@ def rank_models(  # noqa: PLR0913
     criterion : torch loss, optional
         The loss; needed for bare modules only.
     X_test, y_test : as `X` and `y`, optional
-        Held-out data, for the columns ``test_loss``, ``generalization_gap`` and ``test_score``.
+        Held-out data, of the same or another type, for the columns ``test_loss``,
+        ``generalization_gap`` and ``test_score``.
     sample_weight : array of shape (n,), optional
         Weight of each training sample; one if None.
     random_state : int, RandomState or None, default=None
@@ -96,7 +99,8 @@ def rank_models(  # noqa: PLR0913
         same name, network, weights, parameters and outputs as then, and reads the same data, and if
         the measures, their arguments, the criterion, the held-out data and `random_state` are the
         same. Functions that a measure of your own calls are not compared.
-        Held-out data sets are compared by their class, length and three samples.
+        Held-out data sets are compared by their class, length and three samples. A row whose file
+        is broken is measured again.
     verbose : int, default=0
         1 shows a progress bar of the models.
 
@@ -105,8 +109,9 @@ def rank_models(  # noqa: PLR0913
     DataFrame
         One row for each model in rank order, with the columns that `relflat_sk.minima` lists and
         ``model``, its name: the key, the path or the position. Parameters that differ among the
-        estimators of the kinds that have them are in columns ``param_<name>``. ``reason`` says
-        why a model has no value or is not compared.
+        estimators of the kinds that have them are in columns ``param_<name>``, as texts unless
+        they are plain values. ``reason`` says why a model has no value or is not compared. If the
+        call ended early, ``table.attrs["ended"]`` says why.
 
     Raises
     ------
@@ -196,10 +201,8 @@ def rank_models(  # noqa: PLR0913
     models = _find_models(models)
     check_held_out(y, X_test, y_test)
     data = TrainingData(X, y, X, y, sample_weight=sample_weight)
-    store = None
-    if memory is not None:
-        store = check_memory(str(memory) if isinstance(memory, Path) else memory)
-    task = _Task(data, X_test, y_test, measuring, seed_from(random_state), store, verbose)
+    seed = seed_from(random_state)
+    task = _Task(data, X_test, y_test, measuring, seed, _open(memory), verbose)
     target = None if module is None else find_module(module)
     by = str(measuring.names[0])
     default = measuring.default_share(by)
@@ -222,6 +225,7 @@ def rank_models(  # noqa: PLR0913
                     rows = again
                     task.units["at_loss"] = share
     if task.ended:
+        task.units["ended"] = task.ended
         warn(
             f"{task.ended}: the table has the {len(rows)} models that were measured until then"
             + (f", compared at {default:g} of the best constant's loss. " if share else ". ")
@@ -248,8 +252,7 @@ class _Task:
 
     def __post_init__(self) -> None:
         if self.seed is None:  # that of the call that another one goes on from
-            draw = _draw_seed if self.memory is None else self.memory.cache(_draw_seed)
-            self.seed = draw("" if self.memory is None else self.description())
+            self.seed = self.recall(_draw_seed, "" if self.memory is None else self.description())
 
     @cached_property
     def given(self) -> dict[str, str]:
@@ -260,6 +263,20 @@ class _Task:
     def description(self) -> str:
         """Describe what changes the rows, beside the models."""
         return repr([self.given, describe_measures(self.measuring), self.seed])
+
+    def recall(self, function: Callable[..., Any], key: str, *others: Any) -> Any:
+        """Return what a function returns, from the memory if that has it, whole, under `key`."""
+        if self.memory is None:
+            return function(key, *others)
+        ignore = [name for name in signature(function).parameters if name != "key"]
+        kept = self.memory.cache(function, ignore=ignore)
+        if hasattr(kept, "check_call_in_cache") and kept.check_call_in_cache(key, *others):
+            held = kept.call_and_shelve(key, *others)
+            try:
+                return held.get()
+            except Exception:  # a file that was cut off, of which joblib prints all arguments
+                held.clear()
+        return kept(key, *others)
 
     def seen(self, network: Network) -> Iterator[str]:
         """Describe a network, its loss, and all that it reads and returns.
@@ -325,12 +342,10 @@ class _Task:
                 network = next(iter(networks.values()))
                 if network.loss.row is None or network.loss.row.task == "regression":
                     self.units["loss_unit"] = ""
-                key, measured = "", _measure_model
+                key = ""
                 if self.memory is not None:
                     key = repr([label, has_record, params, self.description(), *self.seen(network)])
-                    others = ["task", "model", "networks", "has_record"]
-                    measured = self.memory.cache(_measure_model, ignore=others)
-                record |= measured(key, self, model, networks, has_record)
+                record |= self.recall(_measure_model, key, self, model, networks, has_record)
         except CallError as error:
             raise ValueError(f"{label!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:
@@ -341,8 +356,22 @@ class _Task:
         return record
 
 
-def _draw_seed(description: str) -> int:
-    """Draw a seed for what is described."""
+def _open(memory: Any) -> Any:
+    """Return the memory of a path, or a memory itself."""
+    if memory is None:
+        return None
+    try:
+        return check_memory(str(memory) if isinstance(memory, Path) else memory)
+    except OSError as error:
+        raise ValueError(
+            f"memory must be a folder that rows can be written to, got {str(memory)!r}, which is "
+            f"none ({type(error).__name__}: {error}). Pass another path; a folder that does not "
+            "exist is made."
+        ) from error
+
+
+def _draw_seed(key: str) -> int:
+    """Draw a seed for what `key` describes."""
     return draw_seed(None)
 
 
@@ -402,8 +431,16 @@ def _load(label: str, item: Any, module: Any, target: nn.Module | None) -> tuple
 def _parameters(model: Any) -> dict[str, Any]:
     """Return the parameters of an estimator that can be columns, as their names."""
     params = model.get_params() if isinstance(model, BaseEstimator) else {}
-    plain = {name: value for name, value in params.items() if isinstance(value, _PLAIN)}
-    return {f"{PARAM_PREFIX}{name}": value for name, value in plain.items()}
+    return {
+        f"{PARAM_PREFIX}{name}": label_of(one) for name, one in params.items() if _is_plain(one)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is plain, a class or a function, or a sequence of these."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, (*PLAIN, np.generic)) or hasattr(value, "__name__")
 
 
 def _differs(name: str, rows: list[dict[str, Any]], kinds: list[Any]) -> bool:

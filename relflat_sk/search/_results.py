@@ -41,12 +41,14 @@ def listed(measure: Any) -> list[Any]:
     """Return the measures of a search as a list."""
     if isinstance(measure, str) or callable(measure):
         return [measure]
-    if not isinstance(measure, Iterable):
-        raise TypeError(
+    found = list(measure) if isinstance(measure, Iterable) else []
+    if not found:
+        kind = ValueError if isinstance(measure, Iterable) else TypeError
+        raise kind(
             "measure must be a name, a function, a FlatnessScorer or a sequence of these, got "
             f"{measure!r}. See get_measure_names."
         )
-    return list(measure)
+    return found
 
 
 def candidate_table(study: optuna.Study, measures: Sequence[str] = ()) -> pd.DataFrame:

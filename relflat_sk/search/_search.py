@@ -451,7 +451,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             Held-out data. Losses and scores on it are recorded in `minima_`, and never used to
             choose.
         y_test : array-like of shape (n_test,) or (n_test, n_outputs), optional
-            Labels or values of the held-out data; None if y is None and `X_test` a Dataset.
+            Labels or values of the held-out data; None for a Dataset that has them inside.
         timeout : float, optional
             Seconds after which no candidate begins; those in training are finished.
         callbacks : list of callable, optional

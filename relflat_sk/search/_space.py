@@ -192,7 +192,7 @@ class Space:
 def _record_value(trial: Any, name: str, value: Any) -> None:
     """Record a value that a function returned, unless the trial drew it under its name."""
     if name not in trial.params:
-        trial.set_user_attr(f"{PARAM_PREFIX}{name}", _label(value))
+        trial.set_user_attr(f"{PARAM_PREFIX}{name}", label_of(value))
 
 
 def _label_each(values: Sequence[Any]) -> dict[Any, Any]:
@@ -205,13 +205,13 @@ def _label_each(values: Sequence[Any]) -> dict[Any, Any]:
         plain = value.item() if isinstance(value, np.generic) else value
         key = (type(plain), plain) if isinstance(plain, PLAIN) else index
         unique.setdefault(key, plain)
-    labels = [_label(value) for value in unique.values()]
+    labels = [label_of(value) for value in unique.values()]
     if len(set(labels)) < len(labels):
         labels = [f"{index}: {_name(value)}" for index, value in enumerate(unique.values())]
     return dict(zip(labels, unique.values(), strict=True))
 
 
-def _label(value: Any) -> Any:
+def label_of(value: Any) -> Any:
     """Return a value if Optuna can store it, or else a text that every process agrees on."""
     value = value.item() if isinstance(value, np.generic) else value
     is_nan = isinstance(value, float) and value != value  # noqa: PLR0124

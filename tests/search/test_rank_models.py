@@ -16,11 +16,12 @@ import pandas as pd
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import log_loss
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import (
     FlatnessScorer,
@@ -37,6 +38,7 @@ from relflat_sk.search import _rank_models
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, piped, plain_net
 
 CE = nn.CrossEntropyLoss()
+LOGISTIC = LogisticRegression(max_iter=500).fit(X, Y)
 KAPPA = {"measure": "relative_flatness", "random_state": 0}
 OF_MODULE = {"criterion": CE, **KAPPA}
 
@@ -124,15 +126,22 @@ def test_models_of_several_kinds_have_columns_for_what_differs_within_a_kind():
         LogisticRegression(C=1.0, max_iter=500).fit(X, Y),
         make_net(random_state=0).fit(X, Y),
         make_net(random_state=0, module__activation="tanh").fit(X, Y),
+        make_net(random_state=0, module__hidden_layer_sizes=(4, 3), optimizer=torch.optim.SGD).fit(
+            X, Y
+        ),
         piped(LogisticRegression(max_iter=500)).fit(X, Y),  # one of its kind
     ]
     table = rank_models(models, X, Y, **KAPPA).set_index("trial").sort_index()
     names = [name for name in table if name.startswith("param_")]
     # all kinds have verbose, 0 or False, and two of them random_state; the first net does not say
     # that its activation is the default
-    of_nets = ["param_random_state", "param_verbose", "param_module__activation"]
+    of_nets = ["random_state", "verbose", "optimizer"]
+    of_nets += ["module__hidden_layer_sizes", "module__activation"]
+    of_nets = [f"param_{name}" for name in of_nets]
     assert names == ["param_C", *of_nets]
     assert table["param_C"].tolist()[:2] == [0.5, 1.0]
+    assert table["param_module__hidden_layer_sizes"][4] == "(4, 3)"  # as in a search
+    assert table["param_optimizer"].tolist()[3:5] == ["Adam", "SGD"]
 
 
 def test_models_of_different_losses_are_not_compared_in_silence():
@@ -144,6 +153,19 @@ def test_models_of_different_losses_are_not_compared_in_silence():
         rank_models(models[:2], X, Y, **KAPPA)
     with pytest.warns(FlatnessWarning, match="losses, weights of classes or units"):
         rank_models(models[::2], X, Y, **KAPPA)
+
+
+@pytest.mark.parametrize("as_held", [TensorDataset, lambda *data: DataLoader(TensorDataset(*data))])
+def test_held_out_data_may_be_of_another_type_than_the_training_data(as_held):
+    held = as_held(torch.tensor(X_TEST), torch.tensor(Y_TEST))
+    of_search, expected = (
+        logistic().fit(X, Y, *data).minima_ for data in ([held], [X_TEST, Y_TEST])
+    )
+    of_models = rank_models([LOGISTIC], X, Y, X_test=held, **KAPPA)
+    np.testing.assert_allclose(of_search["test_loss"], expected["test_loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        of_models["test_loss"], log_loss(Y_TEST, LOGISTIC.predict_proba(X_TEST)), rtol=1e-6
+    )
 
 
 def test_a_search_is_ranked_as_its_best_estimator():
@@ -430,8 +452,11 @@ MISSPELT = FlatnessScorer(measure_params={"n_probs": 3})
         ([build()], {"criterion": None}, ValueError, "criterion is needed for a bare module"),
         ([build()], {"measure": FlatnessScorer(layer="5")}, ValueError, "'0': layer='5' cannot be"),
         ([build()], {"X_test": X[:, :2], "y_test": Y}, ValueError, "X_test and y_test cannot"),
+        ([LOGISTIC], {"X_test": X[:, :2], "y_test": Y}, ValueError, "as input. Give data like X"),
         ([build()], {"y_test": Y}, ValueError, "X_test and y_test go together"),
         ([build()], {"X_test": X}, ValueError, "X_test and y_test go together"),
+        ([build()], {"measure": []}, ValueError, r"measure must be a name, .* got \[\]. See"),
+        ([build()], {"memory": __file__}, ValueError, "memory must be a folder .*Not a directory"),
         ([build()], {"measure": MISSPELT}, TypeError, "'n_probs' is no argument"),
     ],
 )
@@ -573,13 +598,14 @@ def test_the_table_has_what_was_measured_if_the_call_ends_early(error, why, step
     options = {"module": build(), **OF_MODULE}
     with pytest.warns(FlatnessWarning, match=f"^{why}: the table has the 2 models"):
         table = rank_models(failing(2), X, Y, **options)
+    assert table.attrs["ended"] == why
     assert table.equals(rank_models(list(steps.values())[:2], X, Y, **options))
     with pytest.raises(type(error)):
         rank_models(failing(0), X, Y, **options)
 
 
 @pytest.mark.parametrize("random_state", [0, None])
-def test_a_call_with_the_same_memory_goes_on(random_state, steps, measured, tmp_path):
+def test_a_call_with_the_same_memory_goes_on(random_state, steps, measured, tmp_path, caplog):
     probed = FlatnessScorer(layer=0, measure_params={"method": "hutchinson", "n_probes": 3})
     options = {"criterion": CE, "measure": probed, "random_state": random_state}
 
@@ -597,6 +623,9 @@ def test_a_call_with_the_same_memory_goes_on(random_state, steps, measured, tmp_
     assert measured.count == 0
     pd.testing.assert_frame_equal(again, table)
     assert again.attrs == table.attrs
+    next(tmp_path.rglob("_measure_model/*/output.pkl")).write_bytes(b"cut off")
+    pd.testing.assert_frame_equal(call(), table)
+    assert (measured.count, caplog.records) == (1, [])
     assert call(memory=None).equals(table) == (random_state == 0)
     other = FlatnessScorer(layer=0, measure_params={"method": "hutchinson", "n_probes": 2})
     swapped = dict(zip(steps, list(steps.values())[::-1], strict=True))

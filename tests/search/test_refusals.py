@@ -119,7 +119,7 @@ VALUES = [
     (search(space={"C": lambda trial: 1}), "n_trials is needed: the space has"),
     (search(space={"D": [1]}), "space names 'D', but LogisticRegression"),
     (search(measure="flat"), "there is no measure 'flat'"),
-    (search(measure=[]), "measures must be a sequence"),
+    (search(measure=[]), r"measure must be a name, .* or a sequence of these, got \[\]"),
     (search(n_jobs=0), "n_jobs == 0"),
     *((search(n_threads=n), "n_threads must be a positive integer or None") for n in (0, 1.5, "2")),
     (search(fleet="many"), "fleet must be a positive integer, 'auto' or None"),

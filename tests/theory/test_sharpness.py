@@ -303,9 +303,7 @@ def right_hand_side(net, X, y, sigmas, delta, slope):
     return loss, (spread + flips) * slope * output, math.sqrt(inside / len(X)), gammas
 
 
-@pytest.mark.parametrize(
-    ("sigma", "n_ignored"), [(1e-3, 0), ((1e-3, 2e-3, 5e-4), 0), (1e-3, 5)]
-)
+@pytest.mark.parametrize(("sigma", "n_ignored"), [(1e-3, 0), ((1e-3, 2e-3, 5e-4), 0), (1e-3, 5)])
 def test_the_bound_is_the_sum_of_its_terms(sigma, n_ignored):
     net, X = network(), data()
     y = net(X).argmax(dim=1)
