@@ -1,13 +1,15 @@
 """Search for flat minima: train candidates, rank them by flatness, predict with their mean."""
 
-from relflat_sk.search._flattest_within import flattest_within
+from relflat_sk.search._flattest_within import FlattestWithin, flattest_within
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._rank_models import rank_models
-from relflat_sk.search._search import FlatMinimaSearch
+from relflat_sk.search._search import Choice, FlatMinimaSearch
 from relflat_sk.search._workers import optimize_study
 
 __all__ = [
+    "Choice",
     "FlatMinimaSearch",
+    "FlattestWithin",
     "MinimaObjective",
     "flattest_within",
     "optimize_study",

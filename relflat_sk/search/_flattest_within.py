@@ -9,7 +9,7 @@ import numpy as np
 from relflat_sk._checks import check_number
 from relflat_sk._warnings import warn
 
-__all__ = ["flattest_within"]
+__all__ = ["FlattestWithin", "flattest_within"]
 
 PREFIX = "mean_test_"  # of the columns of cv_results_ that hold scores
 SCORE, FLATNESS = PREFIX + "score", PREFIX + "flatness"

@@ -114,7 +114,15 @@ def plan_candidates(search: Any, space: Space) -> Plan:
 
 
 class Choice(NamedTuple):
-    """A way to choose among candidates, and the reason for it."""
+    """What `FlatMinimaSearch.suggest_choice` suggests.
+
+    Parameters
+    ----------
+    way : {"mean", "mean of the best held out", "best held out"}
+        The way to choose among the candidates, or to average them.
+    reason : str
+        Why it suits them.
+    """
 
     way: str
     reason: str

@@ -1,7 +1,7 @@
 """What the documentation says of measures, files and commands is true."""
 
 import re
-from inspect import ismodule, signature
+from inspect import isclass, isfunction, ismodule, signature
 from operator import attrgetter
 from pathlib import Path
 
@@ -39,8 +39,14 @@ def test_the_reference_lists_every_public_name():
     assert listed >= {
         name for name in relflat_sk.__all__ if not ismodule(getattr(relflat_sk, name))
     }
-    for name in listed:
-        assert attrgetter(name)(relflat_sk)
+    found = [attrgetter(name)(relflat_sk) for name in sorted(listed)]
+    for one in found:  # and the types that users get from them
+        own = vars(one).values() if isclass(one) else [one]
+        for function in (one for one in own if isfunction(one) and one.__name__[0] != "_"):
+            kind = signature(function).return_annotation
+            kind = function.__globals__.get(kind, kind) if isinstance(kind, str) else kind
+            ours = isclass(kind) and kind.__module__.startswith("relflat_sk")
+            assert not ours or kind in found, (one, kind)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
