@@ -216,7 +216,7 @@ def layer_sensitivity(  # noqa: PLR0913
     X: Any,
     y: Any,
     *,
-    bits: int | Sequence[int] = (8, 4),
+    bits: int | Sequence[int] = (8, 6),
     layers: Layer | Sequence[Layer] = "all",
     per_channel: bool = True,
     measured: bool = False,
@@ -241,9 +241,10 @@ def layer_sensitivity(  # noqa: PLR0913
         The inputs, as the model takes them.
     y : array of shape (n, ...)
         Labels, as in training.
-    bits : int or sequence of int, default=(8, 4)
-        Numbers of bits, of at least 2. Rounding is symmetric, as is usual for weights: to the
-        nearest of ``2^bits - 1`` numbers at equal distances around 0.
+    bits : int or sequence of int, default=(8, 6)
+        Numbers of bits, of at least 2. Below 6, compare with `measured`, see Notes. Rounding is
+        symmetric, as is usual for weights: to the nearest of ``2^bits - 1`` numbers at equal
+        distances around 0.
     layers : int, str, nn.Module, a sequence of these, or "all", default="all"
         The layers, as for `flatness_report`.
     per_channel : bool, default=True

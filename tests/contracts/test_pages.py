@@ -43,6 +43,20 @@ def test_the_first_example_of_a_search_runs(tmp_path, capsys):
     assert "relative_flatness" in capsys.readouterr().out
 
 
+def test_the_example_of_checkpoints_runs_and_goes_on_from_its_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    block, tables = blocks("docs/searching.md")[-1], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        tables.append(run_block(block, tmp_path)["table"])
+        printed = capsys.readouterr()
+        assert "3/3" in printed.err
+        assert "step 300" in printed.out
+    assert tables[0].equals(tables[1])
+    assert tables[0]["comparable"].all()
+    assert any((tmp_path / "rows").rglob("output.pkl"))
+
+
 def test_the_example_of_scores_runs(tmp_path, capsys):
     (block,) = blocks("docs/scoring.md")
     run_block(block, tmp_path)
