@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "losses_of",
     "read_arguments",
+    "within",
 ]
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
@@ -238,6 +239,13 @@ def correlation(
     found = correlate_measures(minima[[measure, "generalization_gap"]], random_state=0).iloc[0]
     return Claim(name, theirs, *(found[f"{kind}{end}"] for end in ("", "_low", "_high")),
                  int(found["n"]))  # fmt: skip
+
+
+def within(minima: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataFrame:
+    """Subtract the means of groups from the logarithm of a measure and from the gap."""
+    groups = minima.groupby(list(by)).ngroup()
+    values = minima[["generalization_gap"]].assign(**{measure: np.log(minima[measure])})
+    return values - values.groupby(groups).transform("mean")
 
 
 def finish(

@@ -26,6 +26,7 @@ from benchmarks.papers._common import (
     load,
     losses_of,
     read_arguments,
+    within,
 )
 from relflat_sk import (
     FleetTrainer,
@@ -121,12 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             part = rows[rows["param_goal"] == goal]
             name = f"{layer_4}{kind}, training loss {goal}"
             claims.append(correlation(name, 0.71, part, "trace_flatness_4"))
-    cells = frame.groupby(["param_goal", "param_share"])
-    parts = {name: np.log(frame[name]) if name != "generalization_gap" else frame[name]
-             for name in ("trace_flatness_4", "generalization_gap")}  # fmt: skip
-    apart = pd.DataFrame({
-        name: part - part.groupby(cells.ngroup()).transform("mean") for name, part in parts.items()
-    })
+    apart = within(frame, "trace_flatness_4", ["param_goal", "param_share"])
     claims += [
         correlation(f"{layer_4}, means of goal and batch removed", 0.71, apart,
                     "trace_flatness_4"),
