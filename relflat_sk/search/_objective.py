@@ -17,8 +17,10 @@ from skorch import NeuralNet
 from relflat_sk._checks import check_integer
 from relflat_sk._models.network_of import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
+from relflat_sk._warnings import warn
+from relflat_sk.fleet._fleet import Fleet
 from relflat_sk.measures._results import Flatness
-from relflat_sk.minima._table import MEASURES, NO_REASON, attributes_of
+from relflat_sk.minima._table import MEASURES, NO_REASON, attributes_of, remeasured_key
 from relflat_sk.search._data import (
     LR_SCALING,
     TrainingData,
@@ -34,6 +36,7 @@ from relflat_sk.search._fit import (
     fit,
     in_fleet,
     in_isolation,
+    isolated,
     prepare,
     scale_lr,
     split_recorded,
@@ -43,6 +46,7 @@ from relflat_sk.search._goal import AUTO, check_goal, record_verdict
 from relflat_sk.search._measure import (
     TRAIN_LOSS,
     Measuring,
+    check_listed,
     find_objectives,
     measure_held_out,
     record_measures,
@@ -51,10 +55,13 @@ from relflat_sk.search._measure import (
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._space import Space
 from relflat_sk.search._weights import (
+    ARTIFACT,
+    DamagedWeightsError,
     as_store,
     check_store,
     last_prefix,
     load_weights,
+    replace_weights,
     restore,
     save_weights,
 )
@@ -65,6 +72,9 @@ SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction
 # user attributes of a trial
 SEED = "seed"  # a text, because a number would seem to be a measure
 IN_FLEET = "in_fleet"  # whether its net was trained with others
+# by which share the training loss may differ after training again
+ROUNDING = 1e-5  # on another machine
+OF_FLEETS = 1e-4  # of nets that were trained in a fleet of another size
 
 
 def check_kind(estimator: Any, varied: Collection[str]) -> None:
@@ -364,3 +374,161 @@ class MinimaObjective:
     def _prepare(self, params: Mapping[str, Any], seed: int) -> Any:
         own = split_params(params)[0] | scale_lr(self.estimator, params)
         return prepare(self.estimator, own, seed, self.goal)
+
+    # -- the estimator of a finished trial ------------------------------------------------
+
+    def has_weights(self, trial: FrozenTrial) -> bool:
+        """Return whether the weights of a trial were saved, and are within reach."""
+        return self.artifact_store is not None and ARTIFACT in trial.user_attrs
+
+    def provide(self, trial: FrozenTrial, *, retrain: bool = True) -> tuple[Any, str]:
+        """Restore the estimator of a trial, or train it again, and say why it is not as it was.
+
+        Damaged weights are replaced by those of the network that is trained again.
+        """
+        params = self.space.values(trial)
+        if self.has_weights(trial):
+            try:
+                return self._restore(params, trial), ""
+            except DamagedWeightsError as error:
+                if not retrain:
+                    return None, str(error)
+                warn(f"{error} The candidate is trained again.")
+        estimator, in_fleet = self._train_again(params, trial)
+        data, name = self._data(params), self.measures[0]
+        loss = self._measure(self.measuring, [name], estimator, data, trial)[name].risk
+        before = trial.user_attrs["train_loss"]
+        if np.isclose(loss, before, rtol=OF_FLEETS if in_fleet else ROUNDING, atol=0):
+            module = to_network(estimator, data.X, data.y, DataOptions()).module
+            replace_weights(self.artifact_store, trial, module)
+            return estimator, ""
+        return estimator, (
+            f"the minimum of trial {trial.number} cannot be had again: its training loss was "
+            f"{before:.8g}, and is {loss:.8g} after training again with the same seed. Another "
+            "machine or version of a library computes other bits, and a part of the estimator may "
+            "draw from a random state of its own. An artifact_store keeps the weights: give the "
+            "search one before it trains."
+        )
+
+    def _train_again(self, params: Mapping[str, Any], trial: FrozenTrial) -> tuple[Any, bool]:
+        """Train a candidate with the same seed, in a fleet if it was in one, as is returned."""
+        in_fleet, trained = bool(attributes_of(trial).get(IN_FLEET)), list[Any]()
+
+        def train_once() -> bool:
+            if trained:
+                return False
+            trained.append(self._train(params, self._seed_of(trial)))
+            return True
+
+        # the table of minima says already whether the goal was reached
+        with measured_later() as later:
+            if in_fleet:
+                with isolated(self.n_threads):
+                    Fleet(1).run(train_once)
+            else:
+                train_once()
+        for check in later:
+            check()
+        return trained[0], in_fleet
+
+
+# -- measuring finished trials again -----------------------------------------------------
+
+
+def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
+    """Find a finished trial by its number."""
+    trials = study.get_trials(deepcopy=False)
+    found = next((trial for trial in trials if trial.number == number), None)
+    if found is None or found.state != TrialState.COMPLETE:
+        state = (
+            "there is no such trial" if found is None else attributes_of(found).get("reason", "")
+        )
+        raise ValueError(
+            f"trial {number!r} has no estimator ({state or 'it is not finished'}). Take a number "
+            "from the column 'trial' of minima_, of a row whose state is 'complete'."
+        )
+    return found
+
+
+_TEST_LOSS = "test_loss"
+
+
+def remeasure(
+    study: optuna.Study, objective: MinimaObjective, measures: Sequence[Any], *, retrain: bool
+) -> list[str]:
+    """Measure the finished trials of a study again, and store the measures in the study."""
+    check_listed(measures)
+    measuring = Measuring(measures)
+    check_made_with(study, objective, measuring=measuring)
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if not retrain and not any(objective.has_weights(trial) for trial in trials):
+        raise ValueError(
+            "no weights of these minima were saved, so they cannot be measured again. Give the "
+            "search an artifact_store, such as a folder, before it trains, or set retrain=True."
+        )
+    _complete(study, objective, measuring, held_out=False, retrain=retrain)
+    return measuring.names
+
+
+def measure_what_is_new(study: optuna.Study, objective: MinimaObjective) -> None:
+    """Measure the minima of earlier sessions as those of this one are going to be measured.
+
+    A session may have measures or held-out data that the sessions before did not have. Minima
+    without saved weights get nan.
+    """
+    held_out = objective.X_test is not None
+    lacking = _complete(study, objective, objective.measuring, held_out=held_out)
+    if lacking:
+        columns = sorted({name for names in lacking.values() for name in names})
+        warn(
+            f"{', '.join(columns)} of trials {sorted(lacking)} stay nan: an earlier session "
+            "trained them without these measures or held-out data, and their weights were not "
+            "saved. With an artifact_store, such as a folder, they would be measured now."
+        )
+
+
+def _complete(
+    study: optuna.Study,
+    objective: MinimaObjective,
+    measuring: Measuring,
+    *,
+    held_out: bool,
+    retrain: bool = False,
+) -> dict[int, list[str]]:
+    """Measure what finished trials lack; return what is lacking where there are no weights."""
+    lacking, problems = {}, []
+    attributes = study.user_attrs
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        before: dict[str, Any] = attributes.get(remeasured_key(trial), {})
+        found = trial.user_attrs | before
+        wanted = (*measuring.names, *[_TEST_LOSS] * held_out)
+        missing = [name for name in wanted if name not in found]
+        if not missing:
+            continue
+        if not retrain and not objective.has_weights(trial):
+            lacking[trial.number] = missing
+            continue
+        estimator, problem = objective.provide(trial, retrain=retrain)
+        if problem:
+            problems.append(problem)
+            continue
+        data = objective._data(objective.space.values(trial))
+        names = [name for name in missing if name != _TEST_LOSS]
+        measured = objective._measure(measuring, names, estimator, data, trial) if names else {}
+        failed = {name: one.error for name, one in measured.items() if one.error is not None}
+        problems += [f"{name} of trial {trial.number}: {why}" for name, why in failed.items()]
+        values = {name: float(one.value) for name, one in measured.items() if name not in failed}
+        if _TEST_LOSS in missing:
+            values |= measure_held_out(
+                estimator, found["train_loss"], data.only(trained_rows(estimator)),
+                objective.X_test, objective.y_test,
+            )  # fmt: skip
+        study.set_user_attr(remeasured_key(trial), before | values)
+    if problems:
+        warn(
+            "\n".join(problems)
+            + "\nThe other minima are measured."
+            + " To train the candidates of damaged files again: remeasure(..., retrain=True)."
+            * (not retrain)
+        )
+    return lacking

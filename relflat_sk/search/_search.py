@@ -33,15 +33,13 @@ from relflat_sk.minima import rank_minima
 from relflat_sk.minima._ranking import mark_depth_band
 from relflat_sk.minima._table import shorten_parameters
 from relflat_sk.search._claims import CandidateSampler, Plan, failed_trials
-from relflat_sk.search._objective import MinimaObjective
-from relflat_sk.search._provenance import check_made_with
-from relflat_sk.search._remeasure import (
+from relflat_sk.search._objective import (
+    MinimaObjective,
     find_trial,
-    has_weights,
     measure_what_is_new,
-    provide,
     remeasure,
 )
+from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
     HeldEstimators,
@@ -688,7 +686,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         objective = self._objective_of(X, y, fit_params)
         trial = find_trial(self.study_, number)
         check_made_with(self.study_, objective)
-        estimator, problem = provide(objective, trial)
+        estimator, problem = objective.provide(trial)
         if problem:
             raise ValueError(problem)
         return estimator
@@ -942,8 +940,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         best = int(self.minima_["trial"].iloc[0])
         trials = self.study_.get_trials(deepcopy=False)
         estimator = held.estimator(best)
-        if estimator is None and (not interrupted or has_weights(objective, trials[best])):
-            estimator, problem = provide(objective, trials[best])
+        if estimator is None and (not interrupted or objective.has_weights(trials[best])):
+            estimator, problem = objective.provide(trials[best])
             if problem:
                 warn(f"best_estimator_ is not the network of the table: {problem}")
         if estimator is None:
@@ -957,8 +955,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             numbers, found = self._first_trials(None), {}
             for number in numbers:
                 member = estimator if number == best else held.estimator(number)
-                if member is None and has_weights(objective, trials[number]):
-                    member, _ = provide(objective, trials[number], retrain=False)
+                if member is None and objective.has_weights(trials[number]):
+                    member, _ = objective.provide(trials[number], retrain=False)
                 if member is not None:
                     found[number] = member
             self._set_ensemble(found, objective.y, len(numbers))

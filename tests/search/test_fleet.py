@@ -34,7 +34,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.minima._table import attributes_of
-from relflat_sk.search._remeasure import OF_FLEETS
+from relflat_sk.search._objective import OF_FLEETS
 from relflat_sk.search._study import open_storage
 from tests.processes import forkserver
 from tests.search.examples import load
