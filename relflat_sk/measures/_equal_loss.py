@@ -54,6 +54,11 @@ def check_share(at_loss: object) -> None:
         )
 
 
+def are_no_logarithms(output: Tensor) -> bool:
+    """Return whether the probabilities with these logarithms do not sum to 1."""
+    return bool(output.logsumexp(dim=1).abs().max() > _NOT_LOGARITHMS)
+
+
 def _explain_criterion(loss: Loss) -> str:
     """Explain why a criterion's likelihood has no scale; empty if it has one."""
     if loss.row is not None and loss.row.has_temperature:
@@ -190,14 +195,12 @@ class _Recording:
         loss, output = self.network.loss, forward.output.detach()
         assert loss.row is not None
         link = loss.row.link
-        if link == "log_softmax":
-            excess = output.logsumexp(dim=1).abs().max()
-            if excess > _NOT_LOGARITHMS:
-                raise ValueError(
-                    f"at_loss needs the outputs that {name_criterion(loss.criterion)} takes, "
-                    "logarithms of probabilities, but the probabilities do not sum to 1. Let the "
-                    "network end in LogSoftmax, or pass criterion=torch.nn.CrossEntropyLoss()."
-                )
+        if link == "log_softmax" and are_no_logarithms(output):
+            raise ValueError(
+                f"at_loss needs the outputs that {name_criterion(loss.criterion)} takes, "
+                "logarithms of probabilities, but the probabilities do not sum to 1. Let the "
+                "network end in LogSoftmax, or pass criterion=torch.nn.CrossEntropyLoss()."
+            )
         if link in {"softmax", "sigmoid"} and forward.link == link:
             return forward.z.reshape(output.shape)
         logits = loss.logits(output)

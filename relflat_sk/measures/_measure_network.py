@@ -17,7 +17,7 @@ from relflat_sk._network.layers import Layer, find_non_finite
 from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._random import RandomState, draw_seed, make_generator, rademacher, seed_from
 from relflat_sk._warnings import warn
-from relflat_sk.measures._equal_loss import EqualLoss, at_equal_loss, check_share
+from relflat_sk.measures._equal_loss import EqualLoss, are_no_logarithms, at_equal_loss, check_share
 from relflat_sk.measures._layer_measures import (
     GRADIENT_NORM,
     LAYER_MEASURES,
@@ -34,8 +34,6 @@ from relflat_sk.measures._takeuchi import TAKEUCHI
 from relflat_sk.minima._ranking import AT_EQUAL_LOSS
 
 # -- whether a criterion has any curvature at the outputs of a network --------------------------
-
-_NOT_LOGARITHMS = 1e-2  # of the logarithm of the summed probabilities
 
 
 def criterion_has_curvature(network: Network) -> bool:
@@ -57,7 +55,7 @@ def _takes_logits_as_logarithms(network: Network) -> bool:
         return False
     with torch.no_grad():
         output = network(next(iter(network.batches())).x)
-    return bool(output.logsumexp(dim=1).abs().max() > _NOT_LOGARITHMS)
+    return are_no_logarithms(output)
 
 
 def _is_curved(network: Network, batch: Batch) -> bool:

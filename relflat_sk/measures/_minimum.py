@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -240,17 +240,22 @@ def made_progress(model: Any) -> bool | None:
     return None if curve is None else _some_is_lower(curve, _PROGRESS)
 
 
+def _batch_losses(epoch: Mapping[str, Any]) -> list[float]:
+    """Return the training losses of the batches of an epoch, as far as a net has recorded them."""
+    return [batch["train_loss"] for batch in epoch.get("batches", ()) if "train_loss" in batch]
+
+
+def epoch_losses(net: NeuralNet) -> list[float]:
+    """Return the training losses of the epochs, or else the means of their batches."""
+    # with callbacks="disable", a net records batches only
+    each = [[e["train_loss"]] if "train_loss" in e else _batch_losses(e) for e in net.history]
+    return [float(np.mean(losses)) for losses in each if losses]
+
+
 def _history_shows_progress(net: NeuralNet) -> bool:
     """Compare the losses of epochs and batches at the beginning and the end of the training."""
-    batches = [
-        [batch["train_loss"] for batch in epoch.get("batches", ()) if "train_loss" in batch]
-        for epoch in net.history
-    ]
-    epochs = [
-        epoch["train_loss"] if "train_loss" in epoch else float(np.mean(losses))
-        for epoch, losses in zip(net.history, batches, strict=True)
-        if "train_loss" in epoch or losses
-    ]
+    epochs = epoch_losses(net)
+    batches = list(map(_batch_losses, net.history))
     batches = [losses for losses in batches if losses]
     if _some_is_lower(epochs, _LARGE_PROGRESS if batches else _PROGRESS):
         return True

@@ -392,7 +392,8 @@ class MinimaRankingDisplay(MinimaDisplay):
         by = column_of(by)
         table = rank_minima(minima, by=by)
         if target is None:
-            target = "test_loss" if _any_finite(table, "test_loss") else "train_loss"
+            known = "test_loss" in table.columns and np.isfinite(table["test_loss"]).any()
+            target = "test_loss" if known else "train_loss"
         target = column_of(target)
         display = cls(
             minima=table,
@@ -430,11 +431,6 @@ class MinimaRankingDisplay(MinimaDisplay):
         points = Points(self.minima, rank, numeric_column(self.minima, column, argument=argument))
         points.require_minima(column)
         return points
-
-
-def _any_finite(table: pd.DataFrame, name: str) -> bool:
-    """Return whether a column exists and has a finite value."""
-    return name in table.columns and bool(np.isfinite(table[name]).any())
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -570,10 +566,6 @@ class HyperparameterDisplay(MinimaDisplay):
 
 
 # -- correlations against the share of random labels -----------------------------------
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

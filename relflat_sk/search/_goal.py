@@ -22,7 +22,7 @@ from torch import nn
 
 from relflat_sk._checks import is_number
 from relflat_sk._models.network_of import final_estimator
-from relflat_sk.measures._minimum import ConstantComparison, has_vanished
+from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._results import Flatness
 from relflat_sk.minima._ranking import depth_of
 from relflat_sk.search._weights import last_step
@@ -109,7 +109,8 @@ def _ending_of_net(net: NeuralNet, constant_loss: float) -> tuple[str, str]:
     after = f"after {n_epochs} epoch{'' if n_epochs == 1 else 's'}"
     if auto is None and hasattr(net, "converged_"):
         return "", f"training stopped before its goal was reached, {after}"
-    if _is_at_plateau(epoch_losses(net), constant_loss):
+    losses = np.array(epoch_losses(net), dtype=np.float64)
+    if _is_at_plateau(losses[~np.isnan(losses)], constant_loss):
         return "plateau", ""
     goal = f"a training loss of {auto.loss:.3g} or " if auto is not None and auto.is_known else ""
     return "", f"training stopped before {goal}a plateau was reached, {after}"
@@ -125,29 +126,11 @@ def _is_at_plateau(losses: Floats, constant_loss: float) -> bool:
     return bool(abs(before - after) <= STILL * (start - after))
 
 
-def epoch_losses(net: NeuralNet) -> Floats:
-    """Return the training loss of each epoch, as a net has recorded it.
-
-    Shapes: returns (n_epochs,).
-    """
-    found = []
-    for epoch in net.history:
-        batches = epoch.get("batches", ())  # all that a net with callbacks="disable" records
-        each = [epoch] if "train_loss" in epoch else [b for b in batches if "train_loss" in b]
-        found.append(np.mean([one["train_loss"] for one in each]) if each else np.nan)
-    losses = np.array(found, dtype=np.float64)
-    return losses[~np.isnan(losses)]
-
-
 def _has_goal(estimator: Any, goal: Any) -> bool:
     """Return whether a user has chosen a goal, for the search or for the net."""
     net = final_estimator(estimator)
     chosen = own_goals(net) if isinstance(net, NeuralNet) else []
     return is_number(goal) or not all(isinstance(one, StopAtDepth) for one in chosen)
-
-
-def _has_vanished(name: str, one: Flatness, constant_loss: float) -> bool:
-    return has_vanished(name, one.value, ConstantComparison(one.compared_risk, constant_loss))
 
 
 # how the reason of a minimum begins whose measures are nan or infinite
@@ -181,7 +164,10 @@ def record_verdict(
     ended_by, useless = "", True
     if train_loss >= constant_loss and not ranked.has_fitted:
         reason = "the training loss is no better than a constant prediction's"
-    elif any(_has_vanished(name, one, constant_loss) for name, one in judged.items()):
+    elif any(
+        has_vanished(name, one.value, ConstantComparison(one.compared_risk, constant_loss))
+        for name, one in judged.items()
+    ):
         reason = SATURATED
     elif not np.isfinite(values).all():
         wrong = [name for name in ranking if not np.isfinite(record[name])]

@@ -147,13 +147,8 @@ def _has_mean(estimator: Any, y: Any = None) -> bool:
     steps = last_prefix(estimator).split("__")
     prefixes = ["__".join([*steps[:i], ""]) for i in range(len(steps))]
     limits = {str(params.get(f"{prefix}threshold", "auto")) for prefix in prefixes}
-    return limits <= {"auto", "0.5"} and not _has_columns(y)
-
-
-def _has_columns(y: Any) -> bool:
-    """Return whether a sample has several labels or values. Shapes: `y` (n,) or (n, k)."""
     shape = y.shape if hasattr(y, "shape") else np.asarray(y).shape
-    return len(shape) > 1 and shape[1] > 1
+    return limits <= {"auto", "0.5"} and (len(shape) < 2 or shape[1] < 2)
 
 
 def _average(estimators: Mapping[int, Any], y: Any) -> Any:
