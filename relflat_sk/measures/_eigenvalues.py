@@ -1,6 +1,7 @@
 """The largest eigenvalue of a symmetric matrix that is known by its products."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +86,7 @@ EIGENVALUE_LIKE: dict[str, EigenvalueLike] = {
 _MOST_STORED = 2**26
 
 
+@dataclass
 class EigenvalueMeasures:
     """The measures of `EIGENVALUE_LIKE`, by Lanczos' iteration at one layer after the other.
 
@@ -92,12 +94,11 @@ class EigenvalueMeasures:
     is small enough to be stored for all samples.
     """
 
-    def __init__(self, network: Network, *, rtol: float, random_state: RandomState) -> None:
-        self.network = network
-        self.rtol = rtol
-        self.random_state = random_state
-        self._stored: dict[str, list[tuple[LayerPass, Tensor]] | None] = {}
-        self._n_stored = 0.0
+    network: Network
+    rtol: float
+    random_state: RandomState
+    _stored: dict[str, list[tuple[LayerPass, Tensor]] | None] = field(default_factory=dict)
+    _n_stored: float = 0.0
 
     def add(self, forward: ForwardPass) -> None:
         """Store the closed forms of a batch, while there is room."""

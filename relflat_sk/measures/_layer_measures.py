@@ -1,38 +1,15 @@
 """The flatness measures of the papers' Table 1, at one layer or several.
 
-With ``H`` the Hessian of the mean loss in the layer's weight ``W`` (d x m, rows ``w_s``):
-
-===========================  ==============================================================
-relative_flatness            ``kappa = sum_st <w_s, w_t> Tr(H_st)`` [1]_, Definition 3
-normalized_relative_flatness ``kappa`` of features divided by their spread, Theorem 4
-whitened_flatness            ``sum_st (w_s^T S w_t) Tr(S^-1 H_st)``, S second moments of features
-trace_flatness               ``|W|_F^2 Tr(H)`` [2]_
-eigenvalue_flatness          ``|W|_F^2 lambda_max(H)`` [2]_
-neuron_flatness_max          ``max_j rho(j)``, rho(j) the form of H in column j of W [2]_
-neuron_flatness_sum          ``sum_j rho(j)``
-comparable_flatness          ``sum_j Var(phi_j) mean_i Tr(W^T B_i W) / m``, at equal loss
-hessian_trace                ``Tr(H)``
-hessian_max_eigenvalue       ``lambda_max(H)``
-gradient_norm                norm of the gradient of the mean loss in ``W``
-===========================  ==============================================================
-
-Whitened flatness is `kappa` after the change of coordinates ``phi -> L^-1 phi``, ``W -> W L`` with
-``S = L L^T``. So it is unchanged under every invertible mixing of the features, as attention and
-low-rank adapters allow, beside those of the layer's outputs. In units in which the features have
-a mean square of 1, ``10 max(eps, eps_phi^2)`` times the trace of ``S`` is added to its diagonal as
-a ridge: `eps` is the rounding of float64, and `eps_phi` that of the features. It is a row for
-research: it has predicted nothing in our trials, and is no default.
-
-References
-----------
-.. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021.
-.. [2] Petzka et al., "Feature-Robustness, Flatness and Generalization Error for Deep
-   Neural Networks", 2020.
+`docs/definitions.md` defines them. Whitened flatness is `kappa` after the change of coordinates
+``phi -> L^-1 phi``, ``W -> W L`` with the second moments ``S = L L^T`` of the features. In units in
+which the features have a mean square of 1, ``10 max(eps, eps_phi^2)`` times the trace of ``S`` is
+added to its diagonal as a ridge: `eps` is the rounding of float64, and `eps_phi` that of the
+features. It is a row for research: it has predicted nothing in our trials, and is no default.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -222,6 +199,7 @@ class _Plan:
     deflated: bool = False
 
 
+@dataclass
 class TraceMeasures:
     """The measures of `TRACE_LIKE`, from sums that are filled batch by batch.
 
@@ -229,31 +207,24 @@ class TraceMeasures:
     all sums, which share backward passes.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        names: Sequence[str],
-        precision: Precision,
-        bar: Any,
-        *,
-        random_state: RandomState = None,
-        method: str = "auto",
-        per_sample: bool = False,
-    ) -> None:
-        if method not in METHODS:
-            raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}.")
-        if network.processes.rank > 0 and random_state is not None:
-            # processes must not draw the same probes for their samples
-            random_state = draw_seeds(random_state, network.processes.rank)[-1]
-        self.network = network
-        self.names = names
-        self.method = method
-        self.precision = precision
-        self.per_sample = per_sample
-        self._bar = bar  # of tqdm: one step for each probe of a batch
+    network: Network
+    names: Sequence[str]
+    precision: Precision
+    bar: Any  # of tqdm: one step for each probe of a batch
+    random_state: RandomState
+    method: str
+    per_sample: bool
+
+    def __post_init__(self) -> None:
+        """Check the method, and prepare to draw."""
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {tuple(METHODS)}, got {self.method!r}.")
+        seed, rank = self.random_state, self.network.processes.rank
+        if rank > 0 and seed is not None:
+            seed = draw_seeds(seed, rank)[-1]  # processes must not draw the same probes
+        self._generator = make_generator(seed, self.network.device)
         self._spent = 0  # passes of sums that are not finished
-        self._generator = make_generator(random_state, network.device)
-        every = [_QUANTITIES[name] for name in names]
+        every = [_QUANTITIES[name] for name in self.names]
         self._normalized = any(one.normalized for one in every)
         self._statistics = {one.whitened for one in every if one.normalized}
         self._spreads: dict[tuple[str, bool], FeatureSpread | FeatureMoments] = {}
@@ -321,13 +292,13 @@ class TraceMeasures:
                 layer = forward.layers[key[0]]
                 drawn[key] = trace.deflated(layer, _DIRECTIONS, self._generator)
         if any(plans[key].deflated for key in drawn):
-            self._bar.update(_DEFLATION)
+            self.bar.update(_DEFLATION)
         found: dict[Key, Pair] = {}
         for key, terms in exact_terms(forward.layers, exact):
             weights = forward.row_weights(forward.layers[key[0]])
             found[key] = self._weigh(forward, weights, terms.double()), 0.0
         for _ in range(n_probes // 2 if drawn else 0):
-            self._bar.update(2)
+            self.bar.update(2)
             first = dict(draw_terms(forward.layers, drawn, self._generator))
             for key, terms in draw_terms(forward.layers, drawn, self._generator):
                 one, other = first.pop(key).double(), terms.double()
@@ -394,7 +365,7 @@ class TraceMeasures:
             keys = [*probed, *dear]
             layers = list(dict.fromkeys(layer for layer, _ in keys))
             if layers:
-                self._bar.total = self._bar.n + (n_more + n_probes) * self._bar.n // done
+                self.bar.total = self.bar.n + (n_more + n_probes) * self.bar.n // done
                 scan(self.network, layers, partial(self._add, keys=keys, n_probes=n_probes))
             for key, more in self._close(n_probes).items():
                 sums[key] = sums[key] + more if key in sums else more
@@ -591,12 +562,12 @@ def _positive(total: Tensor) -> Tensor:
 GRADIENT_NORM = "gradient_norm"
 
 
+@dataclass
 class GradientNorms:
     """The norm of the gradient of the mean loss in a layer's weight."""
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self._totals: dict[str, Tensor] = {}
+    network: Network
+    _totals: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch."""
@@ -645,20 +616,13 @@ def measure_layers(
     bar = tqdm(desc="probes of batches", unit="probe", disable=not verbose)
     groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
     if traces := [name for name in names if name in _QUANTITIES]:
-        measures = TraceMeasures(
-            network,
-            traces,
-            precise,
-            bar,
-            random_state=random_state,
-            method=method,
-            per_sample=per_sample,
+        groups.append(
+            TraceMeasures(network, traces, precise, bar, random_state, method, per_sample)
         )
-        groups.append(measures)
     if GRADIENT_NORM in names:
         groups.append(GradientNorms(network))
     if EIGENVALUE_LIKE.keys() & set(names):
-        groups.append(EigenvalueMeasures(network, rtol=precise.rtol, random_state=random_state))
+        groups.append(EigenvalueMeasures(network, precise.rtol, random_state))
     with bar, borrowed(network.module):
         summary = summarize(network, layers, *(group.add for group in groups))
         if summary.divisor == 0:

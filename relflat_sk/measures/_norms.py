@@ -1,27 +1,7 @@
 """Norms of a network's weights, divided by its margin or not: measures without any curvature.
 
-With weights ``W_l`` of layers l = 1 .. L, batch norm folded into the layer before it, and the
-margin ``gamma`` of `relflat_sk.measures._predictions` [1]_:
-
-======================  ===================================================================
-parameter_count         number of parameters, times the depth L or not (Section 2.1)
-l2_norm                 ``sqrt(sum_l |W_l|_F^2)``
-frobenius_product       ``prod_l |W_l|_F^2``
-group_norm_product      ``prod_l |W_l|_{p,q}^2``: norm q over units of norms p of their weights
-spectral_product        ``prod_l h_l |W_l|_2^2``
-l1_path_norm            ``(sum over paths prod |w|)^2``
-l2_path_norm            ``sum over paths prod w^2``
-inverse_margin          ``1 / gamma^2`` [2]_
-linf_lipschitz_product  ``prod_l |W_l|_{1,inf}`` (Section 2.3)
-l2_lipschitz_product    ``prod_l |W_l|_2`` (Section 2.3)
-log_robustness          ``log K`` of `log_robustness` (Section 2.3)
-stable_rank             mean over layers of ``|W_l|_F^2 / |W_l|_2^2``
-soft_rank               mean over layers of ``lambda_+ / lambda_1`` [3]_
-spectral_exponent       mean over layers of the exponent of the power law of ``lambda_j`` [3]_
-======================  ===================================================================
-
-with ``lambda_j`` the squared singular values of ``W_l``, largest first, and ``lambda_+`` the edge
-that they would have if the entries were random.
+`docs/definitions.md` defines them by the weights ``W_l`` of layers l = 1 .. L, with batch norm
+folded into the layer before it, and the margin of `relflat_sk.measures._predictions` [1]_.
 
 The products and path norms have the unit of a product of L squared weights, the Lipschitz products
 that of a product of L weights, `l2_norm` that of a weight, and `inverse_margin` that of one over a
@@ -46,9 +26,6 @@ References
 ----------
 .. [1] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017,
    Sections 2.1 to 2.3.
-.. [2] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR 2020.
-.. [3] Martin, Peng and Mahoney, "Predicting Trends in the Quality of State-of-the-Art Neural
-   Networks without Access to Training or Testing Data", Nature Communications 12, 2021.
 """
 
 import math

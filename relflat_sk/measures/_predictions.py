@@ -1,22 +1,8 @@
 """What a network predicts: classes with their probabilities, margins, errors and scores.
 
-With ``p_i`` the predicted probabilities of sample i:
-
-==================  =======================================================================
-inverse_confidence  ``1 / mean_i max_k p_ik`` [1]_
-predictive_entropy  ``mean_i -sum_k p_ik log p_ik``, in nats
-calibration_error   ``sum_b share_b |accuracy_b - confidence_b|`` over bins b [2]_
-==================  =======================================================================
-
-Each token is a prediction, and so is each output of a logistic loss: it is that of two classes, of
-which the first has the score 0. Tokens that the criterion ignores do not count. Confidence and
-entropy need no labels.
-
-References
-----------
-.. [1] Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution
-   Examples in Neural Networks", ICLR 2017.
-.. [2] Guo et al., "On Calibration of Modern Neural Networks", ICML 2017.
+`docs/definitions.md` defines the measures of predictions. Each token is a prediction, and so is
+each output of a logistic loss: it is that of two classes, of which the first has the score 0.
+Tokens that the criterion ignores do not count. Confidence and entropy need no labels.
 """
 
 import math

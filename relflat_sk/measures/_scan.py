@@ -5,7 +5,7 @@ runs on the next one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -235,18 +235,16 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
     return name
 
 
+@dataclass
 class _Runner:
     """Runs the network on batches, and finds the layers to record with the first of them."""
 
-    def __init__(
-        self, network: Network, layers: Sequence[Layer] | str, checked: bool = True
-    ) -> None:
-        self.network = network
-        self.layers = layers
-        self.checked = checked
-        self.order: list[str] = []
-        self._names: list[str] = []
-        self._sizes: set[int] = set()  # of batches in which rows were found to be samples
+    network: Network
+    layers: Sequence[Layer] | str
+    checked: bool = True
+    order: list[str] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _sizes: set[int] = field(default_factory=set)  # of batches whose rows are samples
 
     def run(self, batch: Batch) -> ForwardPass:
         """Run one batch."""

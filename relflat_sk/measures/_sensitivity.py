@@ -118,25 +118,19 @@ class _Sums:
         return mean.cpu(), ((scatter.clamp_min(0) * share).sqrt() / divisor).cpu()
 
 
+@dataclass
 class _Rises:
     """Sums over samples of the predicted rises at all layers, for all bits.
 
     Of each: the terms of first and of second order, their sum, and ``Tr(H_i) mean(D^2) / 2``.
     """
 
-    def __init__(
-        self,
-        bits: Sequence[int],
-        per_channel: bool,
-        n_probes: int | None,
-        generator: torch.Generator,
-    ) -> None:
-        self.bits = bits
-        self.per_channel = per_channel
-        self.n_probes = n_probes
-        self.changes: dict[str, list[Tensor]] = {}
-        self.sums: dict[str, _Sums] = {}
-        self._generator = generator
+    bits: Sequence[int]
+    per_channel: bool
+    n_probes: int | None
+    generator: torch.Generator
+    changes: dict[str, list[Tensor]] = field(default_factory=dict)
+    sums: dict[str, _Sums] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch."""
@@ -159,7 +153,7 @@ class _Rises:
         many = {key: one for key, one in quantities.items() if key not in few}
         found = dict(exact_terms(forward.layers, few))
         for _ in range(self.n_probes or 0):
-            for key, drawn in draw_terms(forward.layers, many, self._generator):
+            for key, drawn in draw_terms(forward.layers, many, self.generator):
                 term = drawn / most
                 found[key] = found[key] + term if key in found else term
         for name, layer in forward.layers.items():

@@ -1,33 +1,18 @@
-r"""Measures of how much the loss rises when the weights are disturbed, by name.
+"""Measures of how much the loss rises when the weights are disturbed.
 
-========================  ================================================================
-fisher_rao_norm           ``sqrt(mean_i <w, grad l_i>^2)`` [1]_
-pac_bayes_flatness        ``1/sigma^2`` of the largest noise that the risk tolerates [2]_
-pac_bayes_magnitude_...   the same with noise in proportion to each weight
-expected_sharpness        mean rise of the loss under noise of ``alpha (10 |w| + 1)`` [3]_
-keskar_sharpness          largest rise in a box of ``alpha (|w| + 1)``, relative [4]_
-adaptive_sharpness        largest, or mean, rise in a box of ``rho |w|`` [5]_
-========================  ================================================================
+`docs/definitions.md` defines them. Weights are one vector. The network's own parameters are never
+written to: `with_weights` returns a network that runs with the parts of a vector in their place, so
+that nothing has to be restored. All floating-point parameters take part, biases and frozen
+parameters included: a measure depends on the function that the network computes, not on which
+parameters an optimiser trained.
 
-Weights are one vector. The network's own parameters are never written to: `with_weights` returns
-a network that runs with the parts of a vector in their place, so that nothing has to be restored.
-All floating-point parameters take part, biases and frozen parameters included: a measure depends
-on the function that the network computes, not on which parameters an optimiser trained.
-
-The risk of PAC-Bayes flatness may rise by 0.1. It is a classifier's share of errors, as in [2]_,
+The risk of PAC-Bayes flatness may rise by 0.1. It is a classifier's share of errors, as in [1]_,
 and the mean loss of any other network. The search for sigma uses the same draws of noise for every
 sigma.
 
 References
 ----------
-.. [1] Liang et al., "Fisher-Rao Metric, Geometry, and Complexity of Neural Networks",
-   AISTATS 2019.
-.. [2] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR
-   2020.
-.. [3] Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
-.. [4] Keskar et al., "On Large-Batch Training for Deep Learning", ICLR 2017.
-.. [5] Andriushchenko et al., "A Modern Look at the Relationship between Sharpness and
-   Generalization", ICML 2023.
+.. [1] Jiang et al., "Fantastic Generalization Measures and Where to Find Them", ICLR 2020.
 """
 
 import math

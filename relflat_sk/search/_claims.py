@@ -36,6 +36,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,22 +140,17 @@ def is_superseded(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> bool:
 # -- plans -------------------------------------------------------------------------------------
 
 
+@dataclass
 class Plan:
     """The candidates that a search is to train: all points of a grid, or a number of draws.
 
     Draws are numbered from 0.
     """
 
-    def __init__(
-        self,
-        choices: Mapping[str, BaseDistribution],
-        points: Sequence[dict[str, Any]] | None = None,
-        n_trials: int = 0,
-    ) -> None:
-        self.choices = choices
-        self.points = points
-        self.n_trials = n_trials
-        self.released: frozenset[int] = frozenset()  # trials that failed and are to be repeated
+    choices: Mapping[str, BaseDistribution]
+    points: Sequence[dict[str, Any]] | None = None
+    n_trials: int = 0
+    released: frozenset[int] = frozenset()  # trials that failed and are to be repeated
 
     def holders(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
         """List the trials that hold a candidate of this plan."""

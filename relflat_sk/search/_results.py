@@ -1,6 +1,7 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -259,6 +260,7 @@ class _Held(NamedTuple):
     estimator: Any
 
 
+@dataclass
 class HeldEstimators:
     """The estimators of the candidates that may rank first, or of `every` one for a mean.
 
@@ -268,12 +270,11 @@ class HeldEstimators:
     long as there is no minimum, the first of the other candidates is held.
     """
 
-    def __init__(self, by: str, depth_band: float | None, *, every: bool = False) -> None:
-        self.by = by
-        self.band = depth_band
-        self.every = every
-        self.held: list[_Held] = []
-        self.other: tuple[FrozenTrial, Any] | None = None
+    by: str
+    band: float | None
+    every: bool = False
+    held: list[_Held] = field(default_factory=list)
+    other: tuple[FrozenTrial, Any] | None = None
 
     def offer(self, trial: FrozenTrial, estimator: Any) -> None:
         """Hold the estimator of a trial if it may be needed, as lean as it can be."""

@@ -525,7 +525,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 file=file_of(self.storage),
             )  # fmt: skip
             averages = self.refit == MEAN and _has_mean(self.estimator, y)
-            held = HeldEstimators(objective.names[0], objective.depth_band, every=averages)
+            held = HeldEstimators(objective.names[0], objective.depth_band, averages)
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
                 guard.known[trial.number] = trial
