@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from sklearn import get_config
 from sklearn.base import BaseEstimator
@@ -313,25 +313,17 @@ class FlatnessScorer(BaseEstimator):
         return True
 
 
-class MeasureSpec(NamedTuple):
-    """What is measured of each model of a table, and the arguments of the measure."""
-
-    measure: Any
-    layer: Any = -1
-    params: Mapping[str, Any] = {}
-
-
-def read_measure(measure: Any) -> MeasureSpec:
-    """Read a measure of a table of minima: a name, a function, or a scorer that holds arguments."""
+def read_measure(measure: Any) -> FlatnessScorer:
+    """Return a measure of a table of minima, such as a name, as a scorer that holds arguments."""
     if not isinstance(measure, FlatnessScorer):
-        return MeasureSpec(measure)
+        return FlatnessScorer(measure)
     measure._check_parameters()
     if (measure.data, measure.non_minimum) != ("given", "reject"):
         raise ValueError(
             f"{measure!r} cannot be the measure of a table of minima, which has its own rule for "
             "what is a minimum, and measures on the training data. Leave data and non_minimum out."
         )
-    return MeasureSpec(measure.measure, measure.layer, dict(measure.measure_params or {}))
+    return measure
 
 
 def _are_same_layer(estimator: Any, X: Any, *layers: Any) -> bool:

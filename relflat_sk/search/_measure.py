@@ -22,7 +22,7 @@ from relflat_sk.measures._measure_network import (
 )
 from relflat_sk.measures._names import find_measures
 from relflat_sk.measures._results import Flatness
-from relflat_sk.measures._scorer import MeasureSpec, read_measure
+from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._ranking import AUTO, find_depth_band
 from relflat_sk.minima._table import DETAILS
 from relflat_sk.search._data import TrainingData
@@ -55,9 +55,9 @@ class Way:
         return ({} if self.layer == LAST else {"layer": self.layer}) | self.params
 
 
-def _find_way(name: str, spec: MeasureSpec) -> Way:
+def _find_way(name: str, scorer: FlatnessScorer) -> Way:
     """Check the arguments of a measure."""
-    layer, params = spec.layer, dict(spec.params)
+    layer, params = scorer.layer, dict(scorer.measure_params or {})
     if not isinstance(layer, str) and not is_integer(layer):
         raise TypeError(
             "layer must be the position of a layer or its dotted name, because every "
@@ -80,12 +80,12 @@ class Measuring:
     """Measures all candidates of a search in the same way."""
 
     def __init__(self, measures: Sequence[Any], criterion: Any = None) -> None:
-        specs = [read_measure(one) for one in measures]
-        self.names = find_measures([one.measure for one in specs])
+        scorers = [read_measure(one) for one in measures]
+        self.names = find_measures([one.measure for one in scorers])
         self.criterion = criterion
         self.ways: dict[str, Way] = {}
-        for name, spec in zip(self.names, specs, strict=True):
-            way = _find_way(name, spec)
+        for name, scorer in zip(self.names, scorers, strict=True):
+            way = _find_way(name, scorer)
             if self.ways.setdefault(name, way) != way:
                 raise ValueError(
                     f"{name} is to be measured with the arguments {self.ways[name].arguments()} "

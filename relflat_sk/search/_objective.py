@@ -377,17 +377,17 @@ class MinimaObjective:
 
     # -- the estimator of a finished trial ------------------------------------------------
 
-    def has_weights(self, trial: FrozenTrial) -> bool:
+    def _has_weights(self, trial: FrozenTrial) -> bool:
         """Return whether the weights of a trial were saved, and are within reach."""
         return self.artifact_store is not None and ARTIFACT in trial.user_attrs
 
-    def provide(self, trial: FrozenTrial, *, retrain: bool = True) -> tuple[Any, str]:
+    def _provide(self, trial: FrozenTrial, *, retrain: bool = True) -> tuple[Any, str]:
         """Restore the estimator of a trial, or train it again, and say why it is not as it was.
 
         Damaged weights are replaced by those of the network that is trained again.
         """
         params = self.space.values(trial)
-        if self.has_weights(trial):
+        if self._has_weights(trial):
             try:
                 return self._restore(params, trial), ""
             except DamagedWeightsError as error:
@@ -461,7 +461,7 @@ def remeasure(
     measuring = Measuring(measures)
     check_made_with(study, objective, measuring=measuring)
     trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    if not retrain and not any(objective.has_weights(trial) for trial in trials):
+    if not retrain and not any(objective._has_weights(trial) for trial in trials):
         raise ValueError(
             "no weights of these minima were saved, so they cannot be measured again. Give the "
             "search an artifact_store, such as a folder, before it trains, or set retrain=True."
@@ -505,10 +505,10 @@ def _complete(
         missing = [name for name in wanted if name not in found]
         if not missing:
             continue
-        if not retrain and not objective.has_weights(trial):
+        if not retrain and not objective._has_weights(trial):
             lacking[trial.number] = missing
             continue
-        estimator, problem = objective.provide(trial, retrain=retrain)
+        estimator, problem = objective._provide(trial, retrain=retrain)
         if problem:
             problems.append(problem)
             continue

@@ -681,7 +681,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         objective = self._objective_of(X, y, fit_params)
         trial = find_trial(self.study_, number)
         check_made_with(self.study_, objective)
-        estimator, problem = objective.provide(trial)
+        estimator, problem = objective._provide(trial)
         if problem:
             raise ValueError(problem)
         return estimator
@@ -935,8 +935,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         best = int(self.minima_["trial"].iloc[0])
         trials = self.study_.get_trials(deepcopy=False)
         estimator = held.estimator(best)
-        if estimator is None and (not interrupted or objective.has_weights(trials[best])):
-            estimator, problem = objective.provide(trials[best])
+        if estimator is None and (not interrupted or objective._has_weights(trials[best])):
+            estimator, problem = objective._provide(trials[best])
             if problem:
                 warn(f"best_estimator_ is not the network of the table: {problem}")
         if estimator is None:
@@ -950,8 +950,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             numbers, found = self._first_trials(None), {}
             for number in numbers:
                 member = estimator if number == best else held.estimator(number)
-                if member is None and objective.has_weights(trials[number]):
-                    member, _ = objective.provide(trials[number], retrain=False)
+                if member is None and objective._has_weights(trials[number]):
+                    member, _ = objective._provide(trials[number], retrain=False)
                 if member is not None:
                     found[number] = member
             self._set_ensemble(found, objective.y, len(numbers))
