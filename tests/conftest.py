@@ -10,6 +10,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from relflat_sk.fleet._fleet import ChainNets
+from relflat_sk.measures._names import _REGISTERED
 from tests.engine import compare
 from tests.processes import fork_workers_of_joblib
 
@@ -58,6 +59,15 @@ def same_threads():
     before = count()
     yield
     assert count() == before
+
+
+@pytest.fixture
+def registry():
+    """Forget what a test registers."""
+    before = dict(_REGISTERED)
+    yield
+    _REGISTERED.clear()
+    _REGISTERED.update(before)
 
 
 @pytest.fixture

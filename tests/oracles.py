@@ -34,6 +34,12 @@ def relative_flatness(module, name, criterion, X, y):
     return kappa_of(blocks, weight)
 
 
+def penalty(module, name, criterion, X, y):
+    """kappa / (2 m) at a layer with a weight matrix of m columns, through the full Hessian."""
+    blocks, weight = weight_hessian(module, name, criterion, X, y)
+    return kappa_of(blocks, weight) / (2 * weight.shape[1])
+
+
 def normalized_relative_flatness(features, weight, loss_of_z_bias, spread):
     """Theorem 4: features divided and columns multiplied by the spread, then Definition 3.
 

@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, help="networks of each kind (default: 5)")
     parser.add_argument("--figure", type=Path, help="where to save a figure")
     arguments = parser.parse_args()
-    sizes = [60, 120] if arguments.quick else SIZES
+    sizes = [30, 60] if arguments.quick else SIZES
     seeds = arguments.seeds or (1 if arguments.quick else 5)
     print(f"MLPs 64-256-256-10 on digits, SGD until cross-entropy {LOSS}, {seeds} seeds each")
     print(environment())

@@ -38,9 +38,12 @@ def test_the_five_minutes_print_what_the_page_says(tmp_path, capsys):
     assert found["search"].minima_["rank"].tolist() == [1, 2, 3, 4]
 
 
-def test_the_first_example_of_a_search_runs(tmp_path, capsys):
-    run_block(blocks("docs/searching.md")[0], tmp_path)
-    assert "relative_flatness" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("page", "printed"), [("searching", "relative_flatness"), ("scoring", "flatness_weight")]
+)
+def test_the_first_example_of_a_page_runs(page, printed, tmp_path, capsys):
+    run_block(blocks(f"docs/{page}.md")[0], tmp_path)
+    assert printed in capsys.readouterr().out
 
 
 def test_the_example_of_checkpoints_runs_and_goes_on_from_its_memory(tmp_path, monkeypatch, capsys):
@@ -55,12 +58,6 @@ def test_the_example_of_checkpoints_runs_and_goes_on_from_its_memory(tmp_path, m
     assert tables[0].equals(tables[1])
     assert tables[0]["comparable"].all()
     assert any((tmp_path / "rows").rglob("output.pkl"))
-
-
-def test_the_example_of_scores_runs(tmp_path, capsys):
-    (block,) = blocks("docs/scoring.md")
-    run_block(block, tmp_path)
-    assert "flatness_weight" in capsys.readouterr().out
 
 
 @pytest.mark.scale

@@ -326,9 +326,10 @@ def of_kind(kind):
 def packed(kind):
     torch.manual_seed(0)
     net = kind().double().eval()
+    names = {"attention.in_proj": "in_proj", "attention.out_proj": "net.attention.out_proj"}
     return Problem(
         net, torch.randn(6, 3, 4).double(), torch.arange(6) % 3, oracle=Packed(net),
-        layers=("attention.in_proj",), closed=(), names={"attention.in_proj": "in_proj"},
+        layers=tuple(names), closed=(), names=names,
     )  # fmt: skip
 
 

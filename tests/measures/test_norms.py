@@ -472,9 +472,9 @@ def test_average_pooling_that_passes_is_no_faster_than_its_input(include):
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("ways", "message"),
-    [
+IMAGES, SUMS = nn.Unflatten(1, (1, 1, 3)), nn.AvgPool2d((1, 2), divisor_override=1)
+REFUSED = {
+    "l1_path_norm": [
         (lambda net, x: net.layer(torch.tanh(net.layer(x))), "'tanh' .* positively homogeneous"),
         (lambda net, x: net.layer(x) - x, "'sub' .* is not known to be positively homogeneous"),
         (lambda net, x: net.layer(x) * net.layer(x), "'mul' .* is not known"),
@@ -483,33 +483,29 @@ def test_average_pooling_that_passes_is_no_faster_than_its_input(include):
         (lambda net, x: torch.add(net.layer(x), x, alpha=-1), "'add' .* adds something other than"),
         (lambda net, x: net.layer(net.layer(x).softmax(1)), "'softmax' .* is not known"),
         (lambda net, x: net.layer(x) if x.sum() > 0 else x, "paths cannot be followed"),
-        (lambda net, x: nn.functional.gelu(net.layer(x)), r"no path norm .*'gelu' .*is not known"),
+        (lambda net, x: F.gelu(net.layer(x)), r"no path norm .*'gelu' .*is not known"),
     ],
+    "log_robustness": [
+        (lambda net, x: x + net.layer(x), "AddBackward0 joins 2 branches"),
+        (nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3)), "GeluBackward0"),
+        (nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(-2.0)), "LeakyReluBackward0"),
+        (lambda net, x: net.layer(x @ torch.eye(3)), "outside of layers"),
+        (nn.Sequential(IMAGES, SUMS, nn.Flatten(), nn.Linear(1, 3)), "AvgPool2DBackward0"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "net", "message"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
 )
-def test_refuses_steps_that_paths_cannot_lead_through(ways, message):
-    with pytest.raises(ValueError, match=message):
-        value("l1_path_norm", Own(ways), torch.ones(4, 3))
-
-
-NO_CHAINS = {
-    "residual": (Own(lambda net, x: x + net.layer(x)), "AddBackward0 joins 2 branches"),
-    "GELU": (nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3)), "GeluBackward0"),
-    "steep": (nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(-2.0)), "LeakyReluBackward0"),
-    "matrix": (Own(lambda net, x: net.layer(x @ torch.eye(3))), "outside of layers"),
-    "sums": (
-        nn.Sequential(nn.Unflatten(1, (1, 1, 3)), nn.AvgPool2d((1, 2), divisor_override=1),
-                      nn.Flatten(), nn.Linear(1, 3)),
-        "AvgPool2DBackward0",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NO_CHAINS)
-def test_robustness_needs_a_chain(name):
-    net, message = NO_CHAINS[name]
+def test_refuses_what_is_no_network_of_paths_or_no_chain(name, net, message):
+    net = net if isinstance(net, nn.Module) else Own(net)
     X, y = torch.randn(8, 3), torch.arange(8) % 3
-    with pytest.raises(ValueError, match=f"needs a Lipschitz constant.*{message}"):
-        value("log_robustness", net, X, y, percentile=50)
+    own = {}
+    if name == "log_robustness":
+        own, message = {"percentile": 50}, f"needs a Lipschitz constant.*{message}"
+    with pytest.raises(ValueError, match=message):
+        value(name, net, X, y, **own)
 
 
 # ---- weights of all kinds

@@ -4,6 +4,8 @@ import numpy as np
 import optuna
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 
@@ -56,6 +58,34 @@ def test_the_interval_is_the_percentiles_of_the_resamples(name):
     expected = np.quantile(of_resamples(levels, x, y, counts), [0.025, 0.975])
     np.testing.assert_allclose(row[[f"{column}_low", f"{column}_high"]].tolist(), expected)
     assert row[f"{column}_low"] < row[f"{column}_high"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    monotone=st.sampled_from([np.cbrt, np.arctan, lambda x: np.exp(x / 10), lambda x: x**3 + x]),
+)
+@pytest.mark.parametrize("name", STATISTICS)
+def test_ranks_alone_count_and_the_sign_is_that_of_the_measure(name, seed, monotone):
+    ties = seed % 2 == 0
+    minima = make_minima(seed, repeats=1 + seed % 4 // 2, ties=ties)
+    measure, gap = minima["relative_flatness"], minima["generalization_gap"]
+    mapped = {"relative_flatness": monotone(measure), "generalization_gap": -monotone(-gap)}
+    plain, same, opposite = (
+        STATISTICS[name][0](minima.assign(**changed), n_bootstrap=10, random_state=0)
+        for changed in ({}, mapped, {"relative_flatness": -measure})
+    )
+    kept = [one for one in plain if not one.startswith("pearson") and one != "given"]
+    assert_frame_equal(plain[kept], same[kept], rtol=1e-9)
+    if ties:  # of the gap: what is resampled is in the order of the measure
+        return
+    if name == "information":  # which has no sign
+        assert_frame_equal(plain[kept], opposite[kept], rtol=1e-9)
+        return
+    for column in ["psi"] if name == "granulated" else ["pearson", "spearman", "kendall"]:
+        expected = -plain[[column, f"{column}_high", f"{column}_low"]].to_numpy()
+        found = opposite[[column, f"{column}_low", f"{column}_high"]]
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_order_of_the_minima_does_not_matter(statistic):

@@ -29,10 +29,6 @@ def make(case, n=11):
     return network(), criterion(), torch.randn(n, 5).double(), target(n)
 
 
-def layers(net):
-    return [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
-
-
 def test_probabilities_under_cross_entropy_are_doubtful():
     net = nn.Sequential(nn.Linear(5, 3), nn.Softmax(dim=1))
     with pytest.warns(FlatnessWarning, match="CrossEntropyLoss takes logits, .* ends in a softmax"):
@@ -42,9 +38,14 @@ def test_probabilities_under_cross_entropy_are_doubtful():
         )  # fmt: skip
 
 
-def expected(net, name, criterion, X, y):
-    m = net.get_submodule(name).in_features
-    return oracles.relative_flatness(net, name, criterion, X, y) / (2 * m)
+def expected(net, layer, criterion, X, y):
+    """kappa / (2 m) of the full Hessian at a layer, or the sum over several layers."""
+    names = [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]
+    chosen = layer if isinstance(layer, list | tuple) else names if layer == "all" else [layer]
+    total = 0.0
+    for one in chosen:
+        total += oracles.penalty(net, one if isinstance(one, str) else names[one], criterion, X, y)
+    return total
 
 
 # -- the value ---------------------------------------------------------------------------
@@ -57,27 +58,31 @@ def test_last_layer_is_kappa_over_2m_of_the_full_hessian(case):
     with (penalty := published_penalty()).capture(net):
         output = net(X)
     value = penalty(criterion, output, y)
-    assert value.item() == pytest.approx(expected(net, layers(net)[-1], criterion, X, y), rel=EXACT)
+    assert value.item() == pytest.approx(expected(net, -1, criterion, X, y), rel=EXACT)
     assert_close(torch.get_rng_state(), state)  # no probe was drawn
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name not in CLOSED])
-def test_last_layer_without_closed_form_is_right_on_average(case):
-    net, criterion, X, y = make(case)
-    truth = expected(net, layers(net)[-1], criterion, X, y)
-    assert_right_on_average(published_penalty(), net, criterion, X, y, truth)
+DRAWN = [  # the last layer without a closed form, earlier ones, and several
+    *((case, -1, 1) for case in CASES if case not in CLOSED),
+    *(
+        (case, at, 1)
+        for case in ("bce of sigmoid", "squared error", "a function")
+        for at in (0, -2)
+    ),
+    *(("cross-entropy", at, 4) for at in (0, -2)),
+    *(
+        (case, several, 1)
+        for case in ("cross-entropy", "a function")
+        for several in ([0, -1, "2"], ("0", "4", -2), "all")
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("case", "probes"),
-    [("cross-entropy", 4), ("bce of sigmoid", 1), ("squared error", 1), ("a function", 1)],
-)
-@pytest.mark.parametrize("layer", [0, -2])
-def test_earlier_layers_are_right_on_average(case, layer, probes):
+@pytest.mark.parametrize(("case", "layer", "probes"), DRAWN)
+def test_right_on_average(case, layer, probes):
     net, criterion, X, y = make(case)
-    penalty = published_penalty(layer, probes=probes)
-    truth = expected(net, layers(net)[layer], criterion, X, y)
-    assert_right_on_average(penalty, net, criterion, X, y, truth)
+    truth = expected(net, layer, criterion, X, y)
+    assert_right_on_average(published_penalty(layer, probes=probes), net, criterion, X, y, truth)
 
 
 @pytest.mark.parametrize("case", CLOSED)
@@ -99,16 +104,8 @@ def test_sums_where_the_criterion_sums(case):
     value = evaluate(published_penalty(), net, criterion, X, y)
     assert_close(value, mean * criterion(net(X), y) / mean_loss, rtol=EXACT, atol=0)
     if case in CLOSED:
-        truth = expected(net, layers(net)[-1], criterion, X, y)
+        truth = expected(net, -1, criterion, X, y)
         assert value.item() == pytest.approx(truth, rel=EXACT)
-
-
-@pytest.mark.parametrize("layer", [[0, -1, "2"], ("0", "4", -2), "all"], ids=str)
-@pytest.mark.parametrize("case", ["cross-entropy", "a function"])
-def test_layers_add(layer, case):
-    net, criterion, X, y = make(case)
-    truth = sum(expected(net, name, criterion, X, y) for name in layers(net))
-    assert_right_on_average(published_penalty(layer), net, criterion, X, y, truth)
 
 
 @pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error"])
@@ -167,25 +164,26 @@ def assert_slope_is_that_of_differences(penalty, net, criterion, X, y, step=1e-5
     assert found == pytest.approx(truth, rel=SLOPE, abs=SLOPE * largest)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_slope_in_every_parameter(case, layer):
+NORMALIZED = {"normalize": True, "probes": 2}
+
+
+@pytest.mark.parametrize(
+    ("case", "layer", "options"),
+    [
+        *((case, layer, {}) for case in CASES for layer in (-1, 0)),
+        *(
+            (c, at, NORMALIZED)
+            for c in ("cross-entropy", "bce of sigmoid", "huber")
+            for at in (-1, -2)
+        ),
+        ("bce multi-label, pos_weight and weight", "all", {}),  # of a sum
+    ],
+)
+def test_slope_in_every_parameter(case, layer, options):
     net, criterion, X, y = make(case)
-    assert_slope_is_that_of_differences(published_penalty(layer), net, criterion, X, y)
-
-
-@pytest.mark.parametrize("case", ["cross-entropy", "bce of sigmoid", "huber"])
-@pytest.mark.parametrize("layer", [-1, -2])
-def test_slope_of_the_normalized_penalty(case, layer):
-    net, criterion, X, y = make(case)
-    penalty = published_penalty(layer, normalize=True, probes=2)
-    assert_slope_is_that_of_differences(penalty, net, criterion, X, y)
-
-
-def test_slope_of_several_layers_of_a_summed_loss():
-    net, criterion, X, y = make("bce multi-label, pos_weight and weight")
-    criterion.reduction = "sum"
-    assert_slope_is_that_of_differences(published_penalty("all"), net, criterion, X, y)
+    if layer == "all":
+        criterion.reduction = "sum"
+    assert_slope_is_that_of_differences(published_penalty(layer, **options), net, criterion, X, y)
 
 
 # -- how it is used ----------------------------------------------------------------------
@@ -291,19 +289,10 @@ def test_saturated_predictions_cost_nothing_and_have_no_nan_slope():
 
 @pytest.mark.parametrize("layer", [0, "0", ["0", -1], "all"])
 def test_another_layer_can_be_asked_for_later(layer):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-    X, y, criterion = (
-        torch.randn(5, 4).double(),
-        torch.tensor([0, 1, 2, 0, 1]),
-        nn.CrossEntropyLoss(),
-    )
+    at = make("cross-entropy")
 
     def value(penalty):
-        torch.manual_seed(1)
-        with penalty.capture(net):
-            output = net(X)
-        return penalty(criterion, output, y).item()
+        return evaluate(penalty, *at).item()
 
     penalty = published_penalty()
     last = value(penalty)
@@ -458,7 +447,7 @@ def test_an_output_may_be_overwritten_later(inplace):
     X, y = torch.randn(7, 5).double(), torch.arange(7) % 3
     criterion = nn.CrossEntropyLoss()
     value = evaluate(published_penalty(), net, criterion, X, y)
-    assert value.item() == pytest.approx(expected(net, "2", criterion, X, y), rel=EXACT)
-    truth = expected(net, "0", criterion, X, y)
+    assert value.item() == pytest.approx(expected(net, -1, criterion, X, y), rel=EXACT)
+    truth = expected(net, 0, criterion, X, y)
     assert_right_on_average(published_penalty(0), net, criterion, X, y, truth)
     assert_slope_is_that_of_differences(published_penalty(0), net, criterion, X, y)

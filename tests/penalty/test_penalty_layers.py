@@ -9,9 +9,7 @@ from torch import nn
 from relflat_sk import RelativeFlatnessPenalty, measure
 from tests import oracles
 from tests.cases import published_penalty
-from tests.hugging_face import Conv1D
-from tests.measures.nets import CE, NETS, Attends, AttendsAcross, LanguageModel
-from tests.measures.nets import make as make_kind
+from tests.measures.nets import CE, NETS, PROBLEMS, Problem, make
 from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 from tests.penalty.test_penalty import EXACT, assert_slope_is_that_of_differences
 
@@ -20,57 +18,35 @@ STEP = 1e-5
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 
 
-def attends(kind):
-    torch.manual_seed(0)
-    return kind().double().eval(), torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+LANGUAGE = ["language model, plain, classes second", "language model, plain, mapping"]
+KINDS = [*NETS, "packed attention", "packed cross-attention", *LANGUAGE]
+AT = [(kind, layer) for kind in KINDS for layer in PROBLEMS[kind]().all_layers()]
 
 
-def make(kind):
-    return attends(MORE[kind]) if kind in MORE else make_kind(kind)
+def prepared(kind):
+    """A problem, and the arguments of an evaluation."""
+    problem = PROBLEMS[kind]()
+    return problem, (problem.net.eval(), CE, problem.X, problem.y)
 
 
-MORE = {"attention": Attends, "cross-attention": AttendsAcross}
-AT = [
-    (kind, name)
-    for kind in NETS
-    for name, m in NETS[kind][0]().named_modules()
-    if isinstance(m, nn.Linear | nn.modules.conv._ConvNd | Conv1D)
-] + [(kind, f"attention.{which}_proj") for kind in MORE for which in ("in", "out")]
-
-
-def truth_at(net, name, X, y, criterion=CE):
-    if name.endswith("in_proj"):
-        W = net.attention.in_proj_weight.detach()
-
-        def risk(weight):
-            return CE(torch.func.functional_call(net, {"attention.in_proj_weight": weight}, X), y)
-
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            H = torch.func.hessian(risk)(W).detach()
-    elif name.endswith("out_proj"):
-        found = measure("relative_flatness", net, X, y, layer=name, criterion=CE, method="exact")
-        return found / (2 * net.attention.out_proj.in_features)
-    else:
-        H, W = oracles.weight_hessian(net, name, criterion, X, y)
+def truth_at(problem, layer):
+    H, W = problem.hessian(layer)
     return oracles.kappa_of(H, W) / (2 * W.shape[1])
 
 
-@pytest.mark.parametrize(("kind", "name"), AT)
-def test_right_on_average(kind, name):
-    net, X, y = make(kind)
-    net.eval()
-    penalty = published_penalty(name)
-    assert_right_on_average(penalty, net, CE, X, y, truth_at(net, name, X, y))
+@pytest.mark.parametrize(("kind", "layer"), AT)
+def test_right_on_average(kind, layer):
+    problem, at = prepared(kind)
+    assert_right_on_average(published_penalty(layer), *at, truth_at(problem, layer))
 
 
-@pytest.mark.parametrize(("kind", "name"), AT)
+@pytest.mark.parametrize(("kind", "layer"), AT)
 @pytest.mark.parametrize("normalize", [False, True])
-def test_slope(kind, name, normalize):
-    net, X, y = make(kind)
-    net.eval()
-    penalty = published_penalty(name, normalize=normalize)
+def test_slope(kind, layer, normalize):
+    _, at = prepared(kind)
+    penalty = published_penalty(layer, normalize=normalize)
     # steps within one piece of a piecewise linear network
-    assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
+    assert_slope_is_that_of_differences(penalty, *at, step=STEP)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("conv", "0"), ("conv", "3"), ("residual", "conv")])
@@ -95,7 +71,7 @@ def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name):
     before = int(net.bn.num_batches_tracked)
     evaluate(published_penalty(name), net, CE, X, y)
     assert net.bn.num_batches_tracked == before + 1
-    truth = truth_at(fixed, name, X, y)
+    truth = truth_at(Problem(fixed, X, y), name)
     assert_right_on_average(published_penalty(name), net, CE, X, y, truth)
 
 
@@ -106,7 +82,7 @@ def test_wide_layers(activation):
     net = nn.Sequential(nn.Linear(150, 6), activation(), nn.Linear(6, 3)).double()
     X, y = torch.randn(12, 150).double(), torch.arange(12) % 3
     penalty = published_penalty(0)
-    assert_right_on_average(penalty, net, CE, X, y, truth_at(net, "0", X, y))
+    assert_right_on_average(penalty, net, CE, X, y, truth_at(Problem(net, X, y), "0"))
     assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
 
 
@@ -117,26 +93,19 @@ def test_slope_with_batch_norm_in_training():
     assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=STEP)
 
 
-@pytest.mark.parametrize("classes_second", [True, False], ids=["torch", "hugging face"])
-def test_a_language_model_head_is_exact(classes_second):
-    torch.manual_seed(0)
-    net = LanguageModel(classes_second).double()
-    X, y = torch.randint(0, 7, (5, 3)), torch.randint(0, 6, (5, 3))
-
-    def loss(out, y):
-        return CE(out if classes_second else out["logits"].transpose(1, 2), y)
-
-    value = evaluate(published_penalty(), net, CE, X, y)
-    assert value.item() == pytest.approx(truth_at(net, "head", X, y, loss), rel=EXACT)
-    truth = truth_at(net, "body", X, y, loss)
-    assert_right_on_average(published_penalty("body"), net, CE, X, y, truth)
+@pytest.mark.parametrize("kind", LANGUAGE)
+def test_a_language_model_head_is_exact(kind):
+    problem, at = prepared(kind)
+    value = evaluate(published_penalty(), *at)
+    assert value.item() == pytest.approx(truth_at(problem, "head"), rel=EXACT)
 
 
 @pytest.mark.parametrize(
     ("kind", "layer", "normalize"),
     [
         *((kind, layer, False) for kind in ("mlp relu", "mlp tanh", "conv") for layer in (-1, 0)),
-        ("conv", "all", False),
+        ("conv", 1, False),
+        ("mlp tanh", "all", False),
         ("mlp tanh", -1, True),
         ("mlp tanh", 0, True),
     ],
@@ -158,7 +127,7 @@ def test_a_weight_of_two_is_the_same_sample_twice(kind, layer, normalize):
 def test_a_frozen_prefix_can_still_be_penalised():
     net, X, y = make("mlp relu")
     net[0].requires_grad_(False)
-    truth = truth_at(net, "0", X, y)
+    truth = truth_at(Problem(net, X, y), "0")
     assert_right_on_average(published_penalty(0), net, CE, X, y, truth)
     evaluate(published_penalty(0), net, CE, X, y).backward()
     assert net[0].weight.grad is None
@@ -267,13 +236,12 @@ def test_refuses_normalisation_by_others_than_torchs_modules(make_net):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "name"), [*AT, ("residual", "out"), ("mlp relu", "4")])
+@pytest.mark.parametrize(("kind", "name"), AT)
 def test_on_cuda_as_on_cpu(kind, name):
     if not torch.cuda.is_available():
         pytest.skip("needs CUDA")
-    net, X, y = make(kind)
-    net.eval()
-    truth = truth_at(net, name, X, y)
+    problem, (net, _, X, y) = prepared(kind)
+    truth = truth_at(problem, name)
     net, X, y = net.cuda(), X.cuda(), y.cuda()
     penalty = published_penalty(name)
     assert_right_on_average(penalty, net, CE, X, y, truth)

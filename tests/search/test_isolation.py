@@ -24,10 +24,10 @@ X, Y = (X[:300] / 16).astype(np.float32), Y[:300]
 class Dropped(nn.Module):
     """A network whose weights, batches and dropout are random."""
 
-    def __init__(self, n_features, n_outputs):
+    def __init__(self, n_features, n_outputs, width=32):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(n_features, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, n_outputs)
+            nn.Linear(n_features, width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, n_outputs)
         )
 
     def forward(self, x):
@@ -64,19 +64,6 @@ def test_jobs_of_a_study_give_the_same_table(random_state):
     assert tables[0] == tables[1]
 
 
-class Wide(nn.Module):
-    """A network large enough for torch to use several threads."""
-
-    def __init__(self, n_features, n_outputs):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(n_features, 2000), nn.Tanh(), nn.Linear(2000, n_outputs)
-        )
-
-    def forward(self, x):
-        return self.layers(x)
-
-
 def n_threads():
     """The numbers of threads of torch, BLAS and OpenMP."""
     return {torch.get_num_threads(), *(one["num_threads"] for one in threadpool_info())}
@@ -84,10 +71,10 @@ def n_threads():
 
 @pytest.mark.usefixtures("two_threads")
 def test_processes_give_the_same_bits():
-    """And draw the same two of three candidates."""
+    """And draw the same two of three candidates; networks are wide enough for two threads."""
 
     def fit(n_jobs):
-        net, space = make_net(Wide, batch_size=150), {"random_state": [0, 1, 2]}
+        net, space = make_net(batch_size=150, module__width=2000), {"random_state": [0, 1, 2]}
         search = FlatMinimaSearch(
             net, space, n_trials=2, goal=0.6, n_jobs=n_jobs, random_state=0
         ).fit(X, Y, X[:50], Y[:50])

@@ -23,11 +23,11 @@ from relflat_sk import (
     rank_minima,
     register_measure,
 )
-from relflat_sk.measures._names import _REGISTERED
 from relflat_sk.minima._table import attributes_of
 from relflat_sk.search import _measure
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic
 
+pytestmark = pytest.mark.usefixtures("registry")
 MODEL = LogisticRegression(max_iter=1000)
 SPACE = {"C": [0.3, 1.0, 3.0]}
 
@@ -38,15 +38,6 @@ def coefficients(model, X, y, *, order=2):
 
 def largest_weight(model, X, y):
     return float(np.abs(model.coef_).max()), 0.0
-
-
-@pytest.fixture(autouse=True)
-def registry():
-    """Forget what a test registers."""
-    before = dict(_REGISTERED)
-    yield
-    _REGISTERED.clear()
-    _REGISTERED.update(before)
 
 
 def expected(C, order=2):

@@ -42,7 +42,6 @@ from relflat_sk import (
     register_measure,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._names import _REGISTERED
 from relflat_sk.search import _workers
 from relflat_sk.search._claims import is_cut_short, is_gone, this_process
 from relflat_sk.search._study import open_storage
@@ -169,10 +168,9 @@ def weight(model, X, y):
 
 
 @pytest.fixture
-def registered():
+def registered(registry):
     register_measure("registered", lambda model, X, y: 2 * weight(model, X, y))
-    yield "registered"
-    del _REGISTERED["registered"]
+    return "registered"
 
 
 def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, registered, monkeypatch):

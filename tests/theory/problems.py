@@ -42,6 +42,16 @@ def rise_by(net, name, X, y, move, criterion=CE["criterion"]):
     return float((criterion(moved, y) - criterion(net(X), y)).detach())
 
 
+def rises_by(net, position, X, y, moves):
+    """The rises by many moves of what a layer receives, in a chain under cross-entropy."""
+    features = net[:position](X).detach()
+    moved = features + features @ torch.as_tensor(np.array(moves)).mT
+    each = nn.functional.cross_entropy(
+        net[position:](moved).flatten(0, 1), y.repeat(len(moves)), reduction="none"
+    )
+    return (each.reshape(len(moves), -1).mean(dim=1) - CE["criterion"](net(X), y)).detach().numpy()
+
+
 def rotations(n):
     angles = 2 * torch.pi * torch.arange(n).double() / n
     rows = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], dim=1)

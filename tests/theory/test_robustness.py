@@ -22,7 +22,7 @@ from relflat_sk import (
 )
 from tests.cases import CASES, Net
 from tests.hugging_face import conv1d
-from tests.theory.problems import CE, network, plane_network, rise_by, rotations
+from tests.theory.problems import CE, network, plane_network, rise_by, rises_by, rotations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -273,7 +273,7 @@ def test_mean_magnitude_over_drawn_matrices(matrices):
     if matrices == "orthogonal":  # Haar's distribution: half rotations, half reflections
         turns = rotations(400).numpy()
         drawn = [*turns, *(turns @ np.diag([1.0, -1.0]))]
-    exact = np.mean([abs(rise_by(net, "2", X, y, 0.4 * A)) for A in drawn])
+    exact = np.abs(rises_by(net, 2, X, y, [0.4 * A for A in drawn])).mean()
     assert value == pytest.approx(exact, abs=4 * stderr + 1e-9)
     assert 0 < stderr < 0.1 * value or matrices == "projection"
 

@@ -14,7 +14,7 @@ from relflat_sk import (
     worst_feature_robustness,
 )
 from tests.network.test_network import same, state_of
-from tests.theory.problems import CE, plane_network, rise_by, rotations
+from tests.theory.problems import CE, plane_network, rise_by, rises_by, rotations
 
 
 def plane_matrices(k):
@@ -35,7 +35,7 @@ def convolution():
 def test_the_worst_case_is_that_of_a_grid_over_the_plane(delta, batch_size):
     net, X, y = plane_network()
     found = worst_feature_robustness(net, X, y, delta, batch_size=batch_size, random_state=0, **CE)
-    changes = [rise_by(net, "2", X, y, delta * A) for A in plane_matrices(16)]
+    changes = rises_by(net, 2, X, y, [delta * A for A in plane_matrices(16)])
     assert found.rise >= 0.999 * max(changes)
     assert found.fall >= -0.999 * min(0.0, *changes)
     assert found.value == max(found.rise, found.fall)
@@ -49,7 +49,7 @@ def test_earlier_layers_of_three_features():
     found = worst_feature_robustness(net, X, y, 0.3, layer=0, random_state=0, **CE)
     rng = np.random.default_rng(0)
     turns = [np.linalg.qr(rng.normal(size=(3, 3)))[0] for _ in range(500)]
-    tried = [rise_by(net, "0", X, y, 0.3 * turn) for turn in turns]
+    tried = rises_by(net, 0, X, y, [0.3 * turn for turn in turns])
     assert found.rise > max(tried)
     assert found.fall > -min(tried)
     attained = abs(rise_by(net, "0", X, y, 0.3 * found.matrix))
@@ -79,7 +79,7 @@ def test_the_largest_change_by_multiples_of_given_matrices(layer):
     found, steps = [], np.linspace(-3, 3, 601)
     for A in matrices:
         worst = worst_feature_robustness(net, X, y, 3.0, layer=layer, matrices=A, **CE)
-        changes = np.array([rise_by(net, name, X, y, step * A) for step in steps])
+        changes = rises_by(net, int(name), X, y, [step * A for step in steps])
         # no less than on a fine grid, and little more
         assert max(0, *changes) <= worst.rise + 1e-12 <= max(0, *changes) * 1.004 + 4e-6
         assert max(0, *-changes) <= worst.fall + 1e-6 <= max(0, *-changes) * 1.004 + 4e-6

@@ -40,6 +40,7 @@ from tests.training.common import (
     Quartic,
     Regressor,
     X,
+    criterion_of,
     dataset,
     make,
     same,
@@ -608,11 +609,8 @@ def test_warns_once_of_a_training_that_ended_badly(name):
 
 
 def test_warns_of_a_negative_flatness_as_the_function_does():
-    class Down(nn.Module):
-        def forward(self, z, y):
-            return -(z - y).square().mean()
-
-    params = {"criterion": Down, "flatness_weight": 0, "module__n_outputs": 1}
+    down = criterion_of(lambda z, y: -(z - y).square().mean())
+    params = {"criterion": down, "flatness_weight": 0, "module__n_outputs": 1}
     match = r"relative_flatness at layer .* is negative \(-.*the loss curves down"
     with pytest.warns(FlatnessWarning, match=match) as caught:
         net = make(Net, **params, **STILL).fit(X, VALUES[:, None])

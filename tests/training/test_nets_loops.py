@@ -29,6 +29,8 @@ from tests.training.common import (
     Recording,
     Regressor,
     X,
+    criterion_of,
+    in_bfloat16,
     make,
     same,
 )
@@ -115,24 +117,13 @@ def test_predictions_and_steps_without_a_penalty_are_compiled():
 # -- mixed precision ---------------------------------------------------------------------
 
 
-class WholeStep(Classifier):
-    """The step under autocast, as in skorch's accelerate mixin."""
-
-    def train_step_single(self, batch, **fit_params):
-        with torch.autocast(self.device, dtype=torch.bfloat16):
-            return super().train_step_single(batch, **fit_params)
-
-
-class ForwardOnly(Classifier):
-    """The forward pass alone under autocast, as torch recommends."""
-
-    def infer(self, x, **fit_params):
-        with torch.autocast(self.device, dtype=torch.bfloat16):
-            return super().infer(x, **fit_params)
+# the step under autocast, as in skorch's accelerate mixin, and the forward pass alone, as torch
+# recommends
+CAST = [in_bfloat16(Classifier, method) for method in ("train_step_single", "infer")]
 
 
 @pytest.mark.parametrize("layer", [-1, "hidden0"])
-@pytest.mark.parametrize("kind", [WholeStep, ForwardOnly])
+@pytest.mark.parametrize("kind", CAST, ids=["step", "forward"])
 def test_bfloat16(kind, layer, device):
     params = {"flatness_layer": layer, "flatness_weight": 1.0, "lr": 1e-3, "device": device}
     net, plain = make(kind, **params).fit(X, NAMES), make(**params).fit(X, NAMES)
@@ -144,13 +135,8 @@ def test_bfloat16(kind, layer, device):
 
 
 def test_bfloat16_targets_keep_their_digits():
-    class Half(Regressor):
-        def infer(self, x, **fit_params):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return super().infer(x, **fit_params)
-
     y = 1000 + np.arange(42, dtype=np.float32) / 16  # steps of 1/16 need 14 bits
-    net = make(Half, max_epochs=0).fit(X, y)
+    net = make(in_bfloat16(Regressor, "infer"), max_epochs=0).fit(X, y)
     inputs, targets = torch.tensor(X), torch.tensor(y)[:, None]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         output = net.module_(inputs)
@@ -160,7 +146,7 @@ def test_bfloat16_targets_keep_their_digits():
         assert net.get_loss(given, targets).item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [WholeStep, ForwardOnly])
+@pytest.mark.parametrize("kind", CAST, ids=["step", "forward"])
 def test_bfloat16_with_weights_and_scores(kind):
     scoring = EpochScoring("accuracy", name="train_acc", on_train=True)
     params = {"train_split": ValidSplit(3), "callbacks": [scoring], "lr": 1e-3}
@@ -382,9 +368,7 @@ class Parts(torch.utils.data.Dataset):
         return X[i], {"half": X[i, :1] / 2, "rest": X[i, 1:2]}
 
 
-class PartsLoss(nn.Module):
-    def forward(self, output, target):
-        return (output - target["half"] - target["rest"]).square().mean()
+PartsLoss = criterion_of(lambda z, y: (z - y["half"] - y["rest"]).square().mean())
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1])

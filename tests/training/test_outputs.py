@@ -30,6 +30,7 @@ from tests.training.common import (
     Regressor,
     Stream,
     X,
+    criterion_of,
     dataset,
     make,
 )
@@ -125,41 +126,27 @@ def test_half_precision():
     assert make(module=Half).fit(X, NAMES).predict_proba(X).dtype == np.float32
 
 
-class WholeOutput(nn.Module):
-    """A criterion that takes the module's mapping."""
-
-    def forward(self, output, target):
-        loss = nn.functional.cross_entropy(output["logits"], target)
-        return loss + 0.01 * output["hidden"].square().mean()
+def both_parts(output, target):
+    """Takes the module's mapping."""
+    loss = nn.functional.cross_entropy(output["logits"], target)
+    return loss + 0.01 * output["hidden"].square().mean()
 
 
-class Scores(nn.Module):
-    def forward(self, output, target):
-        return nn.functional.cross_entropy(output["scores"], target)
+def scores(output, target):
+    return nn.functional.cross_entropy(output["scores"], target)
 
 
-@pytest.mark.parametrize(("module", "criterion"), [(Dict, WholeOutput), (NoLogits, Scores)])
-def test_a_criterion_of_the_whole_output_is_refused(module, criterion):
+@pytest.mark.parametrize(("module", "function"), [(Dict, both_parts), (NoLogits, scores)])
+def test_a_criterion_of_the_whole_output_is_refused(module, function):
     match = "takes the module's whole output, but nets of .* or train a net of skorch"
     with pytest.raises(ValueError, match=match):
-        make(module=module, criterion=criterion, flatness_weight=0).fit(X, NAMES)
-
-
-class Logits(nn.Module):
-    """A criterion of one tensor that is not in the table of losses."""
-
-    def forward(self, output, target):
-        return nn.functional.cross_entropy(output, target) * 2
-
-
-class Misspelt(nn.Module):
-    def forward(self, output, target):
-        return output["logit"].mean()
+        make(module=module, criterion=criterion_of(function), flatness_weight=0).fit(X, NAMES)
 
 
 def test_unknown_criteria_of_mappings():
+    twice = criterion_of(lambda output, y: 2 * nn.functional.cross_entropy(output, y))
     losses = [
-        make(module=m, criterion=Logits).fit(X, NAMES).history[:, "train_loss"]
+        make(module=m, criterion=twice).fit(X, NAMES).history[:, "train_loss"]
         for m in (Module, Dict)
     ]
     assert losses[0] == losses[1]
@@ -167,7 +154,7 @@ def test_unknown_criteria_of_mappings():
         relative_flatness(Dict(4, 3), X, INDEX, criterion=lambda out, y: out.logits.sum())
     neither = r"neither the entry 'logits' \(.*\) nor the whole output \(KeyError: 'logit'"
     with pytest.raises(ValueError, match=neither):
-        make(module=Dict, criterion=Misspelt).fit(X, NAMES)
+        make(module=Dict, criterion=criterion_of(lambda z, y: z["logit"].mean())).fit(X, NAMES)
 
 
 def test_a_mapping_without_logits_is_refused():
@@ -211,24 +198,18 @@ def test_logarithm_of_the_probabilities(kind, params, y):
     assert len(net.predict(X)) == 42
 
 
-class OwnCrossEntropy(nn.Module):
-    def forward(self, output, target):
-        return nn.functional.cross_entropy(output, target)
-
-
-class OwnBinaryCrossEntropy(nn.Module):
-    def forward(self, output, target):
-        return nn.functional.binary_cross_entropy_with_logits(output, target)
-
-
 @pytest.mark.parametrize(
-    ("kind", "criterion", "y"),
-    [(Classifier, OwnCrossEntropy, NAMES), (Binary, OwnBinaryCrossEntropy, INDEX > 0)],
+    ("kind", "function", "y"),
+    [
+        (Classifier, nn.functional.cross_entropy, NAMES),
+        (Binary, nn.functional.binary_cross_entropy_with_logits, INDEX > 0),
+    ],
     ids=["classes", "binary"],
 )
-def test_criteria_of_ones_own_predict_as_those_of_torch(kind, criterion, y):
+def test_criteria_of_ones_own_predict_as_those_of_torch(kind, function, y):
     expected, net = (
-        make(kind, flatness_weight=0, **own).fit(X, y) for own in ({}, {"criterion": criterion})
+        make(kind, flatness_weight=0, **own).fit(X, y)
+        for own in ({}, {"criterion": criterion_of(function)})
     )
     assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-4)
     assert_array_equal(net.predict(X), expected.predict(X))

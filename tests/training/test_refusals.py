@@ -95,71 +95,58 @@ def test_data(kind, inputs, y, message):
         kind(verbose=0, batch_size=16).fit(inputs, y)
 
 
+OF_LAYER = [
+    ({"flatness_layer": "nope"}, "no layer 'nope'. Layers with a weight"),
+    ({"flatness_layer": 2}, "there is no layer 2"),
+    ({"flatness_layer": "activation0"}, "is a ReLU, which has no weight"),
+]
+OF_TYPE = [
+    ({"flatness_layer": None}, "layer must be an int"),
+    ({"flatness_layer": nn.Linear(2, 2)}, "or a dotted name, got a module"),
+    ({"optimizer": "adam"}, "optimizer must be a class, such as .*, got 'adam'"),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "be a class, such"),
+    ({"criterion": "cross_entropy"}, "CrossEntropyLoss, got 'cross_entropy'"),
+    ({"criterion": nn.functional.cross_entropy}, "got the function cross_entropy. A net makes"),
+    ({"criterion__weight": "balanced"}, "order of classes_, got 'balanced'"),
+    ({"criterion__weight": {0: 1.0, 1: 2.0}}, "criterion__weight must be .*got {0"),
+    ({"callbacks": StopAtLoss(0.1)}, "must be a list, such as .* got StopAtLoss"),
+]
+OF_VALUE = [
+    ({"flatness_weight": np.nan}, "must be a finite number, got nan"),
+    ({"flatness_weight": np.inf}, "flatness_weight must be a finite"),
+    ({"flatness_weight": "1"}, "flatness_weight must be a finite"),
+    ({"flatness_warmup": -1}, "flatness_warmup must be a finite"),
+    ({"flatness_warmup": True}, "flatness_warmup must be a finite"),
+    ({"flatness_probes": 0}, "flatness_probes must be a positive integer, got 0"),
+    ({"flatness_layer": []}, "at least one layer"),
+    ({"module__n_outputs": 2}, r"y has .* takes 3 output.*\(16, 2\) for a batch"),
+    ({"module__n_outputs": 5}, r"y has .* takes 3 output.*\(16, 5\) for a batch"),
+    ({"criterion": nn.MSELoss}, "MSELoss is a regression loss. Use Relative"),
+    ({"criterion__weight": [1.0, 2.0]}, r"weight has 2 .* classes \['x', 'y', 'z"),
+    ({"callbacks": [StopAtLoss(0)]}, "loss must be a finite positive number, got 0"),
+    ({"callbacks": [StopAtLoss(every=0)]}, "every must be a positive integer, got"),
+    ({"callbacks": [StopAtGradientNorm("0.1")]}, "tol must be a finite positive number, got '0.1'"),
+    ({"callbacks": [StopAtGradientNorm(every=1.5)]}, "every must be a positive integer, got 1.5"),
+    ({"flatness_wieght": 1, "epochs": 3}, "subclass.* Did you mean 'flatness_weight'"),
+    ({"class_weight": "balanced"}, "in place of class_weight, use criterion__weig"),
+    ({"hidden_layer_sizes": 8, "max_iter": 5}, "sizes; in place of max_iter, use"),
+    ({"alpha": 1e-4}, "use optimizer__weight_decay"),
+    ({"early_stopping": True}, "use callbacks=.*EarlyStopping.* with train_split="),
+    ({"epochs": 5}, "(?s)unexpected argument.*in place of epochs, use max_epochs"),
+    (
+        {"iterator_train__collate_fn": default_collate},
+        "which iterator_train__collate_fn may not expect",
+    ),
+]
+REFUSED = {LayerNotFoundError: OF_LAYER, TypeError: OF_TYPE, ValueError: OF_VALUE}
+
+
 @pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
-        ({"flatness_weight": np.nan}, ValueError, "must be a finite number, got nan"),
-        ({"flatness_weight": np.inf}, ValueError, "flatness_weight must be a finite"),
-        ({"flatness_weight": "1"}, ValueError, "flatness_weight must be a finite"),
-        ({"flatness_warmup": -1}, ValueError, "flatness_warmup must be a finite"),
-        ({"flatness_warmup": True}, ValueError, "flatness_warmup must be a finite"),
-        ({"flatness_probes": 0}, ValueError, "flatness_probes must be a positive integer, got 0"),
-        ({"flatness_layer": "nope"}, LayerNotFoundError, "no layer 'nope'. Layers with a weight"),
-        ({"flatness_layer": 2}, LayerNotFoundError, "there is no layer 2"),
-        ({"flatness_layer": "activation0"}, LayerNotFoundError, "is a ReLU, which has no weight"),
-        ({"flatness_layer": []}, ValueError, "at least one layer"),
-        ({"flatness_layer": None}, TypeError, "layer must be an int"),
-        ({"flatness_layer": nn.Linear(2, 2)}, TypeError, "or a dotted name, got a module"),
-        ({"module__n_outputs": 2}, ValueError, r"y has .* takes 3 output.*\(16, 2\) for a batch"),
-        ({"module__n_outputs": 5}, ValueError, r"y has .* takes 3 output.*\(16, 5\) for a batch"),
-        ({"optimizer": "adam"}, TypeError, "optimizer must be a class, such as .*, got 'adam'"),
-        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, TypeError, "be a class, such"),
-        ({"criterion": "cross_entropy"}, TypeError, "CrossEntropyLoss, got 'cross_entropy'"),
-        (
-            {"criterion": nn.functional.cross_entropy},
-            TypeError,
-            "got the function cross_entropy. A net makes",
-        ),
-        ({"criterion": nn.MSELoss}, ValueError, "MSELoss is a regression loss. Use Relative"),
-        ({"criterion__weight": "balanced"}, TypeError, "order of classes_, got 'balanced'"),
-        ({"criterion__weight": {0: 1.0, 1: 2.0}}, TypeError, "criterion__weight must be .*got {0"),
-        ({"criterion__weight": [1.0, 2.0]}, ValueError, r"weight has 2 .* classes \['x', 'y', 'z"),
-        ({"callbacks": StopAtLoss(0.1)}, TypeError, "must be a list, such as .* got StopAtLoss"),
-        (
-            {"callbacks": [StopAtLoss(0)]},
-            ValueError,
-            "loss must be a finite positive number, got 0",
-        ),
-        ({"callbacks": [StopAtLoss(every=0)]}, ValueError, "every must be a positive integer, got"),
-        (
-            {"callbacks": [StopAtGradientNorm("0.1")]},
-            ValueError,
-            "tol must be a finite positive number, got '0.1'",
-        ),
-        (
-            {"callbacks": [StopAtGradientNorm(every=1.5)]},
-            ValueError,
-            "every must be a positive integer, got 1.5",
-        ),
-        (
-            {"flatness_wieght": 1, "epochs": 3},
-            ValueError,
-            "subclass.* Did you mean 'flatness_weight'",
-        ),
-        ({"class_weight": "balanced"}, ValueError, "in place of class_weight, use criterion__weig"),
-        ({"hidden_layer_sizes": 8, "max_iter": 5}, ValueError, "sizes; in place of max_iter, use"),
-        ({"alpha": 1e-4}, ValueError, "use optimizer__weight_decay"),
-        ({"early_stopping": True}, ValueError, "use callbacks=.*EarlyStopping.* with train_split="),
-        ({"epochs": 5}, ValueError, "(?s)unexpected argument.*in place of epochs, use max_epochs"),
-        (
-            {"iterator_train__collate_fn": default_collate},
-            ValueError,
-            "which iterator_train__collate_fn may not expect",
-        ),
-    ],
+    ("error", "params", "message"),
+    [(error, *row) for error, rows in REFUSED.items() for row in rows],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_parameters(params, error, message):
+def test_parameters(error, params, message):
     net = Classifier(verbose=0, batch_size=16, **params)  # nothing happens before fit
     with pytest.raises(error, match=message):
         net.fit(X, NAMES, sample_weight=np.ones(42) if "iterator" in str(params) else None)

@@ -238,13 +238,9 @@ def test_accumulates_the_gradients_of_each_batch():
 
 
 def test_weights_cast_by_autocast_are_not_those_of_the_first_pass():
-    class Whole(Classifier):  # around both passes
-        def train_step_single(self, batch, **fit_params):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return super().train_step_single(batch, **fit_params)
-
     params = {"sharpness_radius": 1.0, "lr": 0.1}
-    cast, full = make(Whole, **params).fit(X, INDEX), make(**params).fit(X, INDEX)
+    whole = common.in_bfloat16(Classifier, "train_step_single")  # around both passes
+    cast, full = make(whole, **params).fit(X, INDEX), make(**params).fit(X, INDEX)
     plain = make(Plain, lr=0.1).fit(X, INDEX)
     found, truth, without = (weights_of(net) for net in (cast, full, plain))
     assert (found - truth).norm() < 0.2 * (without - truth).norm()
