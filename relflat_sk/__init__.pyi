@@ -28,13 +28,7 @@ from .plots import (
     SharpnessKLDisplay,
     TrainingCurvesDisplay,
 )
-from .search import (
-    FlatMinimaSearch,
-    MinimaObjective,
-    flattest_within,
-    optimize_study,
-    rank_models,
-)
+from .search import FlatMinimaSearch, MinimaObjective, flattest_within, optimize_study, rank_models
 from .theory import (
     feature_robustness,
     generalization_bound,

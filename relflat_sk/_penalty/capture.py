@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._network.borrowing import (
-    ExplicitLayers,
-    explicit_attention,
-    find_fused,
-)
+from relflat_sk._network.borrowing import ExplicitLayers, explicit_attention, find_fused
 from relflat_sk._network.layer_checks import (
     check_linear,
     check_rows,
@@ -22,12 +18,7 @@ from relflat_sk._network.layer_checks import (
     uses_elsewhere,
 )
 from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
-from relflat_sk._network.recording import (
-    LayerRecord,
-    Recorder,
-    features_of,
-    keep_graph,
-)
+from relflat_sk._network.recording import LayerRecord, Recorder, features_of, keep_graph
 from relflat_sk._network.tail import depends_on, find_link
 from relflat_sk._numerics import without_autocast
 

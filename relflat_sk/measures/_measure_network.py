@@ -31,7 +31,7 @@ from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasu
 from relflat_sk.measures._scan import summarize
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.measures._takeuchi import TAKEUCHI
-from relflat_sk.minima._ranking import AT_EQUAL_LOSS
+from relflat_sk.minima._table import AT_EQUAL_LOSS
 
 # -- whether a criterion has any curvature at the outputs of a network --------------------------
 

@@ -42,13 +42,7 @@ from relflat_sk.minima._correlation import (
     signs,
     with_ends,
 )
-from relflat_sk.minima._table import (
-    column_of,
-    find_axes,
-    number_levels,
-    numeric_column,
-    plain_name,
-)
+from relflat_sk.minima._table import column_of, find_axes, number_levels, numeric_column, plain_name
 
 Integers = NDArray[np.intp]
 Bools = NDArray[np.bool_]

@@ -24,7 +24,7 @@ from relflat_sk._checks import is_number
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._results import Flatness
-from relflat_sk.minima._ranking import depth_of
+from relflat_sk.minima._table import depth_of
 from relflat_sk.search._weights import last_step
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._convergence import StopAtDepth

@@ -23,8 +23,7 @@ from relflat_sk.measures._measure_network import (
 from relflat_sk.measures._names import find_measures
 from relflat_sk.measures._results import Flatness
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
-from relflat_sk.minima._ranking import AUTO, find_depth_band
-from relflat_sk.minima._table import DETAILS
+from relflat_sk.minima._table import AUTO, DETAILS, find_depth_band
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer

@@ -30,15 +30,9 @@ from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.measures._names import hold_functions
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._ranking import mark_depth_band
-from relflat_sk.minima._table import shorten_parameters
+from relflat_sk.minima._table import mark_depth_band, shorten_parameters
 from relflat_sk.search._claims import CandidateSampler, Plan, failed_trials
-from relflat_sk.search._objective import (
-    MinimaObjective,
-    find_trial,
-    measure_what_is_new,
-    remeasure,
-)
+from relflat_sk.search._objective import MinimaObjective, find_trial, measure_what_is_new, remeasure
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (

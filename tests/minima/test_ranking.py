@@ -1,4 +1,4 @@
-"""Tests for `_ranking`: the order of the minima."""
+"""Tests for the order of the minima."""
 
 import numpy as np
 import optuna
