@@ -20,7 +20,7 @@ from sklearn.linear_model import LogisticRegression
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from relflat_sk import FlatnessWarning, MinimaObjective
-from relflat_sk.minima._table import attributes_of
+from relflat_sk.minima._table import attributes_of, is_reserved
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._claims import (
@@ -170,6 +170,9 @@ def test_abandoned_trials_are_taken_over(study):
     zombie.wait()
     assert states(study) == ["FAIL"] * 4 + ["COMPLETE"] * 3
     assert all(trial.user_attrs["killed"] for trial in study.trials[:4])
+    assert {
+        name for one in study.trials for name in one.user_attrs if not is_reserved(name)
+    } == set()
     assert sorted(trial.params["C"] for trial in study.trials[4:]) == C
     assert grid().left(study.trials) == []
 

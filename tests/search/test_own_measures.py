@@ -23,7 +23,7 @@ from relflat_sk import (
     rank_minima,
     register_measure,
 )
-from relflat_sk.minima._table import attributes_of
+from relflat_sk.minima._table import attributes_of, is_reserved
 from relflat_sk.search import _measure
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic
 
@@ -178,6 +178,7 @@ def test_five_measures_take_one_pass_more_than_the_training(tmp_path):
     attrs, fitted, n_samples = run(counting_net(), artifact_store=tmp_path)
     assert n_samples == (N_EPOCHS + 1) * len(X)
     assert attrs["artifact_id"]
+    assert [name for name in attrs if not is_reserved(name)] == list(TRACES)
     for name in TRACES:
         assert_allclose(attrs[name], measure(name, fitted, X, Y), rtol=1e-6)
     outputs = fitted.forward(X).double()
