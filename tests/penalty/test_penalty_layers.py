@@ -105,6 +105,7 @@ def test_a_language_model_head_is_exact(kind):
     [
         *((kind, layer, False) for kind in ("mlp relu", "mlp tanh", "conv") for layer in (-1, 0)),
         ("conv", 1, False),
+        ("conv", 1, True),
         ("mlp tanh", "all", False),
         ("mlp tanh", -1, True),
         ("mlp tanh", 0, True),
