@@ -40,6 +40,13 @@ def test_right_on_average(kind, layer):
     assert_right_on_average(published_penalty(layer), *at, truth_at(problem, layer))
 
 
+@pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh"])  # behind a layer: linear, or not
+def test_all_layers_together_are_right_on_average(kind):
+    problem, at = prepared(kind)
+    truth = sum(truth_at(problem, layer) for layer in problem.all_layers())
+    assert_right_on_average(published_penalty("all"), *at, truth)
+
+
 @pytest.mark.parametrize(("kind", "layer"), AT)
 @pytest.mark.parametrize("normalize", [False, True])
 def test_slope(kind, layer, normalize):
