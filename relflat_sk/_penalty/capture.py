@@ -56,7 +56,12 @@ class FirstPass:
         self.asked = asked
         self.parts = list(module.modules())
         self.children = [dict(part._modules) for part in self.parts]
-        self.norms = find_fused(module)
+        norms = find_fused(module)
+        if asked == (-1,):  # nothing before the last layer is differentiated again
+            layers = set(weight_layers(module).values())
+            last = max((i for i, part in enumerate(self.parts) if part in layers), default=0)
+            norms = [norm for norm in norms if norm in self.parts[last:]]
+        self.norms = norms
         self.named: dict[str, nn.Module] = {}
         self.penalised: list[str] | None = None
         self.rows: dict[str, tuple[Tensor, Tensor]] = {}
@@ -91,15 +96,15 @@ class FirstPass:
         earlier = len(names) > 1
         is_output = find_link(output, self.recorder[last].node) is not None
         owners = [self.named[name.rpartition(".")[0]] for name in names]
+        twice = [] if is_output and not earlier else penalised
         return Plan(
             self.asked,
             self.parts,
             self.children,
             {name: self.named[name] for name in names},
             penalised,
-            twice=[] if is_output and not earlier else penalised,
-            # a penalty at the last layer differentiates no other part of the network again
-            explicit=self.norms if earlier else [],
+            twice=twice,
+            explicit=self.norms if twice else [],
             in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
         )
 

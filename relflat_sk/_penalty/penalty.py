@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from relflat_sk._checks import check_integer, check_number, gather_checks
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
@@ -27,6 +28,19 @@ from relflat_sk._penalty.capture import Capture, Plan
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
 
 __all__ = ["RelativeFlatnessPenalty"]
+
+
+@contextmanager
+def _runs_once() -> Iterator[None]:
+    """Refuse a network that runs again in the backward pass, where it is not prepared to."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ValueError(
+            "gradient checkpointing runs normalisations or attention again in the backward pass, "
+            "and not as the penalty needs them at a layer before them. Train without it "
+            "(gradient_checkpointing=False), or penalise the last layer (layer=-1)."
+        ) from error
 
 
 class RelativeFlatnessPenalty:
@@ -64,7 +78,8 @@ class RelativeFlatnessPenalty:
     ------
     ValueError
         If `probes` is not a positive integer, `layer` is empty, or `weight` or `clip` are out of
-        range. When called: if layer, target or weights do not fit the forward pass.
+        range. When called: if layer, target or weights do not fit the forward pass, or gradient
+        checkpointing runs normalisations or attention behind an earlier layer again.
     LayerNotFoundError
         From `capture`, if there is no such layer.
     RuntimeError
@@ -235,6 +250,7 @@ class RelativeFlatnessPenalty:
         share = self.share_left(penalty, losses)
         return penalty if share is None else share * penalty
 
+    @_runs_once()
     def of_batch(
         self,
         loss: Loss,
@@ -289,6 +305,7 @@ class RelativeFlatnessPenalty:
                 scale=scale,
             )
 
+    @_runs_once()
     def share_left(
         self, penalty: Tensor, losses: Callable[[], tuple[Tensor, Tensor]]
     ) -> Tensor | None:

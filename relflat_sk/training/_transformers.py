@@ -84,7 +84,8 @@ class TransformersFlatnessCallback(TrainerCallback):
     them to get the flatness, pass their callback after this one, with ``report_to="none"``:
     ``callbacks=[TransformersFlatnessCallback(), TensorBoardCallback()]``.
 
-    Each process of a distributed training measures all samples.
+    Each process of a distributed training measures all samples. Gradient checkpointing goes
+    together with a penalty at the last layer only.
 
     Examples
     --------

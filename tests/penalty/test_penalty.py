@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from relflat_sk import (
     FlatnessWarning,
@@ -184,6 +185,50 @@ def test_slope_in_every_parameter(case, layer, options):
     if layer == "all":
         criterion.reduction = "sum"
     assert_slope_is_that_of_differences(published_penalty(layer, **options), net, criterion, X, y)
+
+
+class Normalised(nn.Module):
+    """A normalisation in front of the last layer or behind it, and blocks that may run again."""
+
+    def __init__(self, behind, again=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.LayerNorm(4)).double()
+        self.last = nn.Linear(4, 4).double()
+        self.norm = nn.LayerNorm(4).double() if behind else nn.Identity()
+        self.again = again
+
+    def forward(self, x):
+        features = checkpoint(self.first, x, use_reentrant=False) if self.again else self.first(x)
+        return self.norm(self.last(features))
+
+
+def test_a_normalisation_behind_the_last_layer():
+    """Also in the steps behind the first, for which it is known what they need."""
+    _, criterion, X, y = make("cross-entropy")
+    net, penalty = Normalised(behind=True), published_penalty()
+    truth = expected(net, "last", criterion, X, y)
+    for _ in range(2):
+        assert_right_on_average(penalty, net, criterion, X, y, truth)
+    assert_slope_is_that_of_differences(penalty, net, criterion, X, y)
+
+
+def test_gradient_checkpointing_is_right_at_the_last_layer_and_refused_before_normalisations():
+    _, criterion, X, y = make("cross-entropy")
+    trained = []
+    for again in (False, True):
+        net, penalty = Normalised(behind=False, again=again), RelativeFlatnessPenalty(weight=5.0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+        for _ in range(10):
+            with penalty.capture(net):
+                output = net(X)
+            optimizer.zero_grad()
+            (criterion(output, y) + penalty(criterion, output, y)).backward()
+            optimizer.step()
+        trained.append(nn.utils.parameters_to_vector(net.parameters()))
+    assert_close(*trained, rtol=EXACT, atol=0)
+    with pytest.raises(ValueError, match="gradient checkpointing runs normalisations or attention"):
+        evaluate(RelativeFlatnessPenalty(layer=0), net, criterion, X, y)
 
 
 # -- how it is used ----------------------------------------------------------------------
