@@ -216,6 +216,11 @@ class Loss:
         each = self.each_divisor(output, target)
         return each if isinstance(each, Tensor) else output.new_full((len(output),), each)
 
+    def counting(self, target: Tensor | None) -> Tensor | None:
+        """Find which labels the criterion does not ignore; None if it ignores none."""
+        ignored = getattr(self.criterion, "ignore_index", None)
+        return None if target is None or ignored is None else target != ignored
+
     @property
     def acts_on_each_output(self) -> bool:
         """Whether the loss is a sum of terms with one output each, not a softmax over classes."""

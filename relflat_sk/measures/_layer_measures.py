@@ -241,7 +241,7 @@ class TraceMeasures:
             for whitened in self._statistics:
                 made = FeatureMoments() if whitened else FeatureSpread()
                 spread = self._spreads.setdefault((name, whitened), made)
-                spread.add(layer, forward.row_weights(layer))
+                spread.add(layer, forward.counting_weights(layer))
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
         """Compute the measures, with as many further passes as they need."""
@@ -465,7 +465,8 @@ def _add_pairs(one: Pair, other: Pair | None) -> Pair:
 class FeatureSpread:
     """Standard deviation of each feature, divided by n; 0 where the feature never varies.
 
-    With sample weights, n is their sum, and samples of weight 0 do not count. The normalised
+    With sample weights, n is their sum, and samples of weight 0 do not count, nor do those whose
+    labels are ignored, such as padding of a text. The normalised
     flatness is invariant only with the standard deviation, not with the variance of the paper's
     text. Where a layer shares weights between positions, the deviation is over samples and
     positions, one for each input channel. Mean and squares are Chan's update, with weights.

@@ -52,7 +52,10 @@ from relflat_sk.measures._results import Summary
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The forward pass on one batch of n samples. Shapes: `sample_weight` (n,)."""
+    """The forward pass on one batch of n samples.
+
+    Shapes: `sample_weight` (n,), `counts` (n, ...), which labels are not ignored; None if all.
+    """
 
     layers: dict[str, LayerPass]
     sample_weight: Tensor
@@ -64,6 +67,7 @@ class ForwardPass:
     link: str | None
     z: Tensor  # output of the last of the layers
     again: Callable[[Network], "ForwardPass"]  # the same pass with another loss
+    counts: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.sample_weight)
@@ -76,6 +80,15 @@ class ForwardPass:
         repeats = len(layer.features) // len(self)
         # each small operation is a launch on a GPU
         return self.sample_weight.repeat_interleave(repeats) if repeats > 1 else self.sample_weight
+
+    def counting_weights(self, layer: LayerPass) -> Tensor:
+        """Return the same weights, 0 for rows of which no label counts. Shapes: returns (n,)."""
+        weights = self.row_weights(layer)
+        if self.counts is None:
+            return weights
+        each = self.counts.flatten(1) if self.counts.ndim > 1 else self.counts[:, None]
+        each = each if each.numel() == len(weights) else each.any(dim=1)
+        return weights * each.flatten().repeat_interleave(len(weights) // each.numel())
 
 
 def _make_forward_pass(
@@ -135,6 +148,7 @@ def _make_forward_pass(
         link=find_link(output, records[-1].node),
         z=records[-1].check()[1],
         again=again,
+        counts=loss.counting(tail.relevant),
     )
 
 

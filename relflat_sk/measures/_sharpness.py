@@ -405,7 +405,7 @@ def fisher_rao_norm(network: Network) -> Estimate:
             slopes = (gradient * tangent).reshape(len(output), -1).sum(dim=1).double()
             squares += float(outcome.weight @ slopes.square())
             divisor += float(outcome.weight @ divisors.detach().double())
-            n += float(outcome.weight.sum())
+            n += float(outcome.weight[divisors > 0].sum())  # without ignored labels
             del outcome, losses  # frees this batch before the next one runs
     squares, divisor, n = network.processes.sum_numbers(squares, divisor, n)
     return Estimate(math.sqrt(squares / n) * n / divisor)

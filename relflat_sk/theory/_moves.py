@@ -20,7 +20,6 @@ moves around a sample, the same in all directions; it has a radius for each samp
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import nan
 from typing import Any
 
 import numpy as np
@@ -145,9 +144,9 @@ def counting(network: Network, labels: Tensor) -> Tensor:
 
     Shapes: `labels` (n, ...); returns (n,).
     """
-    ignored = getattr(network.loss.criterion, "ignore_index", nan)
-    known: Tensor = (labels.reshape(len(labels), -1) != ignored).any(dim=1)
-    return known
+    known = network.loss.counting(labels)
+    known = torch.ones_like(labels, dtype=torch.bool) if known is None else known
+    return known.reshape(len(labels), -1).any(dim=1)
 
 
 def _labels(batch: Batch) -> Tensor:

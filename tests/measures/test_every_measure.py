@@ -16,7 +16,7 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._names import number_names
-from tests.measures.nets import CE, OF_CRITERIA, PROBLEMS, reached
+from tests.measures.nets import CE, OF_CRITERIA, PROBLEMS, make, reached
 from tests.network.test_network import prepared, same, state_of
 
 # networks with random weights are at no minimum
@@ -34,13 +34,16 @@ CLASSIFIERS = MARGINS | {"inverse_confidence", "predictive_entropy", "calibratio
 
 def value(name, net, X, y, **options):
     """Measure, with few draws and steps."""
-    takes = NETWORK_WIDE[name].arguments if name in NETWORK_WIDE else {"random_state"}
-    own = {key: one for key, one in QUICK.items() if key in takes or key == "random_state"}
-    if name.startswith("pac_bayes"):
-        own["risk"] = "loss"
     if "criterion" in options:
         options["criterion"], y = reached(name, options["criterion"], X, y)
-    return measure(name, net, X, y, **own, **options)
+    return measure(name, net, X, y, **few(name), **options)
+
+
+def few(name):
+    """Return the arguments of a measure for few draws and steps."""
+    takes = NETWORK_WIDE[name].arguments if name in NETWORK_WIDE else {"random_state"}
+    own = {key: one for key, one in QUICK.items() if key in takes or key == "random_state"}
+    return own | {"risk": "loss"} if name.startswith("pac_bayes") else own
 
 
 # -- the network, and its batches -----------------------------------------------------------------
@@ -209,6 +212,27 @@ def test_weights_of_every_measure(case, name):
         weighted = value(name, problem.net, X, y, layer=layer, sample_weight=counts, **options)
         expected = value(name, problem.net, *repeated, layer=layer, **options)
         assert weighted == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"log_robustness"}))  # of all inputs' box
+def test_samples_with_ignored_labels_are_left_out(name):
+    net, X, _ = make("mlp relu", n=12)
+    y = net(X).argmax(dim=1)  # so that every loss is reached
+    kept = torch.arange(12) % 3 > 0
+    options = {"criterion": CE, "batch_size": 5, **few(name)}
+    found = measure(name, net, X, y.where(kept, -100), **options)
+    assert found == pytest.approx(measure(name, net, X[kept], y[kept], **options), rel=1e-8)
+
+
+@pytest.mark.parametrize("name", sorted(LAYER_MEASURES))
+def test_tokens_with_ignored_labels_are_left_out(name):
+    torch.manual_seed(0)
+    net, X = nn.Linear(4, 5).double(), torch.randn(4, 6, 4).double()
+    X[:, 4:] *= 9  # such as padding
+    y, kept = net(X).argmax(dim=2), torch.arange(6).expand(4, 6) < 4
+    padded = measure(name, net, X, y.where(kept, -100), criterion=CE, batch_size=3)
+    expected = measure(name, net, X[kept], y[kept], criterion=CE)
+    assert padded == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
