@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from relflat_sk import RelativeFlatnessPenalty, rank_models, relative_flatness
+from relflat_sk._network.borrowing import MathAttention
 
 pytest.importorskip("transformers")
 
@@ -279,6 +280,7 @@ def test_two_callbacks_leave_the_next_training_as_the_first():
     model.load_state_dict(before)
     trainer.train()
     assert_same(model, first)
+    assert not MathAttention._open
 
 
 @pytest.mark.parametrize(
