@@ -210,7 +210,7 @@ def layer_sensitivity(  # noqa: PLR0913
     X: Any,
     y: Any,
     *,
-    bits: int | Sequence[int] = (8, 6),
+    bits: int | Sequence[int] = (8, 4),
     layers: Layer | Sequence[Layer] = "all",
     per_channel: bool = True,
     measured: bool = False,
@@ -235,7 +235,7 @@ def layer_sensitivity(  # noqa: PLR0913
         The inputs, as the model takes them.
     y : array of shape (n, ...)
         Labels, as in training.
-    bits : int or sequence of int, default=(8, 6)
+    bits : int or sequence of int, default=(8, 4)
         Numbers of bits, of at least 2. Below 6, compare with `measured`, see Notes. Rounding is
         symmetric, as is usual for weights: to the nearest of ``2^bits - 1`` numbers at equal
         distances around 0.

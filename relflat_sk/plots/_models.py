@@ -205,7 +205,7 @@ class LayerSensitivityDisplay(EstimatorDisplay):
         X: Any,
         y: Any,
         *,
-        bits: int | Sequence[int] = (8, 6),
+        bits: int | Sequence[int] = (8, 4),
         measured: bool = False,
         sensitivity_params: Mapping[str, Any] | None = None,
         ax: "Axes | None" = None,
@@ -221,7 +221,7 @@ class LayerSensitivityDisplay(EstimatorDisplay):
             Samples in the form the estimator takes.
         y : array-like of shape (n, ...)
             Labels or targets, as in fit.
-        bits : int or sequence of int, default=(8, 6)
+        bits : int or sequence of int, default=(8, 4)
             Numbers of bits.
         measured : bool, default=False
             Whether to measure the rises as well.
