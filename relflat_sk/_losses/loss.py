@@ -221,6 +221,16 @@ class Loss:
         ignored = getattr(self.criterion, "ignore_index", None)
         return None if target is None or ignored is None else target != ignored
 
+    @staticmethod
+    def counting_rows(counts: Tensor, n_rows: int) -> Tensor:
+        """Find which rows of a layer's features, samples or tokens, have a label that counts.
+
+        Shapes: `counts` (n, ...); returns (n_rows,).
+        """
+        each = counts.flatten(1) if counts.ndim > 1 else counts[:, None]
+        each = each if each.numel() == n_rows else each.any(dim=1)
+        return each.flatten().repeat_interleave(n_rows // each.numel())
+
     @property
     def acts_on_each_output(self) -> bool:
         """Whether the loss is a sum of terms with one output each, not a softmax over classes."""

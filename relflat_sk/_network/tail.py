@@ -143,9 +143,10 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
     for step, _ in steps_behind(base, *nodes):
         if kind_of(step) in _STATISTICS and getattr(step, "_saved_training", True):
             raise ValueError(
-                f"a normalisation behind the layer ({step.name()}) is called as a function. The "
-                "gradient of the penalty needs its third derivative, which torch gets wrong. Use "
-                "a module such as nn.LayerNorm or nn.BatchNorm2d, or penalise the last layer."
+                f"a normalisation behind the layer ({step.name()}) is called as a function, or is "
+                "a module that is defined before the last layer. The gradient of the penalty needs "
+                "its third derivative, which torch gets wrong. Use a module such as nn.LayerNorm "
+                "or nn.BatchNorm2d behind the last layer, or penalise the last layer."
             )
 
 

@@ -242,7 +242,7 @@ class _Terms:
             weight = full_precision(weight)
         weights = self._weights_of(features)
         if self.normalize:
-            spread = _spread(features, weights)
+            spread = self._spread(features, features)
             weight = weight * spread
             features = features * inverse_spread(spread)
         return curvature.total(weight, features, weights, self.share / (2 * weight.shape[1]))
@@ -319,9 +319,18 @@ class _Terms:
         layer, features = record.map, full_precision(record.check()[0])
         spread = None
         if self.normalize:
-            rows = layer.channels(features)
-            spread = _spread(rows, self._weights_of(rows))
+            spread = self._spread(features, layer.channels(features))
         return RandomChanges(layer, features, full_precision(layer.matrix), spread)
+
+    def _spread(self, features: Tensor, rows: Tensor) -> Tensor:
+        """Compute the spread of the rows of features, but for those with ignored labels only."""
+        weights, loss = self._weights_of(rows), self.tail.loss
+        counts = loss.counting(self.tail.relevant)
+        if counts is not None:
+            each = loss.counting_rows(counts, len(features)).to(rows)
+            each = each.repeat_interleave(len(rows) // len(each))
+            weights = each if weights is None else weights * each
+        return _spread(rows, weights)
 
     def _weights_of(self, rows: Tensor) -> Tensor | None:
         """Return the weights of rows of features: those of the samples, for each position."""

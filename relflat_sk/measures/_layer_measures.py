@@ -465,11 +465,12 @@ def _add_pairs(one: Pair, other: Pair | None) -> Pair:
 class FeatureSpread:
     """Standard deviation of each feature, divided by n; 0 where the feature never varies.
 
-    With sample weights, n is their sum, and samples of weight 0 do not count, nor do those whose
-    labels are ignored, such as padding of a text. The normalised
-    flatness is invariant only with the standard deviation, not with the variance of the paper's
-    text. Where a layer shares weights between positions, the deviation is over samples and
-    positions, one for each input channel. Mean and squares are Chan's update, with weights.
+    With sample weights, n is their sum, and samples of weight 0 do not count, nor do those all of
+    whose labels are ignored. At the layer that puts out the logits of tokens, each token counts by
+    itself; elsewhere, padding of a text can change what the others get. The normalised flatness is
+    invariant only with the standard deviation, not with the variance of the paper's text. Where a
+    layer shares weights between positions, the deviation is over samples and positions, one for
+    each input channel. Mean and squares are Chan's update, with weights.
     """
 
     def __init__(self) -> None:

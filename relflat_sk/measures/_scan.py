@@ -86,9 +86,7 @@ class ForwardPass:
         weights = self.row_weights(layer)
         if self.counts is None:
             return weights
-        each = self.counts.flatten(1) if self.counts.ndim > 1 else self.counts[:, None]
-        each = each if each.numel() == len(weights) else each.any(dim=1)
-        return weights * each.flatten().repeat_interleave(len(weights) // each.numel())
+        return weights * Loss.counting_rows(self.counts, len(weights))
 
 
 def _make_forward_pass(

@@ -232,7 +232,10 @@ def measure_held_out(
         found["train_score"] = float(estimator.score(data.X, data.y, **of_samples))
     if X_test is None:
         return found
-    with blame_call("X_test and y_test cannot be evaluated", "Give data like X and y."):
+    with blame_call(
+        "X_test and y_test cannot be evaluated",
+        "Give data like X and y, or a Dataset with labels.",
+    ):
         test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions(criterion)))
         scored = scored and y_test is not None
         test_score = float(estimator.score(X_test, y_test)) if scored else np.nan

@@ -432,7 +432,10 @@ def _parameters(model: Any) -> dict[str, Any]:
     """Return the parameters of an estimator that can be columns, as their names."""
     params = model.get_params() if isinstance(model, BaseEstimator) else {}
     return {
-        f"{PARAM_PREFIX}{name}": label_of(one) for name, one in params.items() if _is_plain(one)
+        # nan stays a number
+        f"{PARAM_PREFIX}{name}": one if isinstance(one, float) else label_of(one)
+        for name, one in params.items()
+        if _is_plain(one)
     }
 
 

@@ -289,3 +289,16 @@ def test_a_weight_that_changes_when_it_is_read_is_that_of_the_forward_pass(layer
         assert buffers
         for name, buffer in net.named_buffers():
             assert torch.equal(buffer, buffers[name])
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+def test_ignored_labels_do_not_count_in_the_spread(layer):
+    net, X, y = make("mlp tanh")
+    kept = torch.tensor([True, True, False, True, True, False, True])
+    X[~kept] *= 9
+    penalty = published_penalty(layer, normalize=True)
+
+    def mean(X, y):
+        return mean_of_all_draws(lambda: evaluate(penalty, net, CE, X, y).item(), len(X))
+
+    assert mean(X, y.where(kept, -100)) == pytest.approx(mean(X[kept], y[kept]), rel=1e-10)
