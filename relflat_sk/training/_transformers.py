@@ -134,9 +134,12 @@ class TransformersFlatnessCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         # no event tells that a training has failed: its state then ends with the next one
         self._state = weakref.ref(state)
+        # of several callbacks, the last to begin a pass ends it first
         for handle in (
             model.register_forward_pre_hook(self._begin_pass),
-            model.register_forward_hook(self._end_pass, with_kwargs=True, always_call=True),
+            model.register_forward_hook(
+                self._end_pass, prepend=True, with_kwargs=True, always_call=True
+            ),
         ):
             self._open.callback(handle.remove)
 

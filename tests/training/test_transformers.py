@@ -281,6 +281,7 @@ def test_two_callbacks_leave_the_next_training_as_the_first():
     trainer.train()
     assert_same(model, first)
     assert not MathAttention._open
+    assert not [name for name, part in model.named_modules() if "forward" in vars(part)]
 
 
 @pytest.mark.parametrize(
