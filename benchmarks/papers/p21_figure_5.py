@@ -69,7 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def draw(figure: Any) -> None:
         for ax, name in zip(figure.subplots(1, 5, sharey=True), FIVE, strict=True):
             ax.scatter(frame[name], frame["generalization_gap"], s=12)
-            ax.set(xlabel=name.replace("_", " "), xscale="log")
+            ax.set(xlabel=name.replace("_", " "), xlim=(0, None))
+            ax.locator_params("x", nbins=3)
+        figure.axes[0].set_ylabel("gap")
 
     return finish(arguments, claims, draw)
 

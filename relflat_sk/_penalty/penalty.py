@@ -39,7 +39,8 @@ def _runs_once() -> Iterator[None]:
         raise ValueError(
             "gradient checkpointing runs normalisations or attention again in the backward pass, "
             "and not as the penalty needs them at a layer before them. Train without it "
-            "(gradient_checkpointing=False), or penalise the last layer (layer=-1)."
+            "(gradient_checkpointing=False), or penalise the last layer (layer=-1) of a network "
+            "without nn.MultiheadAttention."
         ) from error
 
 
