@@ -1,6 +1,6 @@
 """P21 Figure 5: LeNet-5, relative flatness and four other measures against the gap.
 
-    python -m benchmarks.papers.p21_figure_5 --data NPZ   # 108 minima, 5,000 images, a day
+    python -m benchmarks.papers.p21_figure_5 --data NPZ   # 108 minima, 5,000 images, hours
     python -m benchmarks.papers.p21_figure_5 --quick      # a minute
 
 The paper has 110 minima over initialisations, rates, batch sizes and optimisers, and prints no

@@ -216,18 +216,15 @@ class Loss:
         each = self.each_divisor(output, target)
         return each if isinstance(each, Tensor) else output.new_full((len(output),), each)
 
-    def counting(self, target: Tensor | None) -> Tensor | None:
-        """Find which labels the criterion does not ignore; None if it ignores none."""
-        ignored = getattr(self.criterion, "ignore_index", None)
-        return None if target is None or ignored is None else target != ignored
+    def counting_rows(self, target: Tensor | None, n_rows: int) -> Tensor | None:
+        """Find which rows, samples or tokens, have a label that is not ignored; None if all may.
 
-    @staticmethod
-    def counting_rows(counts: Tensor, n_rows: int) -> Tensor:
-        """Find which rows of a layer's features, samples or tokens, have a label that counts.
-
-        Shapes: `counts` (n, ...); returns (n_rows,).
+        Shapes: `target` (n, ...); returns (n_rows,).
         """
-        each = counts.flatten(1) if counts.ndim > 1 else counts[:, None]
+        ignored = getattr(self.criterion, "ignore_index", None)
+        if target is None or ignored is None:
+            return None
+        each: Tensor = (target != ignored).reshape(len(target), -1)
         each = each if each.numel() == n_rows else each.any(dim=1)
         return each.flatten().repeat_interleave(n_rows // each.numel())
 

@@ -118,7 +118,7 @@ class Recorder:
         twice: Collection[str] = (),
     ) -> None:
         self.calls: list[str] = []
-        self.failed = self._ended = False
+        self.failed = False
         self._keep = keep
         self._twice = twice
         self._attention = MathAttention() if twice else None
@@ -144,7 +144,7 @@ class Recorder:
 
     def __exit__(self, error: object, *_: object) -> None:
         self._replaced.__exit__()
-        self.failed, self._ended = error is not None, True
+        self.failed = error is not None
         if self._attention is not None:
             self._attention.__exit__()
 
@@ -156,7 +156,7 @@ class Recorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
             calls.append(name)
-            if attention is not None and not self._ended:  # another recorder may hold this method
+            if attention is not None:
                 attention.__enter__()
             return output if keep is None else keep(record, args, kwargs, output)
 

@@ -324,11 +324,10 @@ class _Terms:
 
     def _spread(self, features: Tensor, rows: Tensor) -> Tensor:
         """Compute the spread of the rows of features, but for those with ignored labels only."""
-        weights, loss = self._weights_of(rows), self.tail.loss
-        counts = loss.counting(self.tail.relevant)
+        weights = self._weights_of(rows)
+        counts = self.tail.loss.counting_rows(self.tail.relevant, len(features))
         if counts is not None:
-            each = loss.counting_rows(counts, len(features)).to(rows)
-            each = each.repeat_interleave(len(rows) // len(each))
+            each = counts.to(rows).repeat_interleave(len(rows) // len(counts))
             weights = each if weights is None else weights * each
         return _spread(rows, weights)
 

@@ -60,7 +60,8 @@ class FirstPass:
         if asked == (-1,):  # nothing before the last layer is differentiated again
             layers = set(weight_layers(module).values())
             last = max((i for i, part in enumerate(self.parts) if part in layers), default=0)
-            norms = [norm for norm in norms if norm in self.parts[last:]]
+            behind = set(self.parts[last:])
+            norms = [norm for norm in norms if norm in behind]
         self.norms = norms
         self.named: dict[str, nn.Module] = {}
         self.penalised: list[str] | None = None

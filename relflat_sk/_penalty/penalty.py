@@ -31,8 +31,8 @@ __all__ = ["RelativeFlatnessPenalty"]
 
 
 @contextmanager
-def _runs_once() -> Iterator[None]:
-    """Refuse a network that runs again in the backward pass, where it is not prepared to."""
+def _refusing_checkpoints() -> Iterator[None]:
+    """Refuse gradient checkpointing where what runs again is not what was recorded."""
     try:
         yield
     except CheckpointError as error:
@@ -251,7 +251,7 @@ class RelativeFlatnessPenalty:
         share = self.share_left(penalty, losses)
         return penalty if share is None else share * penalty
 
-    @_runs_once()
+    @_refusing_checkpoints()
     def of_batch(
         self,
         loss: Loss,
@@ -306,7 +306,7 @@ class RelativeFlatnessPenalty:
                 scale=scale,
             )
 
-    @_runs_once()
+    @_refusing_checkpoints()
     def share_left(
         self, penalty: Tensor, losses: Callable[[], tuple[Tensor, Tensor]]
     ) -> Tensor | None:

@@ -52,10 +52,7 @@ from relflat_sk.measures._results import Summary
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The forward pass on one batch of n samples.
-
-    Shapes: `sample_weight` (n,), `counts` (n, ...), which labels are not ignored; None if all.
-    """
+    """The forward pass on one batch of n samples. Shapes: `sample_weight` (n,)."""
 
     layers: dict[str, LayerPass]
     sample_weight: Tensor
@@ -67,7 +64,7 @@ class ForwardPass:
     link: str | None
     z: Tensor  # output of the last of the layers
     again: Callable[[Network], "ForwardPass"]  # the same pass with another loss
-    counts: Tensor | None = None
+    counting_rows: Callable[[int], Tensor | None]  # of a number of rows, as `Loss.counting_rows`
 
     def __len__(self) -> int:
         return len(self.sample_weight)
@@ -84,9 +81,8 @@ class ForwardPass:
     def counting_weights(self, layer: LayerPass) -> Tensor:
         """Return the same weights, 0 for rows of which no label counts. Shapes: returns (n,)."""
         weights = self.row_weights(layer)
-        if self.counts is None:
-            return weights
-        return weights * Loss.counting_rows(self.counts, len(weights))
+        counts = self.counting_rows(len(weights))
+        return weights if counts is None else weights * counts
 
 
 def _make_forward_pass(
@@ -146,7 +142,7 @@ def _make_forward_pass(
         link=find_link(output, records[-1].node),
         z=records[-1].check()[1],
         again=again,
-        counts=loss.counting(tail.relevant),
+        counting_rows=partial(loss.counting_rows, tail.relevant),
     )
 
 
