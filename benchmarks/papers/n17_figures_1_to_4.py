@@ -3,9 +3,9 @@
     python -m benchmarks.papers.n17_figures_1_to_4            # MLPs on 8x8 digits, an hour
     python -m benchmarks.papers.n17_figures_1_to_4 --quick    # a minute
 
-The networks are MLPs with 256 units in two layers, and with one layer of growing width; the paper
-trains VGG on CIFAR-10, and MLPs with two layers of units on MNIST for Figure 4. `kl` is the
-divergence at which the expected sharpness is 0.05.
+The networks are MLPs with 256 units in two layers, and with one hidden layer of growing width for
+Figure 4; the paper trains VGG on CIFAR-10, and such MLPs on MNIST. `kl` is the divergence at which
+the expected sharpness is 0.05.
 """
 
 import sys
@@ -151,11 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                                     width[part], rank("param_size", name)))  # fmt: skip
 
     def draw(figure: Any) -> None:
-        for ax, name in zip(figure.subplots(1, 6), [*NORMS, sharp, "kl"], strict=True):
-            for kind, part in labels.groupby("param_kind"):
-                ax.plot(part.groupby("param_size")[name].mean(), "o-", label=kind)
-            ax.set(title=name.replace("_", " "), xlabel="samples", yscale="log")
-        ax.legend()
+        figure.set_size_inches(16, 7)
+        parts = {"samples": labels, "confusion set": confusion, "width": width}
+        columns = ["test_error", *NORMS, sharp, "kl"]
+        for row, (size, part) in zip(figure.subplots(3, len(columns)), parts.items(), strict=True):
+            for ax, name in zip(row, columns, strict=True):
+                for kind, some in part.groupby("param_kind"):
+                    ax.plot(some.groupby("param_size")[name].mean(), "o-", label=kind)
+                ax.set(title=name.replace("_", " "), xlabel=size,
+                       xscale="log" if size == "width" else "linear",
+                       yscale="linear" if name == "test_error" else "log")  # fmt: skip
+        figure.axes[0].legend()
 
     return finish(arguments, claims, draw)
 

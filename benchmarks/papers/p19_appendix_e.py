@@ -39,6 +39,8 @@ from relflat_sk import (
 THEIRS = {1: 0.73, 2: 0.70, 3: 0.72, 4: 0.71}  # kappa_Tr of hidden layers 1 to 4
 RHO = ["neuron_flatness_max", "neuron_flatness_sum"]
 OF_LAYERS = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", *RHO]
+WIDE = ["trace_flatness_largest", "trace_flatness_all",
+        "neuron_flatness_max_largest", "neuron_flatness_sum_all"]  # fmt: skip
 GOALS = (0.07, 0.01)
 
 
@@ -101,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def lead(rows: pd.DataFrame) -> float:
         r = rows.corrwith(rows["generalization_gap"])
         ends = [f"{name}_{layer}" for name in ("trace_flatness", *RHO) for layer in THEIRS]
-        wide = ["trace_flatness_largest", "trace_flatness_all",
-                "neuron_flatness_max_largest", "neuron_flatness_sum_all"]  # fmt: skip
-        return float(r[wide].min() - r[ends].max())
+        return float(r[WIDE].min() - r[ends].max())
 
     claims = [
         correlation(f"kappa_Tr, hidden layer {layer}", r, frame, f"trace_flatness_{layer}")
@@ -132,10 +132,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     claims.append(correlation("kappa, all weights", "> 0", frame, "joint_eigenvalue_flatness"))
 
     def draw(figure: Any) -> None:
-        for ax, layer in zip(figure.subplots(1, 4, sharey=True), THEIRS, strict=True):
-            ax.scatter(frame[f"trace_flatness_{layer}"], frame["generalization_gap"], s=12,
+        figure.set_size_inches(11, 10)
+        by_layer = ["trace_flatness", *reversed(RHO)]
+        names = [*(f"{name}_{layer}" for name in by_layer for layer in THEIRS), *WIDE]
+        for ax, name in zip(figure.subplots(4, 4, sharey=True).flat, names, strict=True):
+            ax.scatter(frame[name], frame["generalization_gap"], s=12,
                        c=np.log(frame["train_loss"]))  # fmt: skip
-            ax.set(title=f"hidden layer {layer}", xlabel="kappa_Tr", xscale="log")
+            ax.set(xlabel=name.replace("_", " "), xscale="log")
+        for ax in figure.axes[::4]:
+            ax.set_ylabel("gap")
 
     return finish(arguments, claims, draw)
 

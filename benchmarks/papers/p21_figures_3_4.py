@@ -131,11 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                         part[part["param_separation"] == one], "relative_flatness")
             for one, sign in zip(separations, signs, strict=False)
         ]  # fmt: skip
-        least = part[part["param_separation"] == first]
+        claims.append(bootstrap(f"{name} at {last} minus at {first}", "> 0", part,
+                                lambda rows: r(rows, last) - r(rows, first)))  # fmt: skip
         claims += [
-            bootstrap(f"{name} at {last} minus at {first}", "> 0", part,
-                      lambda rows: r(rows, last) - r(rows, first)),
-            correlation(f"{name} of squared weight at {first}", "< 0.3", least, "squared_weight"),
+            correlation(f"{name} of squared weight at {one}", sign,
+                        part[part["param_separation"] == one], "squared_weight")
+            for one, sign in ((first, "< 0.3"), (last, "> 0"))
         ]  # fmt: skip
     bounds = frame.dropna(subset=["bound"])
     claims += [

@@ -1,6 +1,6 @@
 """Relative flatness of a mini-batch as a term of the training loss.
 
-Noise of relative size ``delta`` in a layer's features raises the loss, to first order, by
+Noise of relative size ``delta`` in a layer's features raises the loss, to second order, by
 ``delta^2 kappa / (2 m)`` (P21 Theorem 5). The penalty adds this quantity for ``delta = 1``. It is
 computed from what the forward pass of the training step sends through the layer, without a
 second pass. Its gradient flows to all parameters that influence features, weight or predictions.

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import papers
 from benchmarks.papers._common import Claim, bootstrap
+from benchmarks.papers.regularised import difference
 
 SCRIPTS = sorted(
     path.stem for path in Path(papers.__file__).parent.glob("*.py") if not path.stem.startswith("_")
@@ -56,3 +57,16 @@ def test_intervals_are_those_of_resampled_rows():
     half = 1.96 * 28.87 / 10  # of a mean of 100 independent rows
     assert claim.low == pytest.approx(49.5 - half, abs=0.6)
     assert claim.high == pytest.approx(49.5 + half, abs=0.6)
+
+
+def test_methods_are_compared_over_the_runs_that_both_have():
+    rows = [
+        (method, size, seed, 10 * size + seed + (method == "other"))
+        for method in ("one", "other")
+        for size in (1, 2)
+        for seed in range(5)
+        if (method, size) != ("other", 2)  # networks that did not converge
+    ]
+    names = ["param_method", "param_batch_size", "param_seed", "error"]
+    claim = difference("error", "> 0", pd.DataFrame(rows, columns=names), "error", "other", "one")
+    assert (claim.value, claim.low, claim.high, claim.n) == (1, 1, 1, 10)
