@@ -64,7 +64,8 @@ def read_arguments(
     source = source or ("cifar10" if arguments.data else f"digits_{arguments.digits}")
     if arguments.results is None and not arguments.quick:
         arguments.results = RESULTS / f"{name}_{source}.csv"
-    print(f"{parser.description}\n{source}{', quick' * arguments.quick}")
+    table_name = arguments.results.stem if arguments.results else source
+    print(f"{parser.description}\n{table_name}{', quick' * arguments.quick}")
     print(environment())
     return arguments
 

@@ -83,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def draw(figure: Any) -> None:
         for ax, name in zip(figure.subplots(1, 3), limits, strict=True):
-            ax.hist([frame[name], frame[f"{name}_median"]], label=["worst", "median"])
-            ax.set(title=name)
+            worst = "C2_of_sizes" if name == "C2" else name
+            ax.hist([frame[worst], frame[f"{name}_median"]], label=["worst", "median"])
+            ax.set(title=worst.replace("_", " "))
         ax.legend()
 
     return finish(arguments, claims, draw)
