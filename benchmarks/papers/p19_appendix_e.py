@@ -139,6 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ax.scatter(frame[name], frame["generalization_gap"], s=12,
                        c=np.log(frame["train_loss"]))  # fmt: skip
             ax.set(xlabel=name.replace("_", " "), xscale="log")
+            ax.tick_params(axis="x", which="minor", labelsize=6, labelrotation=45)
         for ax in figure.axes[::4]:
             ax.set_ylabel("gap")
 
