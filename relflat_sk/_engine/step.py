@@ -84,7 +84,7 @@ EarlierTerms = Callable[[Batch, Any], Tensor]
 
 
 class Step:
-    """Training steps, with penalties at the last layer and at earlier ones, or without."""
+    """Training steps, with penalties at `n_layers`: the last one and earlier ones, or without."""
 
     def __init__(
         self,
@@ -93,9 +93,10 @@ class Step:
         *,
         at_last: bool = True,
         earlier: EarlierTerms | None = None,
+        n_layers: int = 1,
     ) -> None:
         self._body, self._loss = body, loss
-        self._at_last, self._earlier = at_last, earlier
+        self._at_last, self._earlier, self._n_layers = at_last, earlier, n_layers
 
     def __call__(self, batch: Batch, settings: Settings | None) -> tuple[Any, ...]:
         """Write the gradients of a batch; return losses, penalties and shares of them."""
@@ -129,7 +130,8 @@ class Step:
             )
 
         losses = loss, self._loss.of_constant(z, batch.targets, batch.shares)
-        share = _limited(settings.limit, self._body.gradients, differentiate, losses, penalty)
+        of_layer = penalty / self._n_layers
+        share = _limited(settings.limit, self._body.gradients, differentiate, losses, of_layer)
         return loss, penalty, share
 
 
@@ -143,7 +145,8 @@ def _limited(
     """Write the gradients of the losses and of the shares of the penalties that the limit leaves.
 
     `differentiate` writes those of given multiples of losses and penalties. `losses` are those of
-    the networks and of a constant. Shapes: each of `losses`, `penalty` (k,); returns shares (k,).
+    the networks and of a constant, `penalty` the mean over layers. Shapes: each of `losses`,
+    `penalty` (k,); returns shares (k,).
     """
     ones = namespace(penalty).ones_like(penalty)
     if limit is None:

@@ -133,8 +133,10 @@ class FirstPass:
 
 
 def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
-    """Return the dotted names of the layers that the user asked for."""
-    return order if asked is None else [find_layer(module, layer, order) for layer in asked]
+    """Return the dotted names of the layers that the user asked for, each once."""
+    if asked is None:
+        return order
+    return list(dict.fromkeys(find_layer(module, layer, order) for layer in asked))
 
 
 def _keep(

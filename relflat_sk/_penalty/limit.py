@@ -1,16 +1,19 @@
 r"""Limit the penalty of training steps, so that it is harmless and still effective.
 
 A dead network is perfectly flat, so that the published objective ``loss + weight * penalty`` has
-it as an attractor: with a large weight, training ends there. With the weighted penalty ``P`` and a
-limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the differentiation,
+it as an attractor: with a large weight, training ends there. With the weighted penalty ``P`` of
+``n`` layers and a limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the
+differentiation,
 
 .. math:: s = \min\Bigl(1,\; \frac{c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr),
-    \qquad R = \max(|P|, \overline{|P|}) .
+    \qquad R = \max(|P|, \overline{|P|}) / n .
 
 **Size.** :math:`R` is the penalty of the batch, or its moving average over steps where that is
 larger. With :math:`|P|` alone, a batch with a small penalty would be scaled up to the same step as
 one with a large penalty, and training would follow the noise of such batches. At a first layer and
-a high learning rate, networks with a large weight ended sharper than without penalty.
+a high learning rate, networks with a large weight ended sharper than without penalty. The mean
+over layers counts. With the sum, all layers of a network had to share what one of them may have,
+and got hardly flatter.
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
@@ -27,10 +30,10 @@ loss's gradient of the same step would vanish at a minimum, which is where flatn
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
 first 8 steps and in every 8th step. :math:`\rho` is the root mean square of the measured ratios
-:math:`\|\nabla P\| / |P|`, each of which counts for 0.9 times as much as the next one. Where it was
-the last ratio, steps between measurements could be 20 times as long as allowed, which ended
-networks at a high learning rate. Where it was the largest ratio, the penalty at a first layer
-hardly made it flatter.
+:math:`\|\nabla P\|` to :math:`|P| / n`, each of which counts for 0.9 times as much as the next one.
+Where it was the last ratio, steps between measurements could be 20 times as long as allowed, which
+ended networks at a high learning rate. Where it was the largest ratio, the penalty at a first
+layer hardly made it flatter.
 
 There is one formula for one net or several, over arrays of NumPy or torch.
 """
@@ -122,8 +125,9 @@ class PenaltyLimit:
     ) -> Any:
         """Make a step: return the share of each weighted penalty that the limit leaves.
 
-        `of_constant` is the loss of a constant output. `norms` are those of the gradients of loss
-        and weighted penalty, in a step that needs them.
+        `of_constant` is the loss of a constant output, `penalty` the mean over layers. `norms` are
+        those of the gradients of loss and weighted penalty, the sum over layers, in a step that
+        needs them.
         """
         xp: Any = torch if isinstance(penalty, Tensor) else np
         size = abs(penalty)

@@ -363,7 +363,8 @@ class VmappedNets:
             return partial(_step_of_any, self._body, member)
         layers = self._found.layers
         at_last = layers is not None and layers.is_penalised
-        return Step(self._body, self._loss, at_last=at_last, earlier=earlier)
+        n_layers = at_last + (0 if layers is None else len(layers.earlier))
+        return Step(self._body, self._loss, at_last=at_last, earlier=earlier, n_layers=n_layers)
 
 
 def _step_of_any(

@@ -87,11 +87,14 @@ def test_right_on_average(case, layer, probes):
 
 
 @pytest.mark.parametrize("case", CLOSED)
-def test_the_order_in_which_layers_are_named_does_not_matter(case):
+def test_layers_may_be_named_in_any_order_and_twice(case):
     net, criterion, X, y = make(case)
-    values = [evaluate(published_penalty(order), net, criterion, X, y)
-              for order in ([-1, 0], [0, -1])]  # fmt: skip
-    assert_close(values[0], values[1], rtol=EXACT, atol=0)
+    for options in ({"clip": None}, {"weight": 1e4}):  # the limit depends on their number
+        values = [
+            evaluate(RelativeFlatnessPenalty(order, **options), net, criterion, X, y)
+            for order in ([-1, 0], [0, -1], [0, -1, 0])
+        ]
+        assert_close(values[1:], values[:1] * 2, rtol=EXACT, atol=0)
 
 
 @pytest.mark.parametrize("case", REDUCIBLE)
