@@ -22,6 +22,7 @@ from relflat_sk import (
 
 DELTA = 0.001
 FIVE = ["relative_flatness", "hessian_trace", "fisher_rao_norm", "pac_bayes_flatness", "l2_norm"]
+NAMES = [*FIVE, "normalized_relative_flatness"]
 
 Run = dict[str, Any]
 Measures = Callable[[nn.Module, Any, Any, Run], dict[str, float]]
@@ -106,7 +107,8 @@ def rescaling(run: Run) -> float:
 
 
 def of_network(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
-    """Compute P21's five measures."""
+    """Compute P21's five measures, and two as the authors' code has them."""
     given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": run["param_seed"]}
-    own = {name: {} for name in FIVE} | {"pac_bayes_flatness": {"n_draws": 5}}
-    return {name: measure(name, module, X, y, **given, **own[name]) for name in FIVE}
+    own = {name: {} for name in NAMES} | {"pac_bayes_flatness": {"n_draws": 5}}
+    found = {name: measure(name, module, X, y, **given, **own[name]) for name in NAMES}
+    return found | {"l2_norm_last": module.get_submodule("head").weight.square().sum().item()}

@@ -58,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return of
 
     claims = [correlation(f"r of {name}", "> 0", frame, name) for name in FIVE]
+    # the authors' code divides features by their deviations, and has the norm of the last layer
+    measured = frame.dropna(subset="l2_norm_last")
+    for name in ("normalized_relative_flatness", "l2_norm_last", "relative_flatness"):
+        claims.append(correlation(f"r of {name}, same minima", "> 0", measured, name))
     claims += [
         bootstrap(f"r of relative_flatness minus r of {name}", "> 0", frame, lead(name))
         for name in FIVE[1:]
