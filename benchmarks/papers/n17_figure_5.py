@@ -21,8 +21,8 @@ from benchmarks.papers._common import Minima, bootstrap, finish, load, read_argu
 from relflat_sk import MLP, sharpness_conditions
 
 DEPTH = 10
-# sizes of the disturbance: one unit close to zero makes any C_2 large at smaller ones
 WIDTHS = 100, 400, 1000
+# sizes of the disturbance: one unit close to zero makes any C_2 large at smaller ones
 DELTAS = np.geomspace(0.02, 10, 15).tolist()
 
 

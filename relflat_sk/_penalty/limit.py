@@ -13,7 +13,7 @@ larger. With :math:`|P|` alone, a batch with a small penalty would be scaled up 
 one with a large penalty, and training would follow the noise of such batches. At a first layer and
 a high learning rate, networks with a large weight ended sharper than without penalty. The mean
 over layers counts. With the sum, all layers of a network had to share what one of them may have,
-and got hardly flatter.
+and a convolutional network got less flat. The third term is the same with the sum.
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
 batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
