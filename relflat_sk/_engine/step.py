@@ -130,8 +130,9 @@ class Step:
             )
 
         losses = loss, self._loss.of_constant(z, batch.targets, batch.shares)
-        of_layer = penalty / self._n_layers
-        share = _limited(settings.limit, self._body.gradients, differentiate, losses, of_layer)
+        share = _limited(
+            settings.limit, self._body.gradients, differentiate, losses, penalty, self._n_layers
+        )
         return loss, penalty, share
 
 
@@ -141,25 +142,26 @@ def _limited(
     differentiate: Callable[[float, Any], None],
     losses: tuple[Any, Any],
     penalty: Any,
+    n_layers: int,
 ) -> Any:
     """Write the gradients of the losses and of the shares of the penalties that the limit leaves.
 
     `differentiate` writes those of given multiples of losses and penalties. `losses` are those of
-    the networks and of a constant, `penalty` the mean over layers. Shapes: each of `losses`,
-    `penalty` (k,); returns shares (k,).
+    the networks and of a constant. Shapes: each of `losses`, `penalty` (k,); returns shares (k,).
     """
     ones = namespace(penalty).ones_like(penalty)
     if limit is None:
         differentiate(1.0, ones)
         return ones
     if not limit.needs_norms:
-        share = limit.share(*losses, penalty)
+        share = limit.share(*losses, penalty, None, n_layers)
         differentiate(1.0, share)
         return share
     differentiate(0.0, ones)
     of_penalty = [1 * gradient for gradient in gradients]
     differentiate(1.0, 0 * ones)
-    share = limit.share(*losses, penalty, (_norm(gradients), _norm(of_penalty)))
+    norms = _norm(gradients), _norm(of_penalty)
+    share = limit.share(*losses, penalty, norms, n_layers)
     for gradient, other in zip(gradients, of_penalty, strict=True):
         gradient[...] += share.reshape(-1, *[1] * (other.ndim - 1)) * other
     return share

@@ -5,24 +5,23 @@ it as an attractor: with a large weight, training ends there. With the weighted 
 ``n`` layers and a limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the
 differentiation,
 
-.. math:: s = \min\Bigl(1,\; \frac{c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr),
-    \qquad R = \max(|P|, \overline{|P|}) / n .
+.. math:: s = \min\Bigl(1,\; \frac{n c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr),
+    \qquad R = \max(|P|, \overline{|P|}) .
 
 **Size.** :math:`R` is the penalty of the batch, or its moving average over steps where that is
 larger. With :math:`|P|` alone, a batch with a small penalty would be scaled up to the same step as
 one with a large penalty, and training would follow the noise of such batches. At a first layer and
-a high learning rate, networks with a large weight ended sharper than without penalty. The mean
-over layers counts. With the sum, all layers of a network had to share what one of them may have,
-and a convolutional network got less flat. The third term is the same with the sum.
+a high learning rate, networks with a large weight ended sharper than without penalty.
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
-batch. A network that has not learned to distinguish samples has gained nothing over it, and gets
-no penalty. So a dead network is no attractor, and a penalty cannot stop training before it has
-begun. At a minimum, this is no limit. The gain counts as far as it has come to that of a perfect
-network. Without this factor, the penalty of a first layer cost a convolutional network 5 to 11
-points of accuracy, and networks at a high learning rate hardly learned; with less of the gain,
-perceptrons became less flat. (Losses that can be negative have no perfect network, and a factor of
-at most 1.)
+batch. A network that has not learned to distinguish samples has gained nothing over it, and gets no
+penalty. So a dead network is no attractor, and a penalty cannot stop training before it has begun.
+At a minimum, this is no limit. Each layer may have as much as a single one. Where all layers had to
+share that, a convolutional network got less flat. The gain counts as far as it has come to that of
+a perfect network. Without this factor, the penalty of a first layer cost a convolutional network 5
+to 11 points of accuracy, and networks at a high learning rate hardly learned; with less of the
+gain, perceptrons became less flat. (Losses that can be negative have no perfect network, and a
+factor of at most 1.)
 
 **Gradients.** :math:`G` is the typical norm of the loss's gradient in this training, a moving
 average over steps. So no step is larger than those that training has shown to be stable. The
@@ -30,7 +29,7 @@ loss's gradient of the same step would vanish at a minimum, which is where flatn
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
 first 8 steps and in every 8th step. :math:`\rho` is the root mean square of the measured ratios
-:math:`\|\nabla P\|` to :math:`|P| / n`, each of which counts for 0.9 times as much as the next one.
+:math:`\|\nabla P\|` to :math:`|P|`, each of which counts for 0.9 times as much as the next one.
 Where it was the last ratio, steps between measurements could be 20 times as long as allowed, which
 ended networks at a high learning rate. Where it was the largest ratio, the penalty at a first
 layer hardly made it flatter.
@@ -121,13 +120,17 @@ class PenaltyLimit:
         return due if isinstance(due, bool) else bool(due.any())
 
     def share(
-        self, loss: Any, of_constant: Any, penalty: Any, norms: tuple[Any, Any] | None = None
+        self,
+        loss: Any,
+        of_constant: Any,
+        penalty: Any,
+        norms: tuple[Any, Any] | None = None,
+        n_layers: int = 1,
     ) -> Any:
         """Make a step: return the share of each weighted penalty that the limit leaves.
 
-        `of_constant` is the loss of a constant output, `penalty` the mean over layers. `norms` are
-        those of the gradients of loss and weighted penalty, the sum over layers, in a step that
-        needs them.
+        `of_constant` is the loss of a constant output, `penalty` the sum over layers. `norms` are
+        those of the gradients of loss and weighted penalty, in a step that needs them.
         """
         xp: Any = torch if isinstance(penalty, Tensor) else np
         size = abs(penalty)
@@ -150,7 +153,7 @@ class PenaltyLimit:
         self._mean = xp.where(mean < xp.inf, mean, self._mean)
         # the share of a constant's loss that is learned, if losses cannot be negative
         learned = abs(1 - loss / xp.where(of_constant != 0, of_constant, 1.0)).clip(max=1)
-        by_value = learned * (of_constant - loss) / 5
+        by_value = learned * (of_constant - loss) * (n_layers / 5)
         largest = self.clip * by_value.clip(max=self._most)
         # where there is no penalty, there is nothing to limit
         return xp.where(size > 0, largest / xp.maximum(size, self._mean), 1.0).clip(0, 1)

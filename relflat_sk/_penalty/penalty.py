@@ -334,8 +334,10 @@ class RelativeFlatnessPenalty:
             if self.limit.needs_norms:
                 parameters = [p for p in self._capture.parameters() if p.requires_grad]
                 norms = _gradient_norm(loss, parameters), _gradient_norm(penalty, parameters)
-            of_layer = penalty.detach() / len(self.plan.penalised)
-            share: Tensor = self.limit.share(loss.detach(), of_constant, of_layer, norms)
+            n_layers = len(self.plan.penalised)
+            share: Tensor = self.limit.share(
+                loss.detach(), of_constant, penalty.detach(), norms, n_layers
+            )
             return share.to(penalty.dtype)
 
 

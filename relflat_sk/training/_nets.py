@@ -141,12 +141,12 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     With the limit `flatness_clip`, the penalty :math:`P = \lambda \sum \kappa / (2 m)` of the
     :math:`n` layers `flatness_layer` is multiplied in each step by
 
-    .. math:: \min\Bigl(1,\; \frac{c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr) ,
-        \qquad R = \max(|P|, \overline{|P|}) / n ,
+    .. math:: \min\Bigl(1,\; \frac{n c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr) ,
+        \qquad R = \max(|P|, \overline{|P|}) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
     batch, :math:`G` a moving average of :math:`\|\nabla L\|` over the steps, and :math:`\rho` the
-    root mean square of :math:`n \|\nabla P\| / |P|`. A network that has learned nothing gets no
+    root mean square of :math:`\|\nabla P\| / |P|`. A network that has learned nothing gets no
     penalty, and no step is larger than training has shown to be stable. The limit does not vanish
     at a minimum, where flatness is decided. :math:`R` is at least the moving average of the
     penalty over about 30 steps, so that batches with a small penalty are not scaled up. The norms

@@ -47,7 +47,8 @@ def norm(value, parameters):
 class PlainLimit:
     """The formula, number by number, with all norms that were taken in a list."""
 
-    def __init__(self, clip):
+    def __init__(self, clip, n_layers=1):
+        self.n_layers = n_layers
         self.clip, self.norms, self.ratios, self.sizes = clip, [], [], []
 
     def __call__(self, loss, of_constant, penalty, norms):
@@ -71,7 +72,7 @@ class PlainLimit:
             ratio = np.average(np.square(self.ratios), weights=weights) ** 0.5
             by_gradient = 2 * self.clip * typical / (ratio * size)
         learned = min(1, abs((of_constant - loss) / of_constant)) if of_constant < np.inf else 1
-        by_value = self.clip / 5 * learned * (of_constant - loss) / size
+        by_value = self.n_layers * self.clip / 5 * learned * (of_constant - loss) / size
         return min(1.0, max(0.0, min(by_value, by_gradient)))
 
 
@@ -87,7 +88,7 @@ def last_layer_penalty(net, X, weight):
 @pytest.mark.parametrize(("weight", "clip"), [(1e-3, 0.5), (0.3, 0.5), (HUGE, 0.5), (HUGE, 0.02)])
 def test_a_loop_with_the_limit_is_that_of_the_formula(layer, weight, clip):
     net = make_net()
-    twin, plain = copy.deepcopy(net), PlainLimit(clip)
+    twin, plain = copy.deepcopy(net), PlainLimit(clip, 3 if layer == "all" else 1)
     penalty = RelativeFlatnessPenalty(layer, weight=weight, clip=clip)
     free = RelativeFlatnessPenalty(layer, weight=weight, clip=None)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, twin))
@@ -112,8 +113,7 @@ def test_a_loop_with_the_limit_is_that_of_the_formula(layer, weight, clip):
         loss, parameters = CRITERION(output, y), list(twin.parameters())
         of_constant = CRITERION(output.mean(dim=0).repeat(len(y), 1), y).item()
         norms = norm(loss, parameters), norm(unlimited, parameters)
-        n_layers = 3 if layer == "all" else 1
-        share = plain(loss.item(), of_constant, unlimited.item() / n_layers, norms)
+        share = plain(loss.item(), of_constant, unlimited.item(), norms)
         assert term.item() == pytest.approx(share * unlimited.item(), rel=1e-8)
         shares.append(share)
         theirs.zero_grad()
