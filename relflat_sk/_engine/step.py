@@ -153,15 +153,16 @@ def _limited(
     if limit is None:
         differentiate(1.0, ones)
         return ones
-    if not limit.needs_norms:
-        share = limit.share(*losses, penalty, None, n_layers)
+    of_penalty, norms = None, None
+    if limit.needs_norms:
+        differentiate(0.0, ones)
+        of_penalty = [1 * gradient for gradient in gradients]
+        differentiate(1.0, 0 * ones)
+        norms = _norm(gradients), _norm(of_penalty)
+    share = limit.share(*losses, penalty, norms, n_layers)
+    if of_penalty is None:
         differentiate(1.0, share)
         return share
-    differentiate(0.0, ones)
-    of_penalty = [1 * gradient for gradient in gradients]
-    differentiate(1.0, 0 * ones)
-    norms = _norm(gradients), _norm(of_penalty)
-    share = limit.share(*losses, penalty, norms, n_layers)
     for gradient, other in zip(gradients, of_penalty, strict=True):
         gradient[...] += share.reshape(-1, *[1] * (other.ndim - 1)) * other
     return share

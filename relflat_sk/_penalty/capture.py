@@ -91,6 +91,11 @@ class FirstPass:
     def make_plan(self, output: Tensor, explicit: ExplicitLayers, *, weighted: bool) -> Plan:
         """Check the layers of the pass, and make the plan of further steps."""
         penalised, order = self.find_penalised(), self.recorder.order
+        if self.asked is None:  # the term of a layer beside the criterion's input is zero
+            nodes = {name: self.recorder[name].node for name in penalised}
+            penalised = [
+                name for name, node in nodes.items() if node is None or depends_on(output, node)
+            ]
         self._check(penalised, output, explicit, weighted=weighted)
         last = order[-1]
         names = [*(name for name in penalised if name != last), last]
@@ -123,8 +128,6 @@ class FirstPass:
             )
         records = [self.recorder[name] for name in penalised]
         records = [record for record in records if record.calls == 1 and record.node is not None]
-        if self.asked is None:  # the term of a layer beside the criterion's input is zero
-            records = [record for record in records if depends_on(output, record.node)]
         for record in records:
             check_uses(record.name, [record.name] if uses_elsewhere(output, record) else [])
             check_linear(record, *self.rows[record.name])

@@ -144,6 +144,18 @@ class Shared(nn.Module):
         return self.last(h)
 
 
+class Pooled(Shared):
+    """Calls a layer that its output does not depend on."""
+
+    def __init__(self, n_features, n_outputs):
+        super().__init__(n_features, n_outputs, "own")
+        self.pooler = nn.Linear(n_features, 4).double()
+
+    def forward(self, x):
+        self.pooler(x)
+        return super().forward(x)
+
+
 IMAGES, LABELS = data(n_features=36)
 IMAGES = IMAGES.reshape(-1, 1, 6, 6)
 X, Y = data()
@@ -193,6 +205,10 @@ ALIKE = {
     ),
     "data of each": ([{}] * 6, {"each": OWN_DATA}),
     "results of the forward pass": ([{"module": Shared, "module__kind": "results"}] * 2, {}),
+    "a layer beside the output": (
+        [SIZES | {"module": Pooled, "flatness_layer": "all"}] * 3,
+        {},
+    ),
     # nets of several groups, side by side
     "activations in other places": (
         [PLAIN | {"module": Ordered, "module__kind": kind} for kind in [nn.Tanh, nn.Sigmoid] * 2],
@@ -218,6 +234,7 @@ ALIKE = {
 
 
 @pytest.mark.filterwarnings("ignore:Squared is no mean of losses of single samples")
+@pytest.mark.filterwarnings("ignore:'pooler' left out")
 @pytest.mark.parametrize("case", ALIKE)
 def test_a_fleet_trains_each_net_as_by_itself(case):
     settings, arguments = ALIKE[case]

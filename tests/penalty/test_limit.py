@@ -229,6 +229,35 @@ def test_nets_with_frozen_layers_take_the_same_steps_as_plain_loops(layer, froze
             assert_close(ours.grad, expected.grad)
 
 
+class WithHead(nn.Module):
+    """A network that calls another head on its way, whose output nobody uses."""
+
+    def __init__(self, net, width):
+        super().__init__()
+        self.net, self.head = net, nn.Linear(width, 2).double()
+
+    def forward(self, X):
+        self.head(X)
+        return self.net(X)
+
+
+def test_a_head_that_is_not_used_changes_no_step():
+    X, y = make_batch()
+    own, with_head = make_net(), WithHead(make_net(), X.shape[1])
+    for module in (own, with_head):
+        penalty = RelativeFlatnessPenalty("all", weight=HUGE)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
+        torch.manual_seed(0)
+        for _ in range(100):  # at first, there is no gain that a penalty may take a share of
+            optimizer.zero_grad()
+            with penalty.capture(module):
+                output = module(X)
+            (CRITERION(output, y) + penalty(CRITERION, output, y)).backward()
+            optimizer.step()
+    for ours, expected in zip(with_head.net.parameters(), own.parameters(), strict=True):
+        assert_close(ours, expected)
+
+
 def digits(n):
     X, y = load_digits(return_X_y=True)
     return scale(X).astype(np.float32)[:n], y[:n]
