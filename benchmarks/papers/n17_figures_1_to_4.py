@@ -5,7 +5,7 @@
 
 The networks are MLPs with 256 units in two layers, and with one hidden layer of growing width for
 Figure 4; the paper trains VGG on CIFAR-10, and such MLPs on MNIST. `kl` is the divergence at which
-the expected sharpness is 0.05.
+the expected sharpness is 0.05; `distance` is that at alpha = 1, and `rise` the sharpness at others.
 """
 
 import sys
@@ -41,7 +41,7 @@ def train_row(
         module__hidden_layer_sizes=size if what == "width" else (32 if quick else 256,) * 2,
         flatness_weight=0,
         optimizer=torch.optim.SGD, lr=0.05, optimizer__momentum=0.9, batch_size=64,
-        max_epochs=60 if quick else 3000, callbacks=[StopAtLoss(1e-4)],
+        max_epochs=60 if quick else 10_000, callbacks=[StopAtLoss(1e-4)],
         random_state=seed, verbose=0,
     )  # fmt: skip
     with warnings.catch_warnings():
@@ -67,14 +67,15 @@ def train_row(
         **report.set_index("measure")["value"],
         "keskar_sharpness": sharpness,
         "kl": distance / alpha**2,
+        "distance": distance,
+        **{f"rise_{alpha:.3g}": rise for alpha, rise in zip(ALPHAS, rises, strict=True)},
     }
 
 
-def random_over_true(name: str, size: int | None = None) -> Statistic:
-    """Compute the mean log ratio of random to true labels over all sizes, or at one."""
+def random_over_true(name: str) -> Statistic:
+    """Compute the mean log ratio of random to true labels over sizes."""
 
     def of(rows: pd.DataFrame) -> float:
-        rows = rows if size is None else rows[rows["param_size"] == size]
         logs = np.log(rows[name]).groupby([rows["param_size"], rows["param_kind"]]).mean().unstack()
         both = {"random", "true"} <= set(logs.columns)
         return float((logs["random"] - logs["true"]).mean()) if both else np.nan
@@ -132,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
     sharp = "keskar_sharpness"
     claims += [
-        bootstrap(f"Figure 2: log sharpness, random - true, n={n}", sign, labels,
-                  random_over_true(sharp, n))
+        bootstrap(f"Figure 2: log sharpness, random - true, {n} samples", sign,
+                  labels[labels["param_size"] == n], random_over_true(sharp))
         for n, sign in ((few, "< 0"), (many, "> 0"))
     ]  # fmt: skip
     claims.append(bootstrap("Figure 3: test error with the confusion set", "> 0", confusion,
@@ -158,16 +159,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]  # fmt: skip
 
     def draw(figure: Any) -> None:
-        figure.set_size_inches(16, 7)
+        figure.set_size_inches(24, 8)
         parts = {"samples": labels, "confusion set": confusion, "width": width}
         columns = ["test_error", *NORMS, sharp, "kl"]
-        for row, (size, part) in zip(figure.subplots(3, len(columns)), parts.items(), strict=True):
-            for ax, name in zip(row, columns, strict=True):
+        grid = figure.subplots(3, len(columns) + 2)
+        for row, (size, part) in zip(grid, parts.items(), strict=True):
+            for ax, name in zip(row, columns, strict=False):
                 for kind, some in part.groupby("param_kind"):
                     ax.plot(some.groupby("param_size")[name].mean(), "o-", label=kind)
                 ax.set(title=name.replace("_", " "), xlabel=size,
                        xscale="log" if size == "width" else "linear",
                        yscale="linear" if name == "test_error" else "log")  # fmt: skip
+            for ax, kind in zip(row[len(columns) :], ("true", "random"), strict=True):
+                some = part[part["param_kind"] == kind]
+                ax.set_visible(len(some) > 0)
+                for value, nets in some.groupby("param_size"):
+                    ax.plot(nets["distance"].mean() / ALPHAS**2, nets.filter(like="rise_").mean(),
+                            ".-", label=f"{value}")  # fmt: skip
+                ax.set(title=f"{kind} labels", xlabel=f"kl, by {size}", xscale="log",
+                       ylabel="expected sharpness", ylim=(0, 0.3))  # fmt: skip
+                ax.legend(fontsize="x-small")
         figure.axes[0].legend()
 
     return finish(arguments, claims, draw)

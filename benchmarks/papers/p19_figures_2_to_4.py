@@ -23,6 +23,14 @@ GOAL = 0.01
 INITS = ("xavier_normal", "kaiming_uniform", "uniform", "normal")
 
 
+def seed_share(rows: pd.DataFrame) -> float:
+    """Compute the standard deviation of the gap between seeds of a setup, divided by its total."""
+    gaps = rows.groupby(["param_batch_size", "param_init"])["generalization_gap"]
+    n = len(rows) - gaps.ngroups
+    within = (gaps.var() * (gaps.size() - 1)).sum() / n if n else np.nan
+    return float((within / rows["generalization_gap"].var()) ** 0.5)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, measure and print."""
     arguments = read_arguments("p19_figures_2_to_4", __doc__, argv)
@@ -49,8 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     def change(name: str) -> Callable[[pd.DataFrame], float]:
         return lambda rows: abs(r(rows, name)) - abs(r(rows, f"{name}_rescaled"))
 
+    setups = frame.groupby(["param_batch_size", "param_init"])
+    columns = ["trace_flatness", "generalization_gap"]
     claims = [
         correlation("Figure 2: r of kappa_Tr", 0.91, frame, "trace_flatness"),
+        correlation("Figure 2: the same of means over seeds", 0.91,
+                    setups[columns].mean(), "trace_flatness"),
+        bootstrap("Figure 2: the gap's deviation between seeds, over its total", "> 0", frame,
+                  seed_share),
         correlation("Figure 2: r of kappa", "> 0", frame, "eigenvalue_flatness"),
         bootstrap("Figure 2: r of kappa_Tr minus r of kappa", "> 0", frame,
                   lambda rows: r(rows, "trace_flatness") - r(rows, "eigenvalue_flatness")),

@@ -39,6 +39,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalty -1": {"flatness_weight": 1.0, "flatness_layer": -1},
     "penalty -2": {"flatness_weight": 1.0, "flatness_layer": -2},
+    # 0.1 times kappa / m, which is twice what our weight multiplies
+    "penalty as published": {
+        "flatness_weight": 0.2,
+        "flatness_layer": -1,
+        "flatness_clip": None,
+        "optimizer__weight_decay": 5e-4,
+    },
+    "its weight decay": {"optimizer__weight_decay": 5e-4},
     "SAM": {"sharpness_radius": 0.1},
     "weight decay": {"optimizer__weight_decay": 1e-3},
     "augmentation": {},
@@ -134,6 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                    "test_error", method, other)
         for method in ("penalty -1", "penalty -2")
         for other in ("plain", "SAM")
+    ]  # fmt: skip
+    claims += [
+        difference(f"FAM: test error, penalty as published - {other}", "< 0", frame,
+                   "test_error", "penalty as published", other)
+        for other in ("its weight decay", "SAM")
     ]  # fmt: skip
     for method in ("SAM", "weight decay", "augmentation"):
         claims += [
