@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     minima = Minima(arguments)
     runs = [
         {"param_share": share, "param_goal": goal, "param_seed": seed}
-        for seed in range(1 if arguments.quick else 20)
+        for seed in range(1 if arguments.quick else 10)
         for goal in GOALS
         for share in (60, 30, 15, 7.5)
     ]

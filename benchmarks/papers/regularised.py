@@ -136,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = minima.frame()
     # augmented data are not fitted within 100 epochs of small batches
     frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
-    frame = frame.assign(log_flatness=np.log(frame["relative_flatness_-1"]))
+    logs = np.log(frame[["relative_flatness_-1", "train_loss"]])
+    frame = frame.assign(
+        log_flatness=logs.iloc[:, 0], log_flatness_over_loss=logs.iloc[:, 0] - logs.iloc[:, 1]
+    )
     claims = [
         difference(f"FAM: test error, {method} - {other}", "< 0", frame,
                    "test_error", method, other)
@@ -154,6 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                        "test_error", method, "plain"),
             difference(f"later: log relative flatness, {method} - plain", "> 0", frame,
                        "log_flatness", method, "plain"),
+            difference(f"later: the same over the loss, {method} - plain", "> 0", frame,
+                       "log_flatness_over_loss", method, "plain"),
         ]  # fmt: skip
     claims += [
         bootstrap("rank correlation of flatness and test error, pooled", "> 0", frame,
@@ -167,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for method, part in frame.groupby("param_method"):
             ax.scatter(part["relative_flatness_-1"], part["test_error"], label=method)
         ax.set(xscale="log", xlabel="relative flatness", ylabel="test error")
-        ax.legend()
+        figure.legend(loc="outside right upper")
 
     return finish(arguments, claims, draw)
 
