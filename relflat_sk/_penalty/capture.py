@@ -92,9 +92,11 @@ class FirstPass:
         """Check the layers of the pass, and make the plan of further steps."""
         penalised, order = self.find_penalised(), self.recorder.order
         if self.asked is None:  # the term of a layer beside the criterion's input is zero
-            nodes = {name: self.recorder[name].node for name in penalised}
+            records = [self.recorder[name] for name in penalised]
             penalised = [
-                name for name, node in nodes.items() if node is None or depends_on(output, node)
+                one.name
+                for one in records
+                if one.calls > 1 or one.node is None or depends_on(output, one.node)
             ]
         self._check(penalised, output, explicit, weighted=weighted)
         last = order[-1]

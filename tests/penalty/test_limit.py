@@ -258,6 +258,24 @@ def test_a_head_that_is_not_used_changes_no_step():
         assert_close(ours, expected)
 
 
+def test_a_layer_that_is_called_again_beside_the_output_is_refused():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 5).double(), nn.Linear(5, 3).double()
+
+        def forward(self, X):
+            features = torch.relu(self.first(X))
+            self.first(features)
+            return self.last(features)
+
+    (X, y), net, penalty = make_batch(), Again(), RelativeFlatnessPenalty("all")
+    with penalty.capture(net):
+        output = net(X)
+    with pytest.raises(ValueError, match="'first'.* called"):
+        penalty(CRITERION, output, y)
+
+
 def digits(n):
     X, y = load_digits(return_X_y=True)
     return scale(X).astype(np.float32)[:n], y[:n]
