@@ -367,11 +367,12 @@ class ConvolutionMap(LayerMap):
         grouped = features.reshape(n, groups, -1, *space).transpose(1, 2)
         some = select_channels(grouped, channels)
         images = some.reshape(-1, 1, *space)
-        # a convolution with a kernel that is one at the offset
-        kernel = features.new_zeros(self.n_offsets)
-        kernel[offset] = 1
-        kernel = kernel.reshape(1, 1, *self.layer.kernel_size)
-        planes = self._convolve(self._padded(images), kernel, 1)
+        if self.inputs_first:  # by a kernel that is one at the offset
+            kernel = features.new_zeros(self.n_offsets)
+            kernel[offset] = 1
+            planes = self._convolve(images, kernel.reshape(1, 1, *self.layer.kernel_size), 1)
+        else:
+            planes = self._shifted(images, offset)
         return planes.reshape(n, some.shape[1], groups, -1).transpose(1, 2)
 
     def to_rows(self, z: Tensor) -> Tensor:
@@ -458,6 +459,18 @@ class ConvolutionMap(LayerMap):
         axes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
         for axis, (size, stride, dilation) in enumerate(axes):
             x = x.unfold(2 + axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+        return x
+
+    def _shifted(self, images: Tensor, offset: int) -> Tensor:
+        """Return a view of what one entry of the kernel is multiplied with, at all positions."""
+        layer, x = self.layer, self._fully_padded(images)
+        axes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
+        for axis, (size, stride, dilation) in reversed(list(enumerate(axes))):
+            offset, at = divmod(offset, size)
+            length = x.shape[2 + axis] - dilation * (size - 1)
+            x = x.narrow(2 + axis, dilation * at, length)
+            if stride > 1:
+                x = x[(slice(None),) * (2 + axis) + (slice(None, None, stride),)]
         return x
 
     def _fully_padded(self, features: Tensor) -> Tensor:
