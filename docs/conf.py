@@ -43,7 +43,7 @@ LEFT_OUT = [
     *("on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
     *("measure", "of_batch", "plan", "run"),
-    *("share_left", "train", "without_value"),
+    *("train", "without_value"),
     # properties of displays, which their lists of attributes have
     *("ax_", "figure_"),
 ]

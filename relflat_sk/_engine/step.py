@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from relflat_sk._losses.array_losses import ArrayLoss, namespace
-from relflat_sk._penalty.limit import PenaltyLimit
+from relflat_sk._penalty.limit import PenaltyLimit, as_kind
 
 
 class Batch(NamedTuple):
@@ -43,11 +43,12 @@ class Settings(NamedTuple):
     """The weights and the limits of the networks' penalties in an epoch. Shapes: (k,)."""
 
     factors: Any
-    limit: PenaltyLimit | None
+    clips: Any
+    limit: PenaltyLimit
 
     def finish(self, nets: Iterable[Any]) -> None:
         """Give the nets what their limits have seen in this epoch."""
-        if self.limit is not None:
+        if self.clips is not None:
             self.limit.unstack([net._penalty_limit() for net in nets])
 
 
@@ -55,12 +56,13 @@ def settings_of(nets: Sequence[Any], like: Any) -> Settings | None:
     """Read the penalties of nets of one kind, as arrays of the kind of another one."""
     if not nets[0].flatness_weight:
         return None
-    weights = [net._penalty_weight() for net in nets]
-    factors: Any = torch.tensor(weights, dtype=torch.float64)
-    factors = factors.to(like) if isinstance(like, Tensor) else factors.numpy().astype(like.dtype)
-    if nets[0].flatness_clip is None:
-        return Settings(factors, None)
-    return Settings(factors, PenaltyLimit.stack([net._penalty_limit() for net in nets], like))
+    factors = as_kind([net._penalty_weight() for net in nets], like)
+    clips = [net.flatness_clip for net in nets]
+    return Settings(
+        factors,
+        None if clips[0] is None else as_kind(clips, like),
+        PenaltyLimit.stack([net._penalty_limit() for net in nets], like),
+    )
 
 
 class Body(Protocol):
@@ -131,13 +133,13 @@ class Step:
 
         losses = loss, self._loss.of_constant(z, batch.targets, batch.shares)
         share = _limited(
-            settings.limit, self._body.gradients, differentiate, losses, penalty, self._n_layers
+            settings, self._body.gradients, differentiate, losses, penalty, self._n_layers
         )
         return loss, penalty, share
 
 
 def _limited(
-    limit: PenaltyLimit | None,
+    settings: Settings,
     gradients: Sequence[Any],
     differentiate: Callable[[float, Any], None],
     losses: tuple[Any, Any],
@@ -150,16 +152,16 @@ def _limited(
     the networks and of a constant. Shapes: each of `losses`, `penalty` (k,); returns shares (k,).
     """
     ones = namespace(penalty).ones_like(penalty)
-    if limit is None:
+    if settings.clips is None:
         differentiate(1.0, ones)
         return ones
     of_penalty, norms = None, None
-    if limit.needs_norms:
+    if settings.limit.needs_norms:
         differentiate(0.0, ones)
         of_penalty = [1 * gradient for gradient in gradients]
         differentiate(1.0, 0 * ones)
         norms = _norm(gradients), _norm(of_penalty)
-    share = limit.share(*losses, penalty, norms, n_layers)
+    share = settings.limit.share(*losses, penalty, settings.clips, norms, n_layers)
     if of_penalty is None:
         differentiate(1.0, share)
         return share

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._losses.curvature import pull_back
 from relflat_sk._numerics import full_precision, read_numbers
@@ -58,6 +59,13 @@ def uncompiled(module: nn.Module) -> ReplacedForwards:
     """Run a network that torch.compile has compiled without it: its code is differentiated once."""
     original = module._modules.get("_orig_mod")
     return ReplacedForwards([] if original is None else [(module, original)])
+
+
+def unwrapped(module: Any) -> Any:
+    """Return the module inside wrappers of `torch.compile` and of torch's data parallelism."""
+    name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"
+    inside = getattr(module, "_modules", {}).get(name)
+    return module if inside is None else unwrapped(inside)
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -29,10 +29,9 @@ def is_weight_layer(module: nn.Module) -> bool:
 
 def weight_kind(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that makes a module a layer with a weight matrix."""
-    kinds = (kind for kind in _MAPS if isinstance(module, kind))
-    base = _adapted_layer(module)
-    own = next(kinds, None) or _conv1d_kind(module)
-    return own or (None if base is None else weight_kind(base))
+    own = next((kind for kind in _MAPS if isinstance(module, kind)), None) or _conv1d_kind(module)
+    base = None if own else _adapted_layer(module)
+    return own if base is None else weight_kind(base)
 
 
 def _conv1d_kind(module: nn.Module) -> type[nn.Module] | None:

@@ -210,11 +210,6 @@ class Capture:
             self._first = first
             yield
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of the network of the last forward pass."""
-        assert self.plan is not None
-        return self.plan.parts[0].parameters()
-
     def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
         """End the step: return what was recorded, and what is known of the network."""
         recorder = self.recorder

@@ -66,8 +66,7 @@ class PenaltyLimit:
     Shapes: all arrays have those of the nets: () for one net, (k,) for several.
     """
 
-    def __init__(self, clip: Any) -> None:
-        self.clip = clip
+    def __init__(self) -> None:
         self.steps: Any = 0  # an integer, or a NumPy array of them
         self._n_norms: Any = 0
         self._typical: Any = 0.0  # the norm of the loss's gradient
@@ -75,17 +74,17 @@ class PenaltyLimit:
         # which old ones count for less; at first, there is no limit by it
         self._squares: Any = 0.0
         self._n_squares: Any = 1e-30
-        self._most: Any = 0.0  # the largest penalty over `clip`, by the gradients
+        self._most: Any = 0.0  # the largest penalty over the limit `clip`, by the gradients
         self._mean: Any = 0.0  # the penalty's size; at first, that of each batch counts
 
     @classmethod
     def stack(cls, limits: Sequence["PenaltyLimit"], like: Any) -> "PenaltyLimit":
         """Join the limits of several nets, as arrays of the kind of another one."""
-        found = cls(_as_kind([one.clip for one in limits], like))
+        found = cls()
         for name in _COUNTED:
             setattr(found, name, np.array([getattr(one, name) for one in limits]))
         for name in _MEASURED:
-            setattr(found, name, _as_kind([float(getattr(one, name)) for one in limits], like))
+            setattr(found, name, as_kind([float(getattr(one, name)) for one in limits], like))
         return found
 
     def unstack(self, limits: Sequence["PenaltyLimit"]) -> None:
@@ -101,7 +100,7 @@ class PenaltyLimit:
 
     def copy(self) -> "PenaltyLimit":
         """Copy the limit, for steps that are no part of the training."""
-        found = PenaltyLimit(self.clip)
+        found = PenaltyLimit()
         vars(found).update(vars(self))  # arrays are replaced, and never changed
         return found
 
@@ -124,6 +123,7 @@ class PenaltyLimit:
         loss: Any,
         of_constant: Any,
         penalty: Any,
+        clip: Any,
         norms: tuple[Any, Any] | None = None,
         n_layers: int = 1,
     ) -> Any:
@@ -140,7 +140,7 @@ class PenaltyLimit:
             self._n_norms = self._n_norms + due
             # a debiased moving average
             rate = (1 - _DECAY) / (1 - _DECAY**self._n_norms)
-            typical = self._typical + (of_loss - self._typical) * _as_kind(rate, penalty)
+            typical = self._typical + (of_loss - self._typical) * as_kind(rate, penalty)
             self._typical = xp.where(_usable(due, typical), typical, self._typical)
             squares = _MEMORY * self._squares + (of_penalty / size) ** 2
             usable = _usable(due, squares)
@@ -154,12 +154,12 @@ class PenaltyLimit:
         # the share of a constant's loss that is learned, if losses cannot be negative
         learned = abs(1 - loss / xp.where(of_constant != 0, of_constant, 1.0)).clip(max=1)
         by_value = learned * (of_constant - loss) * (n_layers / 5)
-        largest = self.clip * by_value.clip(max=self._most)
+        largest = clip * by_value.clip(max=self._most)
         # where there is no penalty, there is nothing to limit
         return xp.where(size > 0, largest / xp.maximum(size, self._mean), 1.0).clip(0, 1)
 
 
-def _as_kind(values: Any, like: Any) -> Any:
+def as_kind(values: Any, like: Any) -> Any:
     """Return numbers as an array of the kind of another one; a single number as it is."""
     if np.ndim(values) == 0:
         return values

@@ -8,6 +8,7 @@ second pass. Its gradient flows to all parameters that influence features, weigh
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from relflat_sk._checks import check_integer, check_number, gather_checks
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
-from relflat_sk._network.borrowing import uncompiled
+from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import check_part, primary_output, warn_unless_mean
 from relflat_sk._network.tail import find_ending
@@ -144,7 +145,7 @@ class RelativeFlatnessPenalty:
         self.probes = probes
         self.weight = weight
         self.clip = clip
-        self.limit = PenaltyLimit(clip)
+        self.limit = PenaltyLimit()
         self._checked: Any = None  # a criterion
         self._capture = Capture()
 
@@ -178,10 +179,10 @@ class RelativeFlatnessPenalty:
         >>> with penalty.capture(net):
         ...     y_pred = net(torch.ones(5, 4))
         """
-        original = module._modules.get("_orig_mod")
-        if original is None:
+        network = unwrapped(module)
+        if network is module:
             return self._capture.open(module, self._asked())
-        return self._capture_compiled(module, original)
+        return self._capture_inside(module, network)
 
     def gather_checks(self) -> AbstractContextManager[None]:
         """Check the labels of several steps together, with labels on an accelerator.
@@ -207,8 +208,8 @@ class RelativeFlatnessPenalty:
         return gather_checks()
 
     @contextmanager
-    def _capture_compiled(self, compiled: nn.Module, original: nn.Module) -> Iterator[None]:
-        with uncompiled(compiled), self.capture(original):
+    def _capture_inside(self, whole: nn.Module, network: nn.Module) -> Iterator[None]:
+        with uncompiled(whole), self._capture.open(network, self._asked()):
             yield
 
     @property
@@ -239,16 +240,9 @@ class RelativeFlatnessPenalty:
         output = loss.classes_second(output, y)
         warn_of_ending(loss.criterion, find_ending(output))
         target = loss.read_target(output, y)
-        penalty = self.of_batch(loss, output, target, sample_weight, self.weight)
         weight = None if sample_weight is None else sample_weight.to(output)
-
-        def loss_of(output: Tensor) -> Tensor:
-            return weighted_loss(loss, output, target.values, weight)
-
-        def losses() -> tuple[Tensor, Tensor]:
-            return loss_of(output), constant_loss(loss_of, output, weight)
-
-        share = self.share_left(penalty, losses)
+        loss_of = partial(weighted_loss, loss, target=target.values, weight=weight)
+        penalty, share = self.of_batch(loss, output, target, weight, self.weight, loss_of)
         return penalty if share is None else share * penalty
 
     @_refusing_checkpoints()
@@ -257,88 +251,53 @@ class RelativeFlatnessPenalty:
         loss: Loss,
         output: Tensor,
         target: Target,
-        sample_weight: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> Tensor:
-        """Compute the penalty for a target that has been checked already.
+        weight: Tensor | None,
+        scale: float,
+        loss_of: Callable[[Tensor], Tensor],
+        value: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the penalty of a checked batch, and the share that the limit leaves of it.
 
-        Parameters
-        ----------
-        loss : Loss
-            The criterion.
-        output : Tensor of shape (n, ...)
-            The output of the last forward pass inside `capture`.
-        target : Target
-            Target from `loss.read_target`.
-        sample_weight : Tensor of shape (n,), optional
-            Weight of each sample, checked already.
-        scale : float, default=1.0
-            Factor to multiply the penalty by.
+        The share is a constant in the differentiation, and None without a limit. `loss_of` computes
+        the batch's loss from outputs, `value` is that of `output` if it is known.
 
-        Returns
-        -------
-        Tensor of shape ()
-            The penalty, with its graph.
-
-        Raises
-        ------
-        RuntimeError
-            If there was no forward pass inside `capture` since the last call.
-        ValueError
-            If the output has no samples, or carries no gradient.
+        Shapes: `weight` (n,).
         """
-        plan, recorder = self._capture.finish(output, weighted=sample_weight is not None)
+        plan, recorder = self._capture.finish(output, weighted=weight is not None)
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             self._checked = loss.criterion
-        records = [recorder[name] for name in plan.layers]
         with without_autocast(output):
-            return batch_flatness(
+            penalty = batch_flatness(
                 loss,
                 output,
                 target,
-                records,
+                [recorder[name] for name in plan.layers],
                 plan.penalised,
                 self._capture.explicit,
                 probes=self.probes,
                 normalize=self.normalize,
-                sample_weight=sample_weight,
+                sample_weight=weight,
                 scale=scale,
             )
-
-    @_refusing_checkpoints()
-    def share_left(
-        self, penalty: Tensor, losses: Callable[[], tuple[Tensor, Tensor]]
-    ) -> Tensor | None:
-        """Compute the share that the limit leaves of the penalty of the last call of `of_batch`.
-
-        Parameters
-        ----------
-        penalty : Tensor of shape ()
-            From `of_batch`.
-        losses : callable
-            Computes the loss of the batch, with its graph, and that of a constant output, see
-            `constant_loss`. Called only if there is a limit.
-
-        Returns
-        -------
-        Tensor of shape () or None
-            From 0 to 1, a constant in the differentiation; None without a limit.
-        """
         if self.clip is None:
-            return None
-        self.limit.clip = self.clip
-        loss, of_constant = losses()
-        with without_autocast(penalty):
+            return penalty, None
+        value = loss_of(output) if value is None else value
+        of_constant = constant_loss(loss_of, output, weight)
+        with without_autocast(output):
             norms = None
             if self.limit.needs_norms:
-                parameters = [p for p in self._capture.parameters() if p.requires_grad]
-                norms = _gradient_norm(loss, parameters), _gradient_norm(penalty, parameters)
-            n_layers = len(self.plan.penalised)
+                parameters = [p for p in plan.parts[0].parameters() if p.requires_grad]
+                norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
             share: Tensor = self.limit.share(
-                loss.detach(), of_constant, penalty.detach(), norms, n_layers
+                value.detach(),
+                of_constant,
+                penalty.detach(),
+                self.clip,
+                norms,
+                len(plan.penalised),
             )
-            return share.to(penalty.dtype)
+        return penalty, share.to(penalty.dtype)
 
 
 def _gradient_norm(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:

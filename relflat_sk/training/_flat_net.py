@@ -36,10 +36,10 @@ from relflat_sk._network.batches import (
     count_samples,
     floating_parameter,
 )
-from relflat_sk._network.borrowing import uncompiled
+from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.network import Network, check_part, primary_output
 from relflat_sk._numerics import full_precision
-from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
+from relflat_sk._penalty.limit import PenaltyLimit
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures._minimum import ConstantComparison
@@ -57,7 +57,6 @@ from relflat_sk.training._tasks import (
     movable,
     to_array,
     to_predictions,
-    unwrap,
     with_class_weights,
 )
 
@@ -594,18 +593,18 @@ class FlatNet(SkorchNet):
         return self.flatness_layer, self.flatness_normalize, self.flatness_probes
 
     def _penalty(self, state: _Training) -> RelativeFlatnessPenalty:
-        """Return the training's penalty, a new one if its settings have changed."""
-        settings, penalty = self._penalty_settings(), state.penalty
-        if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
-            penalty = state.penalty = RelativeFlatnessPenalty(*settings)
+        """Return the training's penalty, with the settings as they are now."""
+        if state.penalty is None:
+            state.penalty = RelativeFlatnessPenalty()
+        penalty = state.penalty
+        penalty.layer, penalty.normalize, penalty.probes = self._penalty_settings()
         penalty.clip, penalty.limit = self.flatness_clip, self._penalty_limit()
         return penalty
 
     def _penalty_limit(self) -> PenaltyLimit:
         """Return the limit of the penalty, with what past steps of the network have shown."""
         if self._limit is None:
-            self._limit = PenaltyLimit(self.flatness_clip)
-        self._limit.clip = self.flatness_clip
+            self._limit = PenaltyLimit()
         return self._limit
 
     def save_params(self, *args: Any, **kwargs: Any) -> None:
@@ -649,9 +648,8 @@ class FlatNet(SkorchNet):
         x = cast_inputs(to_tensor(x, device=self.device), module)
         if not (torch.is_grad_enabled() and self.flatness_weight):
             return _full_precision(super().infer(x, **fit_params))
-        state, network = self._state(), unwrap(module)
-        penalty = self._penalty(state)
-        with uncompiled(module), penalty.capture(network):
+        state = self._state()
+        with self._penalty(state).capture(module):
             output = _full_precision(super().infer(x, **fit_params))
         state.recorded = True
         return output
@@ -660,7 +658,7 @@ class FlatNet(SkorchNet):
         """Compute the loss of a batch, with the penalty added in training."""
         state = self._state()
         recorded, state.recorded = state.recorded, False
-        criterion = Loss(unwrap(self.criterion_))
+        criterion = Loss(unwrapped(self.criterion_))
         y_true, weight = split_target(y_true)
         if not (isinstance(y_true, Tensor) and isinstance(y_pred, Tensor)):
             # all other labels are checked where they are, for which the host need not wait
@@ -680,11 +678,8 @@ class FlatNet(SkorchNet):
 
         loss, penalty, share = loss_of(output), None, None
         if training and recorded and state.penalty is not None:
-            penalty = state.penalty.of_batch(
-                criterion, output, target, weight, self._penalty_weight()
-            )
-            share = state.penalty.share_left(
-                penalty, lambda: (loss, constant_loss(loss_of, output, weight))
+            penalty, share = state.penalty.of_batch(
+                criterion, output, target, weight, self._penalty_weight(), loss_of, loss
             )
         if training and state.terms is None:  # the first pass of a step is at its first weights
             state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
@@ -693,8 +688,11 @@ class FlatNet(SkorchNet):
         return loss + (penalty if share is None else share * penalty)
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
-        """Refuse outputs of another size than the labels need; at first, of another kind too."""
-        state, n_outputs = self._state(), self._n_outputs()
+        """Refuse at first outputs of another size or kind than labels and criterion need."""
+        state = self._state()
+        if state.output_checked:
+            return
+        n_outputs = self._n_outputs()
         if n_outputs is None:
             state.output_shape = y_pred.shape[1:]
         elif y_pred.shape[1:].numel() != n_outputs:
@@ -704,9 +702,8 @@ class FlatNet(SkorchNet):
                 "the module's constructor an argument n_outputs, which is then set from y, or "
                 "pass all classes to partial_fit."
             )
-        if not state.output_checked:
-            check_ending(criterion, y_pred)
-            state.output_checked = True
+        check_ending(criterion, y_pred)
+        state.output_checked = True
 
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:
         """Run the module for its output alone, without keeping a graph for the penalty."""

@@ -17,11 +17,11 @@ from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._losses.loss import Loss, explain_ending
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.network_of import IGNORED
+from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.tail import find_ending
 from relflat_sk._warnings import warn
 
@@ -335,13 +335,6 @@ def with_class_weights(
 # -- outputs, which may be mappings with `logits` ------------------------------------------
 
 
-def unwrap(module: Any) -> Any:
-    """Return the module inside wrappers of `torch.compile` and of torch's data parallelism."""
-    if isinstance(module, DistributedDataParallel):
-        return unwrap(module.module)
-    return unwrap(module._orig_mod) if hasattr(module, "_orig_mod") else module
-
-
 def to_predictions(net: Any) -> Link:
     """Return the functions from a net's outputs to its predictions, by criterion and task."""
     check_is_fitted(net, "module_")
@@ -352,7 +345,7 @@ def to_predictions(net: Any) -> Link:
         )
     if callable(chosen):
         return Link(chosen)
-    return _IDENTITY if chosen is None else _link(unwrap(net.criterion_), net._task)
+    return _IDENTITY if chosen is None else _link(unwrapped(net.criterion_), net._task)
 
 
 def _link(criterion: Any, task: Task) -> Link:
