@@ -86,7 +86,7 @@ def test_right_on_average(case, layer, probes):
     assert_right_on_average(published_penalty(layer, probes=probes), net, criterion, X, y, truth)
 
 
-@pytest.mark.parametrize("case", CLOSED)
+@pytest.mark.parametrize("case", ["cross-entropy", "squared error"])
 def test_layers_may_be_named_in_any_order_and_twice(case):
     net, criterion, X, y = make(case)
     for options in ({"clip": None}, {"weight": 1e4}):  # the limit depends on their number

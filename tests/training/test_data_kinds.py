@@ -178,25 +178,6 @@ def test_labels_of_a_data_set_are_not_transformed(tmp_path):
         relative_flatness(model, *SETS["tensors"](tmp_path, X, Y))
 
 
-def minima(*data):
-    """Search in the order of the data, and in batches as the loader makes them."""
-    estimator = sized(iterator_train__shuffle=False, batch_size=13)
-    space = {"flatness_weight": [0.0, 0.1]}
-    search = FlatMinimaSearch(estimator, space, goal=None, random_state=0).fit(*data)
-    return search.minima_[["param_flatness_weight", "relative_flatness", "train_loss"]]
-
-
-@pytest.fixture(scope="module")
-def minima_of_arrays():
-    return minima(X, Y)
-
-
-@pytest.mark.parametrize("kind", ["memmap", "zarr", "computed", "map-style", "stream", "loader"])
-@pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")  # no minimum
-def test_a_search(kind, minima_of_arrays, tmp_path):
-    assert_frame_equal(minima(*KINDS[kind](tmp_path, X, Y)), minima_of_arrays, rtol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_the_record_of_a_study_is_the_same_on_disk_and_in_memory(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(_provenance, "_ROWS", 20)
