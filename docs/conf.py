@@ -42,8 +42,7 @@ LEFT_OUT = [
     *("on_step_begin", "on_step_end", "on_substep_end", "on_train_begin", "on_train_end"),
     *("on_train_epoch_end", "on_train_start"),
     # other packages of the library call these
-    *("measure", "of_batch", "plan", "run"),
-    *("train", "without_value"),
+    *("measure", "plan", "run", "train", "without_value"),
     # properties of displays, which their lists of attributes have
     *("ax_", "figure_"),
 ]

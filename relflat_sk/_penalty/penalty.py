@@ -242,11 +242,11 @@ class RelativeFlatnessPenalty:
         target = loss.read_target(output, y)
         weight = None if sample_weight is None else sample_weight.to(output)
         loss_of = partial(weighted_loss, loss, target=target.values, weight=weight)
-        penalty, share = self.of_batch(loss, output, target, weight, self.weight, loss_of)
+        penalty, share = self._of_batch(loss, output, target, weight, self.weight, loss_of)
         return penalty if share is None else share * penalty
 
     @_refusing_checkpoints()
-    def of_batch(
+    def _of_batch(
         self,
         loss: Loss,
         output: Tensor,

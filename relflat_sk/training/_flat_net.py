@@ -678,7 +678,7 @@ class FlatNet(SkorchNet):
 
         loss, penalty, share = loss_of(output), None, None
         if training and recorded and state.penalty is not None:
-            penalty, share = state.penalty.of_batch(
+            penalty, share = state.penalty._of_batch(
                 criterion, output, target, weight, self._penalty_weight(), loss_of, loss
             )
         if training and state.terms is None:  # the first pass of a step is at its first weights

@@ -1,4 +1,4 @@
-"""What is recorded of a network, and that the network is given back as it was."""
+"""Losses of a network with its data, and that the network is given back as it was."""
 
 from functools import partial
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from joblib import Parallel, delayed
 from torch import nn
-from torch.testing import assert_close
 
 from relflat_sk import (
     feature_robustness,
@@ -18,7 +17,6 @@ from relflat_sk import (
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
-from relflat_sk._network.recording import record_tail
 
 CE = nn.CrossEntropyLoss()
 LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
@@ -159,26 +157,6 @@ def test_a_criterion_keeps_its_reduction():
         network = Network(net, Loss(criterion), make_batches(X, y, sample_weight=weight))
         assert mean_loss(network) == pytest.approx(float(weight.double() @ each / weight.sum()))
     assert (divergence.reduction, loss.reduction) == ("batchmean", "mean")
-
-
-# -- recording ------------------------------------------------------------------------------
-
-
-def test_records_of_the_tail_start_its_graph():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 2))
-    x = torch.randn(5, 4)
-    with torch.no_grad(), record_tail(net, "2") as recorder:
-        y = net(x)
-        loss = y.square().sum()
-    record = recorder["2"]
-    assert not record.features.requires_grad
-    assert not record.output.requires_grad
-    assert_close(record.tail_input, record.output)
-    assert record.check()[0] is record.features  # although a step before it works in place
-    (gradient,) = torch.autograd.grad(loss, record.offset)
-    assert_close(gradient, 2 * y)
-    assert not loss.grad_fn.next_functions[0][0].next_functions[1:]  # the tail and nothing else
 
 
 def test_threads_may_measure_one_module():

@@ -86,9 +86,9 @@ def expected(net):
     return report(net, X[FEW], Y[FEW])
 
 
-# one kind for each way of reading: rows by slices, samples by number, in order, in batches
+# the two ways of reading, slices of rows and a loader's batches
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["computed", "map-style", "stream", "loader"])
+@pytest.mark.parametrize("kind", ["computed", "stream"])
 def test_every_measure(net, expected, kind, tmp_path):
     found = report(net, *KINDS[kind](tmp_path, X[FEW], Y[FEW]))
     columns = ["value", "method", "n_samples"]

@@ -201,8 +201,13 @@ LABELLED = {
 }
 
 
-@pytest.mark.parametrize("name", LABELLED)
-@pytest.mark.parametrize("kind", [Classifier, Binary])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((Classifier, name) for name in LABELLED),
+        *((Binary, name) for name in ("text", "floats", "tensor of booleans")),
+    ],
+)
 def test_labels_of_any_kind(kind, name):
     keep = INDEX < 2 if kind is Binary else INDEX < 3
     inputs, y = X[keep], LABELLED[name](INDEX[keep])
