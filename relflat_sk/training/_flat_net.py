@@ -688,11 +688,8 @@ class FlatNet(SkorchNet):
         return loss + (penalty if share is None else share * penalty)
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
-        """Refuse at first outputs of another size or kind than labels and criterion need."""
-        state = self._state()
-        if state.output_checked:
-            return
-        n_outputs = self._n_outputs()
+        """Refuse outputs of another size than the labels need; at first, of another kind too."""
+        state, n_outputs = self._state(), self._n_outputs()
         if n_outputs is None:
             state.output_shape = y_pred.shape[1:]
         elif y_pred.shape[1:].numel() != n_outputs:
@@ -702,8 +699,9 @@ class FlatNet(SkorchNet):
                 "the module's constructor an argument n_outputs, which is then set from y, or "
                 "pass all classes to partial_fit."
             )
-        check_ending(criterion, y_pred)
-        state.output_checked = True
+        if not state.output_checked:
+            check_ending(criterion, y_pred)
+            state.output_checked = True
 
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:
         """Run the module for its output alone, without keeping a graph for the penalty."""
