@@ -16,7 +16,7 @@ from relflat_sk._random import RandomState, seed_from
 from relflat_sk._warnings import warn
 from relflat_sk.measures._quantities import LayerPass
 from relflat_sk.measures._results import Flatness, Found, Summary
-from relflat_sk.measures._scan import ForwardPass, scan
+from relflat_sk.measures._scan import ForwardPass, scan_again
 
 Vector = NDArray[np.float64]
 
@@ -146,7 +146,7 @@ class EigenvalueMeasures:
                     found = forward.layers[layer]
                     total.add_(found.weight_product(matrix, forward.row_weights(found)))
 
-                scan(self.network, [layer], add)
+                scan_again(self.network, [layer], add)
             total = self.network.processes.sum(total) / summary.divisor
             flat: Vector = total.flatten().cpu().numpy()
             return flat

@@ -29,7 +29,7 @@ from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network, best_constant_loss, outcomes
 from relflat_sk._network.processes import Processes
 from relflat_sk.measures._results import Summary
-from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, summarize
+from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, scan
 
 # numbers of features and logits that are stored, to spare passes
 _MOST_STORED = 2**27
@@ -96,9 +96,9 @@ def at_equal_loss(
     recording = _Recording(network)
     with borrowed(network.module):
         if problem:
-            own = summarize(network, layers, checked=checked)
+            own = scan(network, layers, checked=checked)
             return EqualLoss(network, network, own, problem)
-        own = summarize(network, layers, recording.add, checked=checked)
+        own = scan(network, layers, recording.add, checked=checked)
         constant = best_constant_loss(network, own.output_shape, own.link, recording.labels)
         try:
             temperature = recording.temperature(own, share, constant)

@@ -40,7 +40,7 @@ from relflat_sk.measures._quantities import (
     n_passes,
 )
 from relflat_sk.measures._results import EVERY_CHANGE, RESCALINGS, Flatness, Found, Summary
-from relflat_sk.measures._scan import ForwardPass, scan, summarize
+from relflat_sk.measures._scan import ForwardPass, scan, scan_again
 
 # -- averages over the data: exact where that is cheap, by random probes otherwise ----------------
 # All layers and quantities share a pass over the data. Where the curvature comes from gradients,
@@ -249,7 +249,7 @@ class TraceMeasures:
             for spread in self._spreads.values():
                 spread.combine(self.network.processes)
             self._spent += 1
-            scan(self.network, list(summary.layer_weights), self._add_first)
+            scan_again(self.network, list(summary.layer_weights), self._add_first)
         sums = self._refine(self._close(_PILOT), summary)
         return {key: self._measure(key, one, summary, weight_decay) for key, one in sums.items()}
 
@@ -363,10 +363,12 @@ class TraceMeasures:
                 del sums[key]
             plain = {key: sums.pop(key) for key in new}
             keys = [*probed, *dear]
-            layers = list(dict.fromkeys(layer for layer, _ in keys))
-            if layers:
+            if keys:
+                layers = {layer for layer, _ in keys}
+                names = [name for name in summary.layer_weights if name in layers]
                 self.bar.total = self.bar.n + (n_more + n_probes) * self.bar.n // done
-                scan(self.network, layers, partial(self._add, keys=keys, n_probes=n_probes))
+                visit = partial(self._add, keys=keys, n_probes=n_probes)
+                scan_again(self.network, names, visit)
             for key, more in self._close(n_probes).items():
                 sums[key] = sums[key] + more if key in sums else more
             done += n_more + n_probes
@@ -626,7 +628,7 @@ def measure_layers(
     if EIGENVALUE_LIKE.keys() & set(names):
         groups.append(EigenvalueMeasures(network, precise.rtol, random_state))
     with bar, borrowed(network.module):
-        summary = summarize(network, layers, *(group.add for group in groups))
+        summary = scan(network, layers, *(group.add for group in groups))
         if summary.divisor == 0:
             raise ValueError(
                 "no sample counts in the mean loss: every label is ignored (ignore_index) or "

@@ -28,7 +28,7 @@ from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._predictions import PREDICTION_MEASURES
 from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
-from relflat_sk.measures._scan import summarize
+from relflat_sk.measures._scan import scan
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.measures._takeuchi import TAKEUCHI
 from relflat_sk.minima._table import AT_EQUAL_LOSS
@@ -105,7 +105,7 @@ def _network_flatness(
 
 # measures of the network as a whole, each with arguments of its own
 NETWORK_WIDE: dict[str, NetworkMeasure] = {
-    "network_flatness": NetworkMeasure(_network_flatness, ("layer",)),
+    "network_flatness": NetworkMeasure(_network_flatness, ("layer",), of_loss=True),
     **NORM_MEASURES,
     **PREDICTION_MEASURES,
     **TAKEUCHI,
@@ -121,10 +121,6 @@ CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
 _NONE = Estimate(math.nan, math.nan, "none")
 # measures that are taken at equal loss always, and the share of the best constant's loss
 _SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
-# measures of the whole network that depend on the loss, and so on its temperature
-_OF_LOSS = {"network_flatness", "takeuchi_criterion", *SHARPNESS_MEASURES} - {
-    "pac_bayes_flatness", "pac_bayes_magnitude_flatness",
-}  # fmt: skip
 # how many standard errors below zero a curvature must be to be called negative
 _SURE = 4
 
@@ -176,7 +172,7 @@ def loss_share(name: str, at_loss: float | None) -> float | None:
 
 def takes_loss(name: str) -> bool:
     """Return whether a measure can be taken at equal loss."""
-    return name in LAYER_MEASURES or name in _OF_LOSS
+    return name in LAYER_MEASURES or (name in NETWORK_WIDE and NETWORK_WIDE[name].of_loss)
 
 
 def check_at_loss(names: Sequence[str], at_loss: float | None) -> None:
@@ -323,7 +319,7 @@ def _measure_whole(
         summary = next(iter(known.values())).summary
     else:
         with borrowed(network.module):
-            summary = summarize(network)
+            summary = scan(network)
     diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
     found = {}
     for name in names:

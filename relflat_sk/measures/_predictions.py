@@ -7,7 +7,7 @@ Tokens that the criterion ignores do not count. Confidence and entropy need no l
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,28 +50,18 @@ def _class_rows(loss: Loss, scores: Tensor, target: Tensor | None, weight: Tenso
 # -- the scores of classes, before any softmax or sigmoid -----------------------------------------
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """The scores of a batch in float64. Shapes: `scores` (n, c, ...), `target`, `weight` (n,)."""
-
-    loss: Loss
-    scores: Tensor
-    target: Tensor | None
-    weight: Tensor
-    weighted: bool
-
-    def rows(self) -> _Rows:
-        """Arrange the scores of two classes or more in rows."""
-        scores, target = self.scores, self.target
-        if self.loss.acts_on_each_output:
-            scores = scores.reshape(len(scores), 1, -1)
-            scores = torch.cat([torch.zeros_like(scores), scores], dim=1)
-            target = None if target is None else (target.reshape(len(target), -1) > 0.5).long()
-        return _class_rows(self.loss, scores, target, self.weight)
+def _score_rows(scored: Outcome) -> _Rows:
+    """Arrange the scores of two classes or more in rows: a single one is that of class 1."""
+    scores, target = scored.output, scored.target
+    if scored.loss.acts_on_each_output:
+        scores = scores.reshape(len(scores), 1, -1)
+        scores = torch.cat([torch.zeros_like(scores), scores], dim=1)
+        target = None if target is None else (target.reshape(len(target), -1) > 0.5).long()
+    return _class_rows(scored.loss, scores, target, scored.weight)
 
 
-def _scored_batches(network: Network, what: str) -> Iterator[_Scored]:
-    """Run a classifier batch by batch; `what` needs one, as an error says."""
+def _scored_batches(network: Network, what: str) -> Iterator[Outcome]:
+    """Compute scores of classes in float64, batch by batch; `what` needs them, as an error says."""
     row = network.loss.row
     if row is None or row.task == "regression":
         known = [kind.__name__ for kind, row in TABLE.items() if row.task != "regression"]
@@ -91,11 +81,12 @@ def _scored_batches(network: Network, what: str) -> Iterator[_Scored]:
                 scores = record.check()[1].reshape(output.shape)
             else:
                 scores = loss.logits(output.detach())
-            scores, target = loss.classes_second(scores.double(), batch.y), None
+            scores = loss.classes_second(scores.double(), batch.y)
+            target: Any = None
             if batch.y is not None:
                 target = loss.check_target(scores, batch.y.to(scores.device))
             weight = sample_weight(batch, len(scores), scores.device)
-            yield _Scored(loss, scores, target, weight, batch.weight is not None)
+            yield Outcome(scores, target, loss, weight, batch.weight is not None)
 
 
 def sample_margins(network: Network) -> NDArray[np.float64]:
@@ -108,7 +99,7 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
     """
     parts = []
     for one in _scored_batches(network, "a margin"):
-        target, shape = one.target, tuple(one.scores.shape)
+        target, shape = one.target, tuple(one.output.shape)
         if target is None:
             raise ValueError("y is needed: the margin is that of the true class. Pass y.")
         if one.weighted:
@@ -124,7 +115,7 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
                 f"for a single logit. Got outputs of shape {shape} with targets of {target.dtype} "
                 f"such as {target.flatten()[:3].tolist()}."
             )
-        scores, labels, _ = one.rows()
+        scores, labels, _ = _score_rows(one)
         others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
         parts.append((scores.gather(1, labels[:, None])[:, 0] - others).cpu().numpy())
     margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
@@ -140,7 +131,7 @@ def _mean(network: Network, what: str, each: Callable[[Tensor], Tensor]) -> floa
     """Average a function of the probabilities (r, c) over the predictions."""
     total, divisor = 0.0, 0.0
     for one in _scored_batches(network, what):
-        scores, _, weight = one.rows()
+        scores, _, weight = _score_rows(one)
         total += float(weight @ each(scores.softmax(dim=1)))
         divisor += float(weight.sum())
     return _ratio(*network.processes.sum_numbers(total, divisor))
@@ -167,7 +158,7 @@ def _calibration_error(network: Network, *, n_bins: int = 15) -> Estimate:
     # of each bin: summed weight of its predictions, of the right ones, summed confidence
     bins = torch.zeros(n_bins, 3, dtype=torch.float64, device=network.device)
     for one in _scored_batches(network, "calibration"):
-        scores, labels, weight = one.rows()
+        scores, labels, weight = _score_rows(one)
         if labels is None:
             raise ValueError("y is needed: calibration compares predictions with labels. Pass y.")
         confidence, predicted = scores.softmax(dim=1).max(dim=1)
@@ -262,15 +253,11 @@ def count_errors(network: Network) -> tuple[float, float]:
     total, divisor = 0.0, 0.0
     with borrowed(network.module), torch.no_grad():
         for outcome in outcomes(network):
-            rows = _predicted_classes(outcome)
-            assert rows is not None
-            predicted, actual, weight = rows
-            wrong = predicted != actual
-            if row.task == "binary":
-                threshold = _threshold(outcome.loss, predicted, actual) or 0.0
-                wrong = ((predicted > threshold) != (actual > 0.5)) | predicted.isnan()
-            total += float(weight @ wrong.sum(dim=1).double())
-            divisor += float(weight.sum()) * wrong.shape[1]
+            logits = outcome.loss.logits(outcome.output)
+            scores, labels, weight = _score_rows(replace(outcome, output=logits))
+            wrong = (scores.argmax(dim=1) != labels) | scores.isnan().any(dim=1)
+            total += float(weight @ wrong.double())
+            divisor += float(weight.sum())
     total, divisor = network.processes.sum_numbers(total, divisor)
     return total, divisor
 

@@ -59,11 +59,16 @@ class NetworkMeasure:
         From a `Network` to an `Estimate`; its keyword arguments become arguments of `measure`.
     same : tuple of str, default=()
         The changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`.
+    of_loss : bool, default=False
+        Whether it depends on the loss, and so on its temperature: it can be taken at equal loss.
     """
 
-    def __init__(self, compute: Callable[..., Any], same: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, compute: Callable[..., Any], same: tuple[str, ...] = (), *, of_loss: bool = False
+    ) -> None:
         self.compute = compute
         self.same = same
+        self.of_loss = of_loss
         parameters = inspect.signature(compute).parameters.values()
         self.arguments = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
 

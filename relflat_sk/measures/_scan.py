@@ -185,37 +185,19 @@ def _labels_missing(loss: Loss, layer: str) -> ValueError:
 
 def scan(
     network: Network,
-    layers: Sequence[Layer] | str,
-    *visits: Callable[[ForwardPass], object],
-    checked: bool = True,
-) -> Summary:
-    """Run the network on all the data once, and call functions on the pass of each batch.
-
-    The totals are those of this process. To be used within `borrowed`.
-    """
-    runner, summary = _Runner(network, layers, checked), Summary()
-    forwards: Iterator[ForwardPass] = map(runner.run, network.batches())
-    if isinstance(network, RecordedNetwork):
-        forwards = (again(network) for again in network.passes)
-        runner.order = list(network.order)
-    with gather_checks():
-        for forward in forwards:
-            for visit in visits:
-                visit(forward)
-            _add_totals(forward, summary)
-            del forward  # frees this batch before the next one runs
-    summary.order = runner.order
-    return summary
-
-
-def summarize(
-    network: Network,
     layers: Sequence[Layer] | str = (-1,),
     *visits: Callable[[ForwardPass], object],
     checked: bool | None = None,
 ) -> Summary:
-    """Do the same as `scan`, with the totals of all processes."""
-    summary = scan(network, layers, *visits, checked=bool(visits) if checked is None else checked)
+    """Run the network on all the data once, and call functions on the pass of each batch.
+
+    Layers are found and checked with the first batches, by default if there are functions to call.
+    The totals are those of all processes. To be used within `borrowed`.
+    """
+    runner = _Runner(network, layers, bool(visits) if checked is None else checked)
+    summary = Summary()
+    _visit_batches(network, runner.run, *visits, partial(_add_totals, summary))
+    summary.order = list(network.order if isinstance(network, RecordedNetwork) else runner.order)
     if network.processes.are_several:
         totals = float(summary.divisors), float(summary.losses), summary.n_samples
         summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)
@@ -223,7 +205,43 @@ def summarize(
     return summary
 
 
-def _add_totals(forward: ForwardPass, summary: Summary) -> None:
+def scan_again(
+    network: Network, names: Sequence[str], visit: Callable[[ForwardPass], object]
+) -> None:
+    """Make a further pass, at layers that `scan` has found and checked."""
+
+    def run(batch: Batch) -> ForwardPass:
+        return _make_forward_pass(network, batch, *_record(network, names, batch))
+
+    _visit_batches(network, run, visit)
+
+
+def _visit_batches(
+    network: Network,
+    run: Callable[[Batch], ForwardPass],
+    *visits: Callable[[ForwardPass], object],
+) -> None:
+    forwards: Iterator[ForwardPass] = map(run, network.batches())
+    if isinstance(network, RecordedNetwork):
+        forwards = (again(network) for again in network.passes)
+    with gather_checks():
+        for forward in forwards:
+            for visit in visits:
+                visit(forward)
+            del forward  # frees this batch before the next one runs
+
+
+def _record(
+    network: Network, names: Sequence[str], batch: Batch
+) -> tuple[Tensor, list[LayerRecord]]:
+    """Run the network on a batch, and return its output and the records of some layers."""
+    recorder = record_tail(network.module, *names)
+    with torch.no_grad(), recorder:
+        output = network(batch.x)
+    return output, [recorder[name] for name in dict.fromkeys(names)]
+
+
+def _add_totals(summary: Summary, forward: ForwardPass) -> None:
     """Add a batch to the totals of a pass."""
     summary.divisors = forward.divisor + summary.divisors
     summary.losses = forward.loss + summary.losses
@@ -257,7 +275,7 @@ class _Runner:
     def run(self, batch: Batch) -> ForwardPass:
         """Run one batch."""
         if self._names:
-            output, records = self._record(self._names, batch)
+            output, records = _record(self.network, self._names, batch)
         else:
             output, records = self._find(batch)
             self._names = [record.name for record in records]
@@ -267,13 +285,6 @@ class _Runner:
             self._sizes.add(len(output))
             check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
         return forward
-
-    def _record(self, names: Sequence[str], batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
-        """Run the network on a batch, and return its output and the records of some layers."""
-        recorder = record_tail(self.network.module, *names)
-        with torch.no_grad(), recorder:
-            output = self.network(batch.x)
-        return output, [recorder[name] for name in dict.fromkeys(names)]
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
@@ -285,7 +296,7 @@ class _Runner:
             guess = [_guess(module, layer, registered) for layer in self.layers]
         watch = WeightWatch(weight_layers(module))
         with record_order(module) as recorder, watch:
-            output, records = self._record(guess, batch)
+            output, records = _record(self.network, guess, batch)
         self.order = recorder.order
         # layers whose weight is used outside of their calls
         once = {name for name in watch.noticed if recorder.calls.count(name) == 1}
@@ -300,7 +311,7 @@ class _Runner:
         else:
             names = self._names_in_order(guess)
         if not set(names) <= set(guess):
-            output, records = self._record(names, batch)
+            output, records = _record(self.network, names, batch)
         by_name, named = {record.name: record for record in records}, dict(module.named_modules())
         records = [by_name[name] for name in names]
         if self.layers == "all":

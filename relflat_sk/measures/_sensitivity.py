@@ -38,7 +38,7 @@ from relflat_sk.measures._quantities import (
     exact_terms,
     n_passes,
 )
-from relflat_sk.measures._scan import ForwardPass, summarize
+from relflat_sk.measures._scan import ForwardPass, scan
 
 
 def round_weight(weight: Tensor, bits: int, per_channel: bool) -> Tensor:
@@ -334,7 +334,7 @@ def layer_sensitivity(  # noqa: PLR0913
     with joined(model, X, y, options, None) as network, borrowed(network.module):
         generator = make_generator(random_state, network.device)
         rises = _Rises(numbers, per_channel, n_probes, generator)
-        summary = summarize(network, name_layers(model, layers), rises.add)
+        summary = scan(network, name_layers(model, layers), rises.add)
         seen = _measure_rises(network, rises.changes) if measured else {}
     if not all(torch.isfinite(one.total).all() for one in rises.sums.values()):
         explain_non_finite(["predicted"], network, summary, has_curvature=True)

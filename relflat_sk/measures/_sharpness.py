@@ -568,12 +568,12 @@ def with_unit_logits(network: Network) -> Network:
 
 # each takes a network, and keyword arguments of its own
 SHARPNESS_MEASURES: dict[str, NetworkMeasure] = {
-    "fisher_rao_norm": NetworkMeasure(fisher_rao_norm, EVERY_CHANGE),
-    "joint_eigenvalue_flatness": NetworkMeasure(joint_eigenvalue_flatness),
+    "fisher_rao_norm": NetworkMeasure(fisher_rao_norm, EVERY_CHANGE, of_loss=True),
+    "joint_eigenvalue_flatness": NetworkMeasure(joint_eigenvalue_flatness, of_loss=True),
     "pac_bayes_flatness": NetworkMeasure(pac_bayes_flatness),
     # different as far as `eps` is not small next to the weights
     "pac_bayes_magnitude_flatness": NetworkMeasure(pac_bayes_magnitude_flatness),
-    "expected_sharpness": NetworkMeasure(expected_sharpness),
-    "keskar_sharpness": NetworkMeasure(keskar_sharpness),
-    "adaptive_sharpness": NetworkMeasure(adaptive_sharpness, RESCALINGS),
+    "expected_sharpness": NetworkMeasure(expected_sharpness, of_loss=True),
+    "keskar_sharpness": NetworkMeasure(keskar_sharpness, of_loss=True),
+    "adaptive_sharpness": NetworkMeasure(adaptive_sharpness, RESCALINGS, of_loss=True),
 }

@@ -23,7 +23,7 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network
 from relflat_sk._numerics import or_one
 from relflat_sk.measures._results import RESCALINGS, Estimate, NetworkMeasure, NotApplicableError
-from relflat_sk.measures._scan import ForwardPass, summarize
+from relflat_sk.measures._scan import ForwardPass, scan
 
 # largest size of the weight for which the Hessian is written out
 _DENSE = 2**12
@@ -68,7 +68,7 @@ def _takeuchi_criterion(network: Network, *, ridge: float = 1e-3) -> Estimate:
     check_number("ridge", ridge)
     moments = _Moments()
     with borrowed(network.module):
-        summary = summarize(network, [-1], moments.add)
+        summary = scan(network, [-1], moments.add)
     hessian, outer = map(network.processes.sum, (moments.hessian, moments.outer))
     diagonal = hessian.diagonal()
     curved = diagonal > _ROUNDING * diagonal.abs().amax()
@@ -85,4 +85,4 @@ def _takeuchi_criterion(network: Network, *, ridge: float = 1e-3) -> Estimate:
     return Estimate(float(torch.cholesky_solve(outer, root).trace()) / summary.divisor)
 
 
-TAKEUCHI = {"takeuchi_criterion": NetworkMeasure(_takeuchi_criterion, RESCALINGS)}
+TAKEUCHI = {"takeuchi_criterion": NetworkMeasure(_takeuchi_criterion, RESCALINGS, of_loss=True)}

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.scale
             "relative_flatness ",
         ),
         ("synthetic", [], "relative flatness orders the gaps"),
+        ("random_labels", [], "inverse_margin"),
     ],
-    ids=["reparameterization", "synthetic"],
+    ids=["reparameterization", "synthetic", "random_labels"],
 )
 def test_quick_runs_of_the_theory_print_and_draw(module, options, line, tmp_path):
     pytest.importorskip("matplotlib")

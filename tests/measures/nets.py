@@ -44,34 +44,7 @@ def block():
     return Net(run, **attention, up=nn.Linear(6, 5), head=nn.Linear(5, 3))
 
 
-class GroupedQueries(nn.Module):
-    """Attention in which two heads of queries share keys and values, with rotary positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(4, d, bias=False) for d in (8, 4, 4))
-        self.o_proj = nn.Linear(8, 4, bias=False)
-        self.norm = nn.RMSNorm(4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        n, length, _ = x.shape
-        parts = (layer(self.norm(x)) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        q, k, v = (z.reshape(n, length, -1, 2).transpose(1, 2) for z in parts)
-        k, v = (z.repeat_interleave(2, dim=1) for z in (k, v))
-        h = nn.functional.scaled_dot_product_attention(
-            self.turn(q), self.turn(k), v, is_causal=True
-        )
-        return self.head((x + self.o_proj(h.transpose(1, 2).reshape(n, length, 8))).mean(1))
-
-    def turn(self, z):
-        angle = torch.arange(z.shape[2], dtype=z.dtype, device=z.device)[:, None]
-        a, b = z.split(1, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
-
-
 NETS = {
-    "grouped queries": (GroupedQueries, (3, 4)),
     "mlp relu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.LeakyReLU(),
                                        nn.Linear(5, 3)), (4,)),
     "mlp tanh": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), (4,)),

@@ -20,7 +20,6 @@ from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
 from tests.cases import Net
 from tests.measures.nets import network
-from tests.processes import run_module
 from tests.rescaling.test_folding import used
 
 CE = nn.CrossEntropyLoss()
@@ -50,39 +49,6 @@ def weights(net):
 
 
 # ---- by hand
-
-
-def small_net():
-    """W = [[1, -2], [3, 0]], b = [1, -1], then ReLU, then [[2, -1]], 5."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
-    numbers = [[[1.0, -2.0], [3.0, 0.0]], [1.0, -1.0], [[2.0, -1.0]], [5.0]]
-    for parameter, one in zip(net.parameters(), numbers, strict=True):
-        parameter.data = torch.tensor(one)
-    return net
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("l2_norm", math.sqrt(1 + 4 + 9 + 4 + 1)),
-        ("frobenius_product", (1 + 4 + 9) * (4 + 1)),
-        # eigenvalues of W W^T = [[5, 3], [3, 9]] are 7 +- sqrt(13); h = 2 and 1
-        ("spectral_product", 2 * (7 + math.sqrt(13)) * 1 * 5),
-        # hidden sums 1 + 2 + 1 and 3 + 1
-        ("l1_path_norm", (2 * 4 + 1 * 4 + 5) ** 2),
-        # hidden sums 1 + 4 + 1 and 9 + 1
-        ("l2_path_norm", 4 * 6 + 1 * 10 + 25),
-    ],
-)
-def test_by_hand(name, expected):
-    X, y = torch.tensor([[1.0, 0.0]]), torch.tensor([1.0])
-    bce = nn.BCEWithLogitsLoss()
-    assert value(name, small_net(), X, criterion=bce) == pytest.approx(expected, rel=1e-12)
-    # f(1, 0) = 2 * 2 - 1 * 2 + 5 = 7 is the margin of label 1
-    over = expected / (7 if name == "l2_norm" else 49)
-    found = value(name, small_net(), X, y, criterion=bce, over_margin=True)
-    assert found == pytest.approx(over, rel=1e-6)
-    assert value("inverse_margin", small_net(), X, y, criterion=bce) == pytest.approx(1 / 49)
 
 
 # ---- products over the layers of a chain
@@ -575,16 +541,3 @@ def test_norms_too_large_for_a_number_are_infinite_without_an_error():
 
 
 # ---- through the public functions
-
-
-@pytest.mark.slow
-def test_the_benchmark_compares_true_and_random_labels(tmp_path):
-    picture = tmp_path / "norms.png"
-    done = run_module("benchmarks.worth.random_labels", "--quick", "--figure", picture)
-    assert done.returncode == 0, done.stderr
-    *_, budgets = done.stdout.strip().split("\n\n")
-    lines = dict(line.split(", random / true") for line in budgets.splitlines())
-    assert list(lines) == ["l2_norm", *PRODUCTS, *PATHS]
-    assert all("not judged (quick)" in line for line in lines.values())
-    assert "inverse_margin" in done.stdout
-    assert picture.stat().st_size > 10_000

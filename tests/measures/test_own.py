@@ -150,7 +150,13 @@ def test_names_hold_their_function_in_other_processes():
         pickle.dumps(one) for one in (find_measure("coefficients"), scorer, search, objective)
     ]
     assert type(search.measure[1]) is str
+    offset = 2.0
+    register_measure("offset", lambda model, X, y: offset + len(X))
+    name = find_measure("offset")
+    assert copy.deepcopy(name).function is name.function
+    by_code = pickle.dumps(FlatnessScorer("offset"))  # pickle finds the function by no name
     _REGISTERED.clear()
+    assert pickle.loads(by_code)(MODEL, X, Y) == -2 - len(X)
     name, scorer, search, objective = map(pickle.loads, pickles)
     assert isinstance(name, OwnMeasure)
     assert name == "coefficients"
@@ -160,16 +166,6 @@ def test_names_hold_their_function_in_other_processes():
     study = optuna.create_study()
     study.optimize(objective, n_trials=1)
     assert study.best_value == search.minima_["coefficients"].item()
-
-
-def test_names_of_functions_that_pickle_does_not_find():
-    offset = 2.0
-    register_measure("offset", lambda model, X, y: offset + len(X))
-    name = find_measure("offset")
-    assert copy.deepcopy(name).function is name.function
-    pickled = pickle.dumps(FlatnessScorer("offset"))
-    _REGISTERED.clear()
-    assert pickle.loads(pickled)(MODEL, X, Y) == -2 - len(X)
 
 
 def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():

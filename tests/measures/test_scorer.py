@@ -114,17 +114,6 @@ def test_any_layer_and_measure_can_be_scored(layer):
     assert_allclose(scorer(model, X, NAMES), -expected, rtol=1e-6)
 
 
-def test_sample_weights_weigh_samples():
-    model = net().fit(X, Y)
-    weights = np.arange(len(Y)) % 3
-    repeated = np.repeat(np.arange(len(Y)), weights)
-    assert_allclose(
-        SCORER(model, X, Y, sample_weight=weights),
-        SCORER(model, X[repeated], Y[repeated]),
-        rtol=1e-6,  # float32 forward passes of other batches
-    )
-
-
 def test_a_flatness_of_zero_gives_a_score_without_a_sign():
     zeros = Ridge().fit(X, np.zeros(len(X)))
     score = FlatnessScorer(non_minimum="accept")(zeros, X, np.zeros(len(X)))
@@ -318,25 +307,6 @@ def test_models_that_are_not_at_a_minimum_are_scored_on_demand_only(name):
         score = FlatnessScorer(non_minimum="warn")(model, X, Y)
     assert_array_equal(score, flatness)
     assert_array_equal(FlatnessScorer(non_minimum="accept")(model, X, Y), flatness)
-
-
-@pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
-def test_dead_diverged_and_untrained_networks_would_win_a_search_without_the_check():
-    names = ["good", *BAD]
-    grid = [{key: [value] for key, value in chosen.items()} for chosen, _ in BAD.values()]
-    scoring = {"flat": SCORER, "accepted": FlatnessScorer(non_minimum="accept")}
-    search = GridSearchCV(
-        net(), [{"max_epochs": [30]}, *grid], cv=STRATIFIED, scoring=scoring, refit="flat"
-    )
-    with pytest.warns(FlatnessWarning):
-        search.fit(X, Y)
-    scores, accepted = (
-        dict(zip(names, search.cv_results_[f"mean_test_{score}"], strict=True)) for score in scoring
-    )
-    assert names[search.best_index_] == "good"
-    assert all(math.isnan(scores[name]) for name in BAD)
-    # not only the dead one
-    assert accepted["good"] < min(accepted[n] for n in ("dead", "untrained", "hardly trained"))
 
 
 def test_warnings_of_a_search_name_the_candidate_once():

@@ -1,7 +1,6 @@
 """The Fisher-Rao norm and the largest eigenvalue in all weights, against loops and Hessians."""
 
 import copy
-from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -62,20 +61,6 @@ def test_every_architecture_and_loss(name):
     found = fisher_rao_norm(network(net, criterion, X, y, batch_size=4))
     assert found.value == pytest.approx(expected, rel=EXACT)
     assert (found.stderr, found.method) == (0.0, "exact")
-
-
-@pytest.mark.parametrize("n_layers", [1, 2, 4])
-def test_bias_free_relu_networks_have_the_closed_form_of_the_paper(n_layers):
-    """``L sqrt(mean_i (<p_i, z_i> - z_iy)^2)`` under softmax cross-entropy."""
-    sizes = [5] + [7] * (n_layers - 1) + [3]
-    layers = [(nn.Linear(m, d, bias=False), nn.ReLU()) for m, d in pairwise(sizes)]
-    net = nn.Sequential(*chain(*layers))[:-1].double()
-    X, y = torch.randn(20, 5).double(), torch.randint(0, 3, (20,))
-    z = net(X)
-    slopes = (z.softmax(1) * z).sum(1) - z[torch.arange(20), y]
-    expected = n_layers * slopes.square().mean().sqrt().item()
-    found = measure("fisher_rao_norm", net, X, y, criterion=CE)
-    assert found == pytest.approx(expected, rel=1e-8)
 
 
 class Square(torch.autograd.Function):
