@@ -18,7 +18,7 @@ from relflat_sk import MLP, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE
-from tests.measures.nets import CE, make, reached
+from tests.measures.nets import CE, PROBLEMS, make, reached
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -72,6 +72,36 @@ def test_probes_estimate_each_term_with_its_standard_error(kind, name):
         errors.append((found.terms - exact.terms) / found.term_stderrs)
     scale = np.sqrt(np.mean(np.square(errors)))
     assert 0.75 < scale < 1.3  # standard normal
+
+
+# networks, layers and measures: random probes are drawn in each of their ways, and summed in each
+PROBED = {
+    "flat": ("mlp tanh", 0, "relative_flatness"),
+    "flat, normalised": ("mlp tanh", 0, "normalized_relative_flatness"),
+    "tokens": ("transformer", "qkv", "hessian_trace"),
+    "a weight with more columns": ("transformer", "up", "relative_flatness"),
+    "kernels": ("squeeze and excitation", "stem", "neuron_flatness_sum"),
+    "patches": ("computed weights", 0, "relative_flatness"),
+    "groups": ("conv", 0, "relative_flatness"),
+    "groups, normalised": ("conv", 0, "normalized_relative_flatness"),
+}
+
+
+@pytest.mark.parametrize("name", PROBED)
+def test_repeats_of_a_sample_have_probes_of_their_own_and_honest_standard_errors(name):
+    kind, layer, measured = PROBED[name]
+    problem, n = PROBLEMS[kind](), 60
+    weight = np.linspace(1, 9, len(problem.y))
+    options = {"layer": layer, "criterion": CE, "per_sample": True}
+    at = (measured, problem.net, problem.X, problem.y)
+    exact = measure(*at, method="exact", sample_weight=weight, **options)
+    X, y = (torch.cat([one] * n) for one in (problem.X, problem.y))
+    options |= {"method": "hutchinson", "n_probes": 4, "random_state": 0}
+    found = evaluate(measured, problem.net, X, y, sample_weight=np.tile(weight, n), **options)
+    errors = found.terms.reshape(n, -1) - exact
+    spread = errors.std(axis=0, ddof=1)
+    assert (np.abs(errors.mean(axis=0)) < 5 * spread / n**0.5).all()
+    assert 0.6 < (found.term_stderrs**2).mean() / (spread**2).mean() < 1.7
 
 
 def test_the_tolerance_is_of_the_terms():
