@@ -135,7 +135,6 @@ class EigenvalueMeasures:
         weight, stored = summary.layer_weights[layer], self._stored[layer]
 
         def product(vector: Vector) -> Vector:
-            """Multiply with the Hessian of the mean loss."""
             matrix = torch.from_numpy(vector).to(weight.device).reshape(weight.shape)
             total = torch.zeros_like(matrix)
             for known, weights in stored or ():

@@ -161,7 +161,6 @@ class _Recording:
         self._room: dict[str, float] = {"rows": _MOST_STORED, "passes": _MOST_STORED}
 
     def add(self, forward: ForwardPass) -> None:
-        """Record a batch."""
         if forward.target is None:
             raise ValueError("y is needed: at_loss measures at a given mean loss. Pass y.")
         self.labels.append((forward.target, forward.sample_weight))

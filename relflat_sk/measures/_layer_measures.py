@@ -574,13 +574,11 @@ class GradientNorms:
     _totals: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch."""
         for name, layer in forward.layers.items():
             found = layer.total(layer.loss_gradient(), forward.row_weights(layer))
             self._totals[name] = found + self._totals.get(name, 0.0)
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
-        """Compute the norm of the gradient of the mean loss at each layer."""
         found = {}
         for name, own in self._totals.items():
             total = self.network.processes.sum(own)

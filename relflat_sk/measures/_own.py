@@ -106,7 +106,6 @@ class OwnMeasure(str):
     def __new__(
         cls, name: str, function: Callable[..., Any], invariance: str = "unknown"
     ) -> "OwnMeasure":
-        """Make a name that holds a function."""
         own = super().__new__(cls, name)
         own.function = function
         own.invariance = invariance
@@ -122,7 +121,6 @@ class OwnMeasure(str):
         return _unpickle, (str(self), cloudpickle.dumps(self.function), self.invariance)
 
     def measure(self, network: Network, **params: Any) -> Estimate:
-        """Measure a model."""
         source = network.source
         assert source is not None
         if source.sample_weight is not None:

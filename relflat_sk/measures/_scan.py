@@ -176,7 +176,6 @@ def _check_samples(record: LayerRecord, output: Tensor) -> None:
 
 
 def _labels_missing(loss: Loss, layer: str) -> ValueError:
-    """Return the error for missing labels."""
     return ValueError(
         f"y is needed: the curvature of {type(loss.criterion).__name__} at layer {layer!r} "
         "depends on the labels here. Pass y."
@@ -242,7 +241,6 @@ def _record(
 
 
 def _add_totals(summary: Summary, forward: ForwardPass) -> None:
-    """Add a batch to the totals of a pass."""
     summary.divisors = forward.divisor + summary.divisors
     summary.losses = forward.loss + summary.losses
     summary.n_samples += len(forward)
@@ -273,7 +271,6 @@ class _Runner:
     _sizes: set[int] = field(default_factory=set)  # of batches whose rows are samples
 
     def run(self, batch: Batch) -> ForwardPass:
-        """Run one batch."""
         if self._names:
             output, records = _record(self.network, self._names, batch)
         else:

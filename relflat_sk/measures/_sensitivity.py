@@ -133,7 +133,6 @@ class _Rises:
     sums: dict[str, _Sums] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch."""
         if forward.target is None:
             raise ValueError("y is needed: the rise of a loss depends on the labels. Pass y.")
         quantities: dict[tuple[str, str], Quantity] = {}
@@ -361,7 +360,6 @@ def layer_sensitivity(  # noqa: PLR0913
 
 
 def _check_bits(bits: Any) -> list[int]:
-    """Return numbers of bits as a list."""
     is_list = isinstance(bits, Iterable) and not isinstance(bits, str)
     numbers = [bits] if is_integer(bits) else list(bits) if is_list else []
     if not numbers:

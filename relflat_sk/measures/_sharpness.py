@@ -92,7 +92,6 @@ class _Runner(nn.Module):
 
 
 def square_norm(weights: Tensor) -> float:
-    """Sum the squares of all weights."""
     return float(weights.double().square().sum())
 
 

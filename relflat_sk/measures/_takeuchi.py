@@ -41,7 +41,6 @@ class _Moments:
         self.hessian = self.outer = torch.zeros(())
 
     def add(self, forward: ForwardPass) -> None:
-        """Add a batch."""
         (layer,) = forward.layers.values()
         size = layer.map.weight.numel()
         if size > _DENSE or not layer.is_flat:

@@ -91,7 +91,6 @@ def require_matplotlib() -> None:
 
 
 def make_axes(ax: "Axes | None", size: tuple[float, float] | None = None) -> "Axes":
-    """Return the axes to draw in."""
     require_matplotlib()
     from matplotlib import pyplot  # noqa: PLC0415
 
@@ -99,7 +98,6 @@ def make_axes(ax: "Axes | None", size: tuple[float, float] | None = None) -> "Ax
 
 
 def figure_of(ax: "Axes") -> "Figure":
-    """Return the figure of some axes, also of axes in a subfigure."""
     # get_figure(root=True) does not exist in matplotlib 3.8
     return ax.figure.figure
 
@@ -154,7 +152,6 @@ def curve_style(number: int) -> dict[str, Any]:
 
 
 def draw_grid(ax: "Axes") -> None:
-    """Draw a pale grid behind the data."""
     ax.grid(color="0.9", linewidth=0.8)
     ax.set_axisbelow(True)
 
@@ -280,7 +277,6 @@ class Colors:
         return {"c": codes, "norm": self.norm, "cmap": self.cmap, "plotnonfinite": True}
 
     def of_row(self, row: int) -> Any:
-        """Return the color of one minimum."""
         return ONE_COLOR if self.column is None else self.cmap(self.norm(self.codes[row]))
 
     def draw_bar(self, axes: "list[Axes]") -> None:
@@ -379,7 +375,6 @@ def choose_measures(
     measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None,
     target: str,
 ) -> list[str]:
-    """Return the measures to draw."""
     if measures is None:
         names = [name for name in measure_columns(minima) if name != target]
     else:

@@ -152,7 +152,6 @@ class FlatnessGapDisplay(MinimaDisplay):
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
     ) -> "list[Axes]":
-        """Draw the minima and the title."""
         x = numeric_column(self.minima, self.measure, argument="measure")
         y = numeric_column(self.minima, self.target, argument="target")
         points = Points(self.minima, x, y)
@@ -275,7 +274,6 @@ class MeasurePanelsDisplay(MinimaDisplay):
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
     ) -> "list[Axes]":
-        """Draw a panel for each measure."""
         y = numeric_column(self.minima, self.target, argument="target")
         with_target = Points(self.minima, y, y)
         with_target.require_minima(self.target)
@@ -407,7 +405,6 @@ class MinimaRankingDisplay(MinimaDisplay):
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
     ) -> "list[Axes]":
-        """Draw the two panels and the title."""
         upper, lower = self._points("by", self.by), self._points("target", self.target)
         panels = divide(make_axes(ax), 2, 1, sharex="all")
         columns = (self.by, self.target)
@@ -527,7 +524,6 @@ class HyperparameterDisplay(MinimaDisplay):
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
     ) -> "list[Axes]":
-        """Draw the minima and the medians."""
         y = numeric_column(self.minima, self.measure, argument="measure")
         x, names = self._positions(np.isfinite(y))
         points = Points(self.minima, x, y)

@@ -148,7 +148,6 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         return display.plot(ax=ax, **with_unit(kwargs, [estimator]))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
-        """Draw a panel for each measure."""
         measures = list(dict.fromkeys(self.report["measure"]))
         # values of the whole network have no layer; they come last
         layers = sorted(dict.fromkeys(self.report["layer"]), key=lambda name: name == "")
@@ -263,7 +262,6 @@ class LayerSensitivityDisplay(EstimatorDisplay):
         return cls(table=table).plot(ax=ax, **with_unit(kwargs, [estimator]))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
-        """Draw one series for each number of bits."""
         layers = list(dict.fromkeys(self.table["layer"]))
         rows = np.arange(len(layers))
         (ax,) = _layer_panels(ax, 1, list(map(shorten, layers)))
@@ -403,7 +401,6 @@ class SharpnessKLDisplay(EstimatorDisplay):
         return cls(curves=curves).plot(ax=ax, **with_unit(kwargs, models.values()))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
-        """Draw one curve per model, with standard errors."""
         ax = make_axes(ax, (8.0, 4.8) if len(self.curves) > 1 else None)
         draw_grid(ax)
         for number, (name, curve) in enumerate(self.curves.items()):

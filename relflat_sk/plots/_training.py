@@ -146,7 +146,6 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         return display.plot(ax=ax, **with_unit(kwargs, [net]))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
-        """Draw the two panels."""
         panels = divide(make_axes(ax, (8.0, 5.0)), 2, 1, sharex="all")
         unit, drawn = f" ({loss_unit})" if loss_unit else "", 0
         curves = {"loss": self.losses, "flatness": self.flatness}
@@ -276,7 +275,6 @@ class TrainingCurvesDisplay(MinimaDisplay):
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
     ) -> "list[Axes]":
-        """Draw the curves."""
         ax = make_axes(ax)
         draw_grid(ax)
         ranked = is_converged(self.minima)
