@@ -1,6 +1,5 @@
 """Open a study and its storage, check that a search may resume it, copy it into memory."""
 
-import json
 import mmap
 import os
 import re
@@ -62,7 +61,7 @@ def open_storage(storage: Any) -> BaseStorage:
     if file is None or not is_file(storage):
         return _open_database(str(storage))
     if file.suffix in _OF_JOURNALS:
-        return JournalStorage(WholeLinesJournal(str(file)))
+        return JournalStorage(JournalFileBackend(str(file), WholeLinesLock(str(file))))
     return _open_database(f"sqlite:///{file}")
 
 
@@ -140,38 +139,28 @@ def _engine_arguments(url: str) -> dict[str, Any]:
     return found
 
 
-class WholeLinesJournal(JournalFileBackend):
-    """A journal file to which lines are written as a whole, or not at all.
+class WholeLinesLock(JournalFileSymlinkLock):
+    """The lock of a journal file; who acquires it finds whole lines.
 
     Optuna writes to the end of the file, whatever is there. If the disk is full or a process is
-    killed, half a line stays behind, the next line is appended to it, and nobody can read the
-    file any more. If the file was deleted, Optuna creates one that begins in the middle.
+    killed, half a line stays behind, and with the next line appended to it nobody could read the
+    file any more. If the file was deleted, Optuna would create one that begins in the middle.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, grace_period: int | None = 30) -> None:
+        super().__init__(path, grace_period)
         self.path = path
-        self.lock = JournalFileSymlinkLock(path)
-        super().__init__(path, lock_obj=self.lock)
 
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Append lines, after the last whole one."""
-        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        left = memoryview(lines.encode())
-        self.lock.acquire()
+    def acquire(self) -> bool:
+        """Wait for the lock, and remove half a line at the end of the file."""
+        acquired = super().acquire()
         try:
-            with open(self.path, "r+b", buffering=0) as file:
-                end = _end_of_lines(file)
-                file.truncate(end)
-                file.seek(end)
-                try:
-                    while left:
-                        left = left[file.write(left) :]
-                    os.fsync(file.fileno())
-                except BaseException:
-                    file.truncate(end)
-                    raise
-        finally:
-            self.lock.release()
+            with open(self.path, "r+b") as file:
+                file.truncate(_end_of_lines(file))
+        except BaseException:
+            self.release()
+            raise
+        return acquired
 
 
 def _end_of_lines(file: Any) -> int:

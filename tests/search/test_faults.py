@@ -359,8 +359,8 @@ def test_what_a_process_leaves_that_is_killed_while_it_writes_to_a_journal(tmp_p
         path.write_bytes(before + half)
         make_search(path, n_trials=3).fit(X, Y)
         assert path.read_bytes().startswith(before + b"{")
-    lock = study_module.JournalFileSymlinkLock
-    monkeypatch.setattr(study_module, "JournalFileSymlinkLock", partial(lock, grace_period=3))
+    lock = study_module.WholeLinesLock
+    monkeypatch.setattr(study_module, "WholeLinesLock", partial(lock, grace_period=3))
     (tmp_path / "minima.log.lock").symlink_to(path)
     assert_goes_on(path, n_kept=3)
 
