@@ -45,10 +45,8 @@ import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
-from optuna.samplers import RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, TrialState, create_trial
-
-from relflat_sk.search._space import Space
 
 _RANDOM = random.SystemRandom()  # workers that are forked must not draw the same numbers
 
@@ -137,6 +135,59 @@ def is_superseded(trial: FrozenTrial, trials: Sequence[FrozenTrial]) -> bool:
     return any(map(candidate.is_held_by, later))
 
 
+# -- draws -------------------------------------------------------------------------------------
+
+
+def _key(point: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
+    """Return values in a form of which thousands are compared at once."""
+    return frozenset(point.items())
+
+
+class Draws:
+    """Draws by TPE that repeat no combination of choices, and of which any can be repeated.
+
+    A draw depends on the seed, its number and the results before it. A search that was
+    interrupted therefore goes on as it would have, and if the process of a draw dies, the same
+    values are drawn again. If the space has choices only, the first draws follow a random order
+    of all combinations, whichever process asks for them.
+    """
+
+    n_random = 10
+
+    def __init__(
+        self,
+        seed: int | None,
+        choices: Mapping[str, BaseDistribution],
+        points: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self.seed = seed
+        self.choices = choices
+        self.points = [points[i] for i in np.random.RandomState(seed).permutation(len(points))]
+
+    def sampler(self, number: int) -> TPESampler:
+        """Make the sampler of a draw."""
+        seed = None if self.seed is None else zlib.crc32(b"%d" % number, self.seed)
+        return TPESampler(seed=seed, n_startup_trials=self.n_random)
+
+    def point(
+        self, study: optuna.Study, number: int, taken: set[frozenset[tuple[str, Any]]]
+    ) -> dict[str, Any]:
+        """Draw a combination of choices that no trial holds, from a space of choices only."""
+        start = min(number, self.n_random)
+        in_order = [*self.points[start:], *self.points[:start]]
+        if number >= self.n_random:
+            taken_or_reserved = taken | {_key(point) for point in self.points[:start]}
+            tpe, trial = self.sampler(number), create_trial(state=TrialState.WAITING)
+            for _ in range(100):
+                drawn = {
+                    name: tpe.sample_independent(study, trial, name, distribution)
+                    for name, distribution in self.choices.items()
+                }
+                if _key(drawn) not in taken_or_reserved:
+                    return drawn
+        return next(point for point in in_order if _key(point) not in taken)
+
+
 # -- plans -------------------------------------------------------------------------------------
 
 
@@ -150,6 +201,7 @@ class Plan:
     choices: Mapping[str, BaseDistribution]
     points: Sequence[dict[str, Any]] | None = None
     n_trials: int = 0
+    draws: Draws | None = None  # by Optuna's sampler of the study if None
     released: frozenset[int] = frozenset()  # trials that failed and are to be repeated
 
     def holders(self, trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
@@ -175,63 +227,6 @@ class Plan:
         return [one for one in left if one not in suspects] if suspects else left, suspects
 
 
-def _key(point: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
-    """Return values in a form of which thousands are compared at once."""
-    return frozenset(point.items())
-
-
-class CandidateSampler(TPESampler):
-    """TPE that repeats no combination of choices and can repeat any draw by its number.
-
-    A draw depends on the seed, its number and the results before it. A search that was
-    interrupted therefore goes on as it would have, and if the process of a draw dies, the same
-    values are drawn again. If the space has choices only, the first draws follow a random order
-    of all combinations, whichever process asks for them.
-    """
-
-    n_random = 10
-
-    def __init__(self, seed: int | None, space: Space) -> None:
-        super().__init__(seed=seed, n_startup_trials=self.n_random)
-        self.seed = seed
-        self.choices = space.distributions()
-        points = space.grid() or []
-        self.points = [points[i] for i in np.random.RandomState(seed).permutation(len(points))]
-
-    def reseed_rng(self) -> None:
-        """Do nothing: every draw has a seed of its own, in every process."""
-
-    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Start from the seed and the number of the draw."""
-        if self.seed is not None:
-            number = number_of(trial)
-            seed = self._seed_of(trial.number if number is None else number)
-            TPESampler.__init__(self, seed=seed, n_startup_trials=self.n_random)
-        super().before_trial(study, trial)
-
-    def _seed_of(self, number: int) -> int | None:
-        return None if self.seed is None else zlib.crc32(b"%d" % number, self.seed)
-
-    def point(
-        self, study: optuna.Study, number: int, taken: set[frozenset[tuple[str, Any]]]
-    ) -> dict[str, Any]:
-        """Draw a combination of choices that no trial holds, from a space of choices only."""
-        start = min(number, self.n_random)
-        in_order = [*self.points[start:], *self.points[:start]]
-        if number >= self.n_random:
-            taken_or_reserved = taken | {_key(point) for point in self.points[:start]}
-            tpe = TPESampler(seed=self._seed_of(number), n_startup_trials=self.n_random)
-            trial = create_trial(state=TrialState.WAITING)
-            for _ in range(100):
-                drawn = {
-                    name: tpe.sample_independent(study, trial, name, distribution)
-                    for name, distribution in self.choices.items()
-                }
-                if _key(drawn) not in taken_or_reserved:
-                    return drawn
-        return next(point for point in in_order if _key(point) not in taken)
-
-
 # -- claims ------------------------------------------------------------------------------------
 
 
@@ -247,10 +242,10 @@ def claim(
             return None
         # processes that begin at once would otherwise all try the same candidate, then the next
         candidate = left[_RANDOM.randrange(2 ** min(lost, 10)) % len(left)]
-        sampler, number = study.sampler, candidate.number
-        if number is not None and isinstance(sampler, CandidateSampler) and sampler.points:
+        number, draws = candidate.number, plan.draws
+        if number is not None and draws is not None and draws.points:
             taken = {_key(trial.params) for trial in plan.holders(trials)}
-            candidate = Candidate(sampler.point(study, number, taken), number)
+            candidate = Candidate(draws.point(study, number, taken), number)
         own = _add_trial(study, plan, candidate, sweep)
         trials = study.get_trials(deepcopy=False)
         trial = max(
@@ -258,7 +253,12 @@ def claim(
             key=attrgetter("number"),
         )
         if not any(map(candidate.is_held_by, plan.holders(trials[: trial.number]))):
-            return optuna.Trial(study, id_of(trial))
+            if draws is None:
+                return optuna.Trial(study, id_of(trial))
+            drawing = _with_sampler(
+                study, draws.sampler(trial.number if number is None else number)
+            )
+            return optuna.Trial(drawing, id_of(trial))
         fail(study, trial)
     return None
 
@@ -286,10 +286,16 @@ def id_of(trial: Any) -> int:
     return found
 
 
+def _with_sampler(study: optuna.Study, sampler: BaseSampler) -> optuna.Study:
+    """Return a view of a study with another sampler."""
+    view = copy.copy(study)
+    view.sampler = sampler
+    return view
+
+
 def fail(study: optuna.Study, trial: FrozenTrial, **attributes: Any) -> None:
     """Mark a running trial as failed, unless another process has finished it."""
-    plain = copy.copy(study)
-    plain.sampler = RandomSampler()  # which neither draws for the trial nor learns of its end
+    plain = _with_sampler(study, RandomSampler())  # which does not learn of the trial's end
     with suppress(UpdateFinishedTrialError):
         for name, value in attributes.items():
             optuna.Trial(plain, id_of(trial)).set_user_attr(name, value)

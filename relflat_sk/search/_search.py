@@ -31,7 +31,7 @@ from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.measures._names import hold_functions
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import mark_depth_band, shorten_parameters
-from relflat_sk.search._claims import CandidateSampler, Plan, failed_trials
+from relflat_sk.search._claims import Draws, Plan, failed_trials
 from relflat_sk.search._objective import MinimaObjective, find_trial, measure_what_is_new, remeasure
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._report import render, render_short
@@ -90,7 +90,7 @@ def check_arguments(search: Any) -> None:
         )
 
 
-def plan_candidates(search: Any, space: Space) -> Plan:
+def plan_candidates(search: Any, space: Space, seed: int | None) -> Plan:
     """Plan which candidates to train: the whole grid if `n_trials` allows it, otherwise draws."""
     grid = space.grid() if search.sampler is None else None
     if search.n_trials is None and grid is None:
@@ -100,9 +100,11 @@ def plan_candidates(search: Any, space: Space) -> Plan:
             else "n_trials is needed: the space has distributions or functions, so there is no "
             "finite grid to train. Say how many candidates to train."
         )
+    choices = space.distributions()
+    draws = Draws(seed, choices, grid or []) if search.sampler is None else None
     if search.n_trials is None or (grid is not None and search.n_trials >= len(grid)):
-        return Plan(space.distributions(), points=grid or [])
-    return Plan(space.distributions(), n_trials=int(search.n_trials))
+        return Plan(choices, points=grid or [], draws=draws)
+    return Plan(choices, n_trials=int(search.n_trials), draws=draws)
 
 
 class Choice(NamedTuple):
@@ -486,7 +488,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         objective = self._make_objective(X, y, X_test, y_test, fit_params)
         check_arguments(self)
         deadline, called = deadline_after(timeout), check_callbacks(callbacks)
-        plan_candidates(self, objective.space)  # refuses bad arguments before it makes a study
+        plan_candidates(
+            self, objective.space, None
+        )  # refuses bad arguments before it makes a study
         quiet = self.verbose < 2
         check_store(objective.artifact_store)
         temporary = tempfile.TemporaryDirectory()
@@ -499,6 +503,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             study = guard.study = optuna.create_study(
                 directions=["minimize"] * n_objectives,
                 storage=storage,
+                sampler=copy.deepcopy(self.sampler),
                 pruner=self.pruner or optuna.pruners.NopPruner(),
                 study_name=self.study_name,
                 load_if_exists=self.study_name is not None,
@@ -507,10 +512,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             check_resumable(study, storage, objective, n_objectives, own_sampler=own_sampler)
             measure_what_is_new(study, objective)
             guard.remember(study)
-            study.sampler = copy.deepcopy(self.sampler) or CandidateSampler(
-                seeds[1], objective.space
-            )
-            plan = plan_candidates(self, objective.space)
+            plan = plan_candidates(self, objective.space, seeds[1])
             if retry_failed:
                 plan.released = failed_trials(study.get_trials(deepcopy=False))
             sweep = Sweep(

@@ -24,7 +24,7 @@ from relflat_sk.minima._table import attributes_of, is_reserved
 from relflat_sk.search import _claims as claims_module
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._claims import (
-    CandidateSampler,
+    Draws,
     Plan,
     claim,
     give_up,
@@ -94,20 +94,16 @@ def add_running(study, point, **attributes):
 
 
 def test_draws_are_numbered(study):
-    study.sampler = CandidateSampler(0, Space({"C": C}))
-    while trial := claim(study, Plan(CHOICES, n_trials=2), "a"):
+    while trial := claim(study, Plan(CHOICES, n_trials=2, draws=Draws(0, CHOICES, POINTS)), "a"):
         finish(study, trial)
     assert [number_of(trial) for trial in study.trials] == [0, 1]
     assert study.trials[0].params != study.trials[1].params
     # of a study that is to have fewer or more, what is finished counts
     assert claim(study, Plan(CHOICES, n_trials=1), "b") is None
     assert len(Plan(CHOICES, n_trials=5).left(study.trials)) == 3
-
-
-def test_trials_of_something_other_than_a_search_count_as_draws(study):
-    study.add_trial(create_trial(value=1.0, user_attrs={"candidate": "1"}))
+    # and so do trials that something other than a search has made
     study.add_trial(create_trial(value=1.0))
-    assert [one.number for one in Plan({}, n_trials=4).left(study.trials)] == [0, 2]
+    assert [one.number for one in Plan(CHOICES, n_trials=5).left(study.trials)] == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -200,20 +196,20 @@ def test_a_heartbeat_tells_of_other_machines(tmp_path, monkeypatch):
 
 def test_a_draw_whose_process_died_is_drawn_again(storage):
     """The number of the draw is free again; the draws after it stay the same."""
-    space = Space({"C": FloatDistribution(0.3, 1.0)})
+    choices = {"C": FloatDistribution(0.3, 1.0)}
+    plan = Plan(choices, n_trials=3, draws=Draws(0, choices))
 
     def draw_all(study, first=None):
-        study.sampler = CandidateSampler(0, space)
         if first is not None:
             first(study)
-        while trial := claim(study, Plan(space.distributions(), n_trials=3), "b"):
+        while trial := claim(study, plan, "b"):
             trial.suggest_float("C", 0.3, 1.0)
             study.tell(trial, 1.0)
         return sorted(t.params["C"] for t in study.trials if t.state == TrialState.COMPLETE)
 
     expected = draw_all(optuna.create_study())
     # which this thread gives up: it has moved on
-    died = partial(claim, plan=Plan(space.distributions(), n_trials=3), sweep="a")
+    died = partial(claim, plan=plan, sweep="a")
     assert draw_all(optuna.create_study(storage=storage), died) == expected
 
 
@@ -311,9 +307,10 @@ def loss(params):
 def test_candidates_are_drawn_as_optuna_draws(kind, n_at_once):
     """By TPE from the seed of the draw, several at a time as in searches."""
     space, found = Space(SPACES[kind]), []
-    plan = Plan(space.distributions(), n_trials=30)
+    choices = space.distributions()
+    plan = Plan(choices, n_trials=30, draws=Draws(0, choices))
     for searches in (True, False):
-        study = optuna.create_study(sampler=CandidateSampler(0, space) if searches else None)
+        study = optuna.create_study()
         for begin in range(0, 30, n_at_once):
             trials = []
             for number in range(begin, begin + n_at_once):
@@ -354,7 +351,6 @@ def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     assert not study.trials
 
 
-@pytest.mark.parametrize("storage", KINDS, indirect=True)
 def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
     """The process died after the last attribute, before the trial was complete."""
     study = optuna.create_study(storage=storage, study_name="sweep")
@@ -378,9 +374,8 @@ def test_trials_that_run_elsewhere_are_missing_with_a_warning(storage, capfd):
                 add_running(study, POINTS[1], process=ELSEWHERE)
             return super().fit(X, y)
 
-    search = logistic(
-        estimator=Shared(max_iter=1000), storage=storage, study_name="sweep", verbose=1
-    )
+    stored = {"storage": storage, "study_name": "sweep"}
+    search = logistic(estimator=Shared(max_iter=1000), verbose=1, **stored)
     with pytest.warns(FlatnessWarning, match="other processes still train 1 of .* ranking of 2 la"):
         search.fit(X, Y)
     assert sorted(search.minima_["param_C"]) == [0.3, 1.0]
@@ -389,13 +384,11 @@ def test_trials_that_run_elsewhere_are_missing_with_a_warning(storage, capfd):
     assert "0/3" in shown
     assert "2/2" in shown
     assert "2/3" not in shown
-
-
-def test_a_search_whose_candidates_all_run_elsewhere_says_so(storage):
-    study = optuna.create_study(storage=storage, study_name="sweep")
+    study = optuna.create_study(storage=storage, study_name="none")
     add_running(study, POINTS[0], process=ELSEWHERE)
+    search.set_params(study_name="none", n_trials=1)
     with pytest.raises(ValueError, match="no candidate is trained yet: other processes still tr"):
-        logistic({"C": C}, storage=storage, study_name="sweep", n_trials=1).fit(X, Y)
+        search.fit(X, Y)
 
 
 def test_a_database_that_several_processes_make_at_once(monkeypatch):
