@@ -385,7 +385,7 @@ def describe(model: Any) -> str:
     """Return a model's class, with the parameters that differ from their defaults."""
     kind = type(model)
     given = model.get_params(deep=False) if hasattr(model, "get_params") else {}
-    defaults = _defaults(kind)
+    defaults = defaults_of(kind)
     changed = [
         f"{name}={_shorten(value)}"
         for name, value in given.items()
@@ -394,7 +394,7 @@ def describe(model: Any) -> str:
     return f"{kind.__name__}({', '.join(changed)})"
 
 
-def _defaults(kind: type) -> dict[str, Any]:
+def defaults_of(kind: type) -> dict[str, Any]:
     """Collect the defaults of a constructor, and of those that it passes arguments on to."""
     defaults: dict[str, Any] = {}
     for parent in reversed(kind.__mro__):

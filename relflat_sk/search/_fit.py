@@ -38,20 +38,19 @@ from relflat_sk.search._goal import add_goal, callbacks_of
 from relflat_sk.search._weights import last_step
 
 
-def prepare(estimator: Any, params: Mapping[str, Any], seed: int | None, goal: Any) -> Any:
+def prepare(estimator: Any, params: Mapping[str, Any], seed: int, goal: Any) -> Any:
     """Clone an estimator and set it up for one candidate."""
     estimator = clone(estimator)
     estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
     drop_default_splits(nets_of(estimator))
     check_early_stopping(estimator.get_params().items())
     add_goal(estimator, goal)
-    if seed is not None:
-        unset = [
-            name
-            for name, value in estimator.get_params().items()
-            if name.split("__")[-1] == "random_state" and value is None
-        ]
-        estimator.set_params(**dict.fromkeys(unset, seed))
+    unset = [
+        name
+        for name, value in estimator.get_params().items()
+        if name.split("__")[-1] == "random_state" and value is None
+    ]
+    estimator.set_params(**dict.fromkeys(unset, seed))
     return estimator
 
 

@@ -39,6 +39,7 @@ from sklearn.base import is_regressor
 from torch import nn
 from torch.utils.data import Dataset
 
+from relflat_sk._models.network_of import defaults_of
 from relflat_sk._network.batches import as_row_source, copy_rows, is_row_source
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
@@ -182,14 +183,10 @@ def _fits(value: Any) -> bool:
 
 def _changed_params(estimator: Any, depth: int) -> dict[str, str]:
     """Describe the parameters of an estimator or callback that differ from their defaults."""
-    defaults: dict[str, Any] = {}
-    for kind in reversed(type(estimator).__mro__):
-        if "__init__" in vars(kind) and kind is not object:
-            defaults |= inspect.signature(kind).parameters
-    found = {}
+    defaults, found = defaults_of(type(estimator)), {}
     for name, value in sorted(estimator.get_params(deep=False).items()):
         text = "" if _WITHOUT_EFFECT.search(name) else describe(value, depth)
-        if text and not (name in defaults and text == describe(defaults[name].default, depth)):
+        if text and not (name in defaults and text == describe(defaults[name], depth)):
             found[name] = text
     return found
 
