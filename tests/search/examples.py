@@ -1,5 +1,7 @@
 """Data, nets and searches that the tests of the search share; most train within milliseconds."""
 
+import time
+
 import numpy as np
 import optuna
 from sklearn.datasets import load_iris
@@ -100,6 +102,14 @@ class Fails(LogisticRegression):
     def fit(self, X, y):
         if self.C == 1.0:
             raise RuntimeError("out of luck")
+        return super().fit(X, y)
+
+
+class Slow(LogisticRegression):
+    """Takes longer than a kill or a stop takes to be noticed, on a machine however busy."""
+
+    def fit(self, X, y):
+        time.sleep(0.2)
         return super().fit(X, y)
 
 

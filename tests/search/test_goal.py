@@ -113,13 +113,6 @@ def test_a_goal_of_ones_own_stays(one):
     assert attrs["depth"] < 20
 
 
-def test_a_goal_of_ones_own_that_is_not_reached_is_no_plateau():
-    """At a learning rate of almost zero nothing moves, which is no minimum."""
-    attrs, _ = record(net(max_epochs=20, callbacks=[StopAtLoss]), space={"lr": [0.001]})
-    assert attrs["reason"] == "training stopped before its goal was reached, after 20 epochs"
-    assert (attrs["converged"], attrs["ended_by"]) == (False, "")
-
-
 @pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 def test_a_loss_as_goal_holds_for_scikit_learn_too():
     minima = logistic({"C": [0.001, 1.0]}, goal=0.3).fit(X, Y).minima_.set_index("param_C")
@@ -149,24 +142,44 @@ def test_goals_beside_other_callbacks():
     assert "acc" in fitted.history[-1]
 
 
-def test_nets_without_callbacks_are_judged_by_their_batches():
-    attrs, fitted = record(net(max_epochs=60, callbacks="disable"))
-    assert "train_loss" not in fitted.history[-1]
-    assert attrs["ended_by"] == "plateau"
-
-
-def test_a_loss_without_a_positive_constant_has_no_automatic_goal():
-    """The best constant density has a negative loss: all epochs are trained."""
+def density_net():
+    """Of a loss whose best constant is negative, so that there is no automatic goal."""
 
     def density(output, y):
         return 0.5 * ((output[:, 0] - y) ** 2).mean() - 5
 
     sizes = {"module__n_features": 4, "module__n_outputs": 1}
-    estimator = NeuralNet(MLP, lambda: density, **sizes, max_epochs=60, verbose=0)
-    attrs, fitted = record(estimator, y=TARGET, space={"lr": [0.1]})
-    assert len(fitted.history) == 60
-    assert "depth" not in attrs
-    assert attrs["ended_by"] == "plateau"
+    return NeuralNet(MLP, lambda: density, **sizes, max_epochs=60, lr=0.1, verbose=0)
+
+
+BEFORE = "training stopped before"
+NO_PLATEAU = f"{BEFORE} a plateau was reached, after 15 epochs"
+NO_GOAL = f"{BEFORE} its goal was reached, after 20 epochs"
+ENDINGS = {  # the net, the search's goal, epochs, what ended the training, why it is no minimum
+    "without a goal": (net(max_epochs=60, lr=0.05), None, 60, "plateau", ""),
+    "too few epochs": (net(max_epochs=15), None, 15, "", NO_PLATEAU),
+    # at a learning rate of almost zero nothing moves, which is no minimum
+    "no plateau": (net(max_epochs=20, lr=0.001, callbacks=[StopAtLoss]), "auto", 20, "", NO_GOAL),
+    "by its batches": (net(max_epochs=60, lr=0.05, callbacks="disable"), "auto", 60, "plateau", ""),
+    "no positive constant": (density_net(), "auto", 60, "plateau", ""),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_what_ends_a_training_that_reaches_no_goal(name):
+    estimator, goal, n_epochs, *expected = ENDINGS[name]
+    y = TARGET if name == "no positive constant" else Y
+    attrs, fitted = record(estimator, y=y, goal=goal, space={"lr": [estimator.lr]})
+    assert len(fitted.history) == n_epochs
+    assert [attrs["ended_by"], attrs["reason"]] == expected
+    assert attrs["converged"] == (not expected[1])
+    assert ("depth" in attrs) == (name != "no positive constant")
+
+
+def test_a_loss_as_goal_ends_the_training():
+    attrs, _ = record(net(max_epochs=100), goal=0.5, space={"lr": [0.01]})
+    assert attrs["ended_by"] == "goal"
+    assert 0.2 < attrs["train_loss"] <= 0.5
 
 
 # -- plateaus ----------------------------------------------------------------------------------
@@ -186,18 +199,6 @@ def test_a_loss_without_a_positive_constant_has_no_automatic_goal():
 )
 def test_plateaus(losses, constant_loss, expected):
     assert _is_at_plateau(np.asarray(losses), constant_loss) is expected
-
-
-def test_no_goal_trains_all_epochs_to_a_plateau():
-    attrs, fitted = record(net(max_epochs=100), goal=0.5, space={"lr": [0.01]})
-    assert attrs["ended_by"] == "goal"
-    assert 0.2 < attrs["train_loss"] <= 0.5
-    attrs, fitted = record(net(max_epochs=60), goal=None)
-    assert len(fitted.history) == 60
-    assert attrs["ended_by"] == "plateau"
-    assert record(net(max_epochs=15), goal=None, space={"lr": [0.01]})[0]["reason"] == (
-        "training stopped before a plateau was reached, after 15 epochs"
-    )
 
 
 # -- depths ------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Tests that a candidate's result does not depend on what else is trained, and on where."""
 
 import pickle
-import threading
 
 import numpy as np
 import optuna
@@ -103,43 +102,17 @@ def test_number_of_threads_is_a_candidates_own():
     MinimaObjective(net, X, Y, {"lr": [0.01]})(optuna.trial.FixedTrial({"lr": 0.01}))
     assert seen == {1}
     assert n_threads() == {2}
+    # in nested contexts, and after an error
+    with pytest.raises(RuntimeError, match="in training"), isolated(1):  # noqa: PT012
+        with isolated(2), isolated(None):
+            assert torch.get_num_threads() == 2
+        assert n_threads() == {1}
+        raise RuntimeError("in training")
+    assert n_threads() == {2}
     seen.clear()
     objective = MinimaObjective(net, X, Y, {"lr": [0.01]}, n_threads=None)
     objective(optuna.trial.FixedTrial({"lr": 0.01}))
     assert seen == {2}
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_each_isolation_has_its_number_of_threads():
-    """Also one within another, after it, and after an error."""
-    with isolated(1):
-        assert n_threads() == {1}
-        with isolated(2):
-            assert torch.get_num_threads() == 2
-            with isolated(1), isolated(1):
-                assert n_threads() == {1}
-            with isolated(None), isolated(None):
-                assert torch.get_num_threads() == 2
-        assert n_threads() == {1}
-    with pytest.raises(RuntimeError, match="in training"), isolated(1):
-        raise RuntimeError("in training")
-    assert n_threads() == {2}
-
-
-def test_isolation_excludes_other_threads():
-    order = []
-
-    def other():
-        with isolated(None):
-            order.append("other")
-
-    with isolated(1), isolated(1):
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join(0.1)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "other"]
 
 
 def test_libraries_are_looked_for_once_per_candidate(monkeypatch):

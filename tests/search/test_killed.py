@@ -10,12 +10,12 @@ import pytest
 from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 from sklearn.datasets import load_iris
-from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch
 from relflat_sk.search._claims import is_cut_short
 from relflat_sk.search._study import open_storage
 from tests.processes import forkserver
+from tests.search.examples import Slow
 
 N_PROCESSES, N_TRIALS = 3, 10
 DUE = [2, 5]  # how many trials are finished when a process is killed; enough is left to do
@@ -25,17 +25,9 @@ SPACES = {
 }
 
 
-class Brief(LogisticRegression):
-    """Takes longer than the kills take to be noticed, on a machine however busy."""
-
-    def fit(self, X, y):
-        time.sleep(0.2)
-        return super().fit(X, y)
-
-
 def search(storage, space):
     return FlatMinimaSearch(
-        Brief(max_iter=1000),
+        Slow(max_iter=1000),
         SPACES[space],
         n_trials=N_TRIALS,
         storage=storage,

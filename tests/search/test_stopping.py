@@ -6,8 +6,7 @@ import optuna
 import pytest
 
 from relflat_sk.search import _workers as stopping_module
-from relflat_sk.search._study import SearchStudy
-from tests.search.examples import X, Y, logistic
+from tests.search.examples import Slow, X, Y, logistic
 
 C = [0.5, 0.6, 0.7, 0.8]
 make = partial(logistic, {"C": C})
@@ -37,47 +36,28 @@ def test_nothing_was_trained_before_the_timeout(n_jobs):
         make(n_jobs=n_jobs).fit(X, Y, timeout=1e-9)
 
 
-def test_processes_of_a_sweep_end_together():
-    study = optuna.create_study()
-    first, second, other = (SearchStudy(study, sweep) for sweep in ("a", "a", "b"))
-    first.stop()
-    first.stop()
-    assert study.user_attrs == {"stopped_sweeps": ["a"]}
-    assert second.is_stopped()
-    assert not other.is_stopped()
-
-
-def test_callbacks_get_study_and_trial():
+def test_callbacks_get_study_and_trial_and_stop_the_search():
     seen = []
 
     def remember(study, trial):
         assert isinstance(study, optuna.Study)
         seen.append((trial.params["C"], trial.value, len(study.trials) > 0))
+        if len(seen) == 3:
+            study.stop()
 
     search = make().fit(X, Y, callbacks=[remember])
-    assert sorted(one[0] for one in seen) == C
     table = search.minima_.set_index("param_C")["relative_flatness"]
+    assert sorted(table.index) == sorted(one[0] for one in seen) == C[:3]
     assert all(value == table[c] and found for c, value, found in seen)
 
 
-def test_a_callback_stops_the_search():
-    def stop(study, trial):
-        if trial.number == 1:
-            study.stop()
-
-    search = make().fit(X, Y, callbacks=[stop])
-    assert len(search.minima_) == 2
-
-
-def test_a_callback_stops_processes_and_a_later_search_goes_on(stored):
-    def stop(study, trial):
-        study.stop()
-
-    # one candidate at a time is left to each worker when the first result arrives
-    search = make(n_jobs=2, **stored).fit(X, Y, callbacks=[stop])
-    assert 1 <= len(search.minima_) <= len(C)
+def test_a_callback_stops_all_processes_of_its_search_only(stored):
+    many = logistic({"C": [0.5 + i / 50 for i in range(12)]}, Slow(max_iter=1000), **stored)
+    # twice: the first word is enough
+    search = many.set_params(n_jobs=2).fit(X, Y, callbacks=[lambda study, _: study.stop()] * 2)
+    assert 1 <= len(search.minima_) < 12
     assert all(trial.state.is_finished() for trial in search.study_.trials)
-    assert len(make(**stored).fit(X, Y).minima_) == len(C)
+    assert len(many.set_params(n_jobs=1).fit(X, Y).minima_) == 12
 
 
 def test_errors_of_callbacks_are_the_users():
