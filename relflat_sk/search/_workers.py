@@ -169,12 +169,7 @@ class Sweep:
 
     def train_left(self, on_finished: OnFinished, at_most: int | None = None) -> None:
         """Train the candidates left in this process."""
-        numbers = count() if at_most is None else iter(range(at_most))
-
-        def train() -> bool:
-            return next(numbers, None) is not None and self.train_one(on_finished)
-
-        train_together(train, self.objective, self.fleet)
+        train_together(lambda: self.train_one(on_finished), self.objective, self.fleet, at_most)
 
 
 @contextmanager
@@ -212,19 +207,27 @@ def _log(trial: FrozenTrial) -> None:
 
 
 def train_together(
-    train: Callable[[], bool], objective: MinimaObjective, fleet: int | str | None
+    train: Callable[[], bool],
+    objective: MinimaObjective,
+    fleet: int | str | None,
+    at_most: int | None,
 ) -> None:
     """Train candidates until there is none left, several at a time if their nets can be stacked."""
+    numbers = count() if at_most is None else iter(range(at_most))
+
+    def train_next() -> bool:
+        return next(numbers, None) is not None and train()
+
     size, nets = fleet_size(fleet), nets_of(objective.estimator)
     if size is not None and any(isinstance(x, RelativeFlatnessRegularizedNet) for x in nets):
         with isolated(objective.n_threads):
-            Fleet(size, auto=fleet == "auto").run(train)
+            Fleet(size, auto=fleet == "auto").run(train_next)
         return
     if size is not None:
         level = logging.INFO if fleet == "auto" else logging.WARNING
         kind = type(objective.estimator).__name__
         _LOG.log(level, f"trained one by one: {kind} holds no net of relflat_sk")
-    while train():
+    while train_next():
         pass
 
 
@@ -450,20 +453,19 @@ def optimize_study(
     deadline, after = deadline_after(timeout), check_callbacks(callbacks)
     caught = catch if isinstance(catch, type) else tuple(catch)
     view, begun = SearchStudy(study), set[int]()
-    numbers = count() if n_trials is None else iter(range(n_trials))
 
     def run(trial: optuna.Trial) -> Any:
         begun.add(trial.number)
         return objective(trial)
 
     def train() -> bool:
-        if is_due(view, deadline) or next(numbers, None) is None:
+        if is_due(view, deadline):
             return False
         view.optimize(run, n_trials=1, catch=caught, callbacks=after)
         return True
 
     try:
-        train_together(train, objective, fleet)
+        train_together(train, objective, fleet, n_trials)
     except BaseException:  # Optuna has noted the end of trials that raise, not that of the others
         give_up(study, lambda trial: trial.number in begun)
         raise

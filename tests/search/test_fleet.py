@@ -293,10 +293,9 @@ def make_objective(space=SPACE, **arguments):
     return MinimaObjective(make_net(callbacks=callbacks), X, y, space, **arguments)
 
 
-def make_study(sampler=None, pruner=None, **arguments):
+def make_study(sampler=None, **arguments):
     """A study without Optuna's usual pruner, whose decisions depend on the order of trials."""
-    sampler = sampler or GridSampler(SPACE, seed=0)
-    pruner = pruner or optuna.pruners.NopPruner()
+    sampler, pruner = sampler or GridSampler(SPACE, seed=0), optuna.pruners.NopPruner()
     return optuna.create_study(sampler=sampler, pruner=pruner, **arguments)
 
 
@@ -361,14 +360,6 @@ def test_a_timeout_and_callbacks_can_end_it():
     assert len(study.trials) in (3, 4)  # one more may have been in training
     assert sorted(seen) == [trial.number for trial in study.trials]
     assert all(trial.state == TrialState.COMPLETE for trial in study.trials)
-
-
-def test_a_pruner_stops_trials():
-    pruner = optuna.pruners.ThresholdPruner(upper=1.0, n_warmup_steps=5)
-    grid = {"lr": [1e-5, 0.03]}
-    study = make_study(GridSampler(grid, seed=0), pruner=pruner)
-    optimize_study(study, make_objective(grid), 2, fleet=2)
-    assert {trial.state for trial in study.trials} == {TrialState.PRUNED, TrialState.COMPLETE}
 
 
 @pytest.mark.parametrize("error", [RuntimeError, (KeyError, RuntimeError)])

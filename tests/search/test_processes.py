@@ -26,7 +26,7 @@ from optuna.trial import TrialState
 from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils import shuffle
@@ -45,9 +45,10 @@ from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search import _workers
 from relflat_sk.search._claims import is_cut_short, is_gone, this_process
 from relflat_sk.search._study import open_storage
-from relflat_sk.search._workers import ByPath, ByValue, Sweep, n_processes, packed, unpacked
+from relflat_sk.search._workers import ByPath, Sweep
 from tests.data_kinds import KINDS
 from tests.processes import forkserver
+from tests.search.examples import Slow
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the engines
 
@@ -113,12 +114,6 @@ def engine(request):
 @pytest.fixture(params=CLUSTERS)
 def cluster(request):
     return request.getfixturevalue(request.param)
-
-
-class Slow(LogisticRegression):
-    def fit(self, X, y):
-        time.sleep(0.3)
-        return super().fit(X, y)
 
 
 class Dies(LogisticRegression):
@@ -275,14 +270,6 @@ def test_searches_in_tasks_train_in_tasks(cluster):
         assert minima.equals(alone.minima_[minima.columns])
 
 
-def test_cross_validation_of_a_search_on_dask(dask):
-    """scikit-learn fits the searches in tasks, which pass their candidates on as tasks."""
-    search = make_search()
-    with parallel_config(**dask):
-        found = cross_val_score(search, X, Y, cv=2, n_jobs=2)
-    assert found.tolist() == cross_val_score(search.set_params(n_jobs=1), X, Y, cv=2).tolist()
-
-
 def test_a_search_in_threads_finds_what_one_in_processes_finds():
     """Nested searches run so: scikit-learn's cross-validation fits them in processes."""
     alone = make_search(n_jobs=None).fit(X, Y).predict_proba(X)
@@ -301,11 +288,6 @@ def test_grid_search_with_the_scorer(cluster):
     assert np.isfinite(scores).all()
     assert len(set(scores)) == 2
     np.testing.assert_allclose(found.cv_results_["mean_test_score"], scores, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("n_jobs", "expected"), [(None, 0), (1, 0), (3, 3)])
-def test_how_many_processes_train(n_jobs, expected):
-    assert n_processes(n_jobs) == expected
 
 
 def test_a_file_that_a_worker_does_not_reach_is_explained(monkeypatch, tmp_path):
@@ -623,10 +605,3 @@ def test_a_network_that_cannot_be_sent_is_trained_again():
         for n_jobs in (1, 2)
     )
     np.testing.assert_array_equal(one.predict_proba(X), two.predict_proba(X))
-
-
-def test_values_arrive_as_they_are():
-    net = local_nets()[0].fit(X, Y)
-    for arrived in (pickle.loads(pickle.dumps(ByValue(net))), unpacked(packed(net))):
-        np.testing.assert_array_equal(arrived.predict_proba(X), net.predict_proba(X))
-    assert packed(threading.Lock()) is None
