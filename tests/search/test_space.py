@@ -100,6 +100,8 @@ def test_distributions_and_functions_draw_from_the_trial():
     for trial in study.trials:
         values = space.values(trial)
         assert set(trial.params) == {"lr", "n", "exponent"}
+        drawn = {name: trial.distributions[name] for name in ("lr", "n")}
+        assert drawn == space.distributions()
         assert values["batch_size"] == 2 ** trial.params["exponent"]
         assert values["sizes"] == (trial.params["n"],) * 2
         # the table shows what a function returned, not only what it drew
