@@ -488,9 +488,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         objective = self._make_objective(X, y, X_test, y_test, fit_params)
         check_arguments(self)
         deadline, called = deadline_after(timeout), check_callbacks(callbacks)
-        plan_candidates(
-            self, objective.space, None
-        )  # refuses bad arguments before it makes a study
+        # refuses bad arguments before there is a study
+        plan_candidates(self, objective.space, None)
         quiet = self.verbose < 2
         check_store(objective.artifact_store)
         temporary = tempfile.TemporaryDirectory()
