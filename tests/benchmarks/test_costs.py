@@ -13,16 +13,15 @@ from tests.benchmarks.commands import run
 from tests.processes import ROOT
 
 # a ratio, or a count, that each benchmark prints
-SCALE = pytest.mark.scale
 RATIOS = [
-    ("scoring", "torch.func.hessian / scoring, the measure by itself", SCALE),
-    ("training", "MLP, first layer / no penalty", SCALE),
-    ("layers", "flatness_report / forward-backward", SCALE),
-    ("heads", "relative_flatness / forward", SCALE),
-    ("fitting", "digits, defaults / scikit-learn", SCALE),
-    ("fleet", "64-128-64-10, batch 32, fleet / torch loop", SCALE),
-    ("stacking", "64-128-64-10, batch 8", ()),
-    ("distributed", "seconds of two processes / of one", SCALE),
+    ("scoring", "torch.func.hessian / scoring, the measure by itself"),
+    ("training", "MLP, first layer / no penalty"),
+    ("layers", "flatness_report / forward-backward"),
+    ("heads", "relative_flatness / forward"),
+    ("fitting", "digits, defaults / scikit-learn"),
+    ("fleet", "64-128-64-10, batch 32, fleet / torch loop"),
+    ("stacking", "64-128-64-10, batch 8"),
+    ("distributed", "seconds of two processes / of one"),
 ]
 MINIMA = {
     "claims": {
@@ -52,10 +51,8 @@ def budgets(printed):
     return dict(line.split(": ", 1) for line in printed.strip().split("\n\n")[-1].splitlines())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "ratio"), [pytest.param(*row[:2], marks=row[2], id=row[0]) for row in RATIOS]
-)
+@pytest.mark.scale
+@pytest.mark.parametrize(("module", "ratio"), RATIOS, ids=[row[0] for row in RATIOS])
 def test_quick_run_prints_ratios_and_budgets(module, ratio):
     printed = run(f"benchmarks.costs.{module}", "--quick", RELFLAT_SK_CIFAR10="")
     assert "torch threads" in printed  # the environment
