@@ -64,7 +64,7 @@ def uncompiled(module: nn.Module) -> ReplacedForwards:
 def unwrapped(module: Any) -> Any:
     """Return the module inside wrappers of `torch.compile` and of torch's data parallelism."""
     name = "module" if isinstance(module, DistributedDataParallel) else "_orig_mod"
-    inside = getattr(module, "_modules", {}).get(name)
+    inside = getattr(module, name, None)
     return module if inside is None else unwrapped(inside)
 
 

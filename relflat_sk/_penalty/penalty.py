@@ -19,7 +19,7 @@ from relflat_sk._checks import check_integer, check_number, gather_checks
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
-from relflat_sk._network.borrowing import uncompiled, unwrapped
+from relflat_sk._network.borrowing import uncompiled
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import check_part, primary_output, warn_unless_mean
 from relflat_sk._network.tail import find_ending
@@ -179,10 +179,10 @@ class RelativeFlatnessPenalty:
         >>> with penalty.capture(net):
         ...     y_pred = net(torch.ones(5, 4))
         """
-        network = unwrapped(module)
-        if network is module:
+        original = module._modules.get("_orig_mod")
+        if original is None:
             return self._capture.open(module, self._asked())
-        return self._capture_inside(module, network)
+        return self._capture_compiled(module, original)
 
     def gather_checks(self) -> AbstractContextManager[None]:
         """Check the labels of several steps together, with labels on an accelerator.
@@ -208,8 +208,8 @@ class RelativeFlatnessPenalty:
         return gather_checks()
 
     @contextmanager
-    def _capture_inside(self, whole: nn.Module, network: nn.Module) -> Iterator[None]:
-        with uncompiled(whole), self._capture.open(network, self._asked()):
+    def _capture_compiled(self, compiled: nn.Module, original: nn.Module) -> Iterator[None]:
+        with uncompiled(compiled), self.capture(original):
             yield
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optuna
 import pandas as pd
-from optuna.samplers import NSGAIIISampler, NSGAIISampler
+from optuna.samplers import NSGAIIISampler, NSGAIISampler, TPESampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 from sklearn import get_config
@@ -502,7 +502,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             study = guard.study = optuna.create_study(
                 directions=["minimize"] * n_objectives,
                 storage=storage,
-                sampler=copy.deepcopy(self.sampler),
+                # what a search draws by itself has samplers of its own, see `Draws`
+                sampler=copy.deepcopy(self.sampler)
+                or TPESampler(seed=seeds[1], n_startup_trials=Draws.n_random),
                 pruner=self.pruner or optuna.pruners.NopPruner(),
                 study_name=self.study_name,
                 load_if_exists=self.study_name is not None,

@@ -308,7 +308,7 @@ def _train_in_worker(sweep: Sweep, n: int) -> Found:
         )
     _end_with_parent(sweep.process_id)
     found: list[tuple[FrozenTrial, Any]] = []
-    sweep.study.sampler.reseed_rng()  # otherwise every worker would draw the same values
+    sweep.study.sampler.reseed_rng()  # one of the user would draw the same in every worker
     with log_level(sweep.quiet):
         sweep.train_left(lambda *result: found.append(result), n)
     return [(trial, packed(estimator)) for trial, estimator in found]

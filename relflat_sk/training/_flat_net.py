@@ -36,7 +36,7 @@ from relflat_sk._network.batches import (
     count_samples,
     floating_parameter,
 )
-from relflat_sk._network.borrowing import unwrapped
+from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.network import Network, check_part, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
@@ -593,11 +593,10 @@ class FlatNet(SkorchNet):
         return self.flatness_layer, self.flatness_normalize, self.flatness_probes
 
     def _penalty(self, state: _Training) -> RelativeFlatnessPenalty:
-        """Return the training's penalty, with the settings as they are now."""
-        if state.penalty is None:
-            state.penalty = RelativeFlatnessPenalty()
-        penalty = state.penalty
-        penalty.layer, penalty.normalize, penalty.probes = self._penalty_settings()
+        """Return the training's penalty, a new one if its settings have changed."""
+        settings, penalty = self._penalty_settings(), state.penalty
+        if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
+            penalty = state.penalty = RelativeFlatnessPenalty(*settings)
         penalty.clip, penalty.limit = self.flatness_clip, self._penalty_limit()
         return penalty
 
@@ -648,8 +647,9 @@ class FlatNet(SkorchNet):
         x = cast_inputs(to_tensor(x, device=self.device), module)
         if not (torch.is_grad_enabled() and self.flatness_weight):
             return _full_precision(super().infer(x, **fit_params))
-        state = self._state()
-        with self._penalty(state).capture(module):
+        state, network = self._state(), unwrapped(module)
+        penalty = self._penalty(state)
+        with uncompiled(module), penalty.capture(network):
             output = _full_precision(super().infer(x, **fit_params))
         state.recorded = True
         return output

@@ -163,6 +163,16 @@ def test_networks_that_are_no_minima_never_win_a_study(lr, state, reason):
 # -- FlatMinimaSearch: what is trained ---------------------------------------------------------
 
 
+def test_the_study_of_a_search_goes_on_with_its_seed():
+    found = []
+    for _ in range(2):
+        study = logistic({"C": FloatDistribution(0.1, 1)}, n_trials=2).fit(X, Y).study_
+        study.optimize(lambda trial: trial.suggest_float("C", 0.1, 1), 2)
+        found.append([trial.params["C"] for trial in study.trials])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+
+
 def test_the_whole_grid_is_trained_once(tmp_path):
     counts = Counts(tmp_path / "trained")
     net = make_net(callbacks=[StopAtLoss(0.4), counts])

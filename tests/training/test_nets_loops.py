@@ -61,6 +61,19 @@ def test_compiled(layer):
     assert clone(net).fit(X, NAMES).predict(X).tolist() == net.predict(X).tolist()
 
 
+def test_a_scripted_criterion():
+    class Scripted(nn.Module):
+        def forward(self, z, target):
+            return nn.functional.cross_entropy(z, target)
+
+    net = make(Net, criterion=torch.jit.script(Scripted()), module__n_outputs=3).fit(X, INDEX)
+    plain = make(Net, criterion=nn.CrossEntropyLoss, module__n_outputs=3).fit(X, INDEX)
+    losses = [np.array(one.history[:, "train_loss"]) for one in (net, plain)]
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=0.02)
+    assert losses[0][-1] < losses[0][0]
+    assert np.shape(net.predict_proba(X)) == (len(X), 3)
+
+
 class Own(nn.Module):
     """Not a container: code of this class is compiled once for all its instances."""
 
