@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LinearRegression, LogisticRegression
 from torch import nn
 from torch.nn import functional as F
 
@@ -136,14 +136,20 @@ def test_every_measure_is_that_of_the_tempered_loss(case, share, layer):
     expected = oracles.comparable_flatness(net, layers[layer], lambda o, t: loss(o, t, T), X, y)
     if "weights" not in case:  # the mean of the samples' own losses is another one
         assert found == pytest.approx(expected, rel=rel)
-    drawn = options | {"method": "hutchinson", "n_probes": 40, "random_state": 0}
-    probed = evaluate("comparable_flatness", net, X, y, **drawn)
+    options |= {"method": "hutchinson", "n_probes": 40, "random_state": 0}
+    probed = evaluate("comparable_flatness", net, X, y, **options)
     assert abs(probed.value - found) <= 5 * probed.stderr + 1e-12
-    if layer == -1:  # at other layers, single precision rounds probabilities to 0 or 1
-        y = y.float() if y.is_floating_point() else y
-        options["criterion"] = copy.deepcopy(criterion).float()
-        single = relative_flatness(copy.deepcopy(net).float(), X.float(), y, **options)
-        assert single == pytest.approx(values["relative_flatness"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_networks_of_single_precision(case):
+    net, criterion, y, _ = train(case)
+    options = {"at_loss": 0.1}
+    expected = relative_flatness(net, X, y, criterion=criterion, **options)
+    y = y.float() if y.is_floating_point() else y
+    single, criterion = copy.deepcopy(net).float(), copy.deepcopy(criterion).float()
+    found = relative_flatness(single, X.float(), y, criterion=criterion, **options)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 OF_NETWORK = {
@@ -162,6 +168,37 @@ def test_measures_of_the_whole_network(case, name):
     found = measure(name, net, X, y, criterion=criterion, at_loss=0.1, **options)
     tempered = measure(name, net, X, y, criterion=lambda out, y: loss(out, y, T), **options)
     assert found == pytest.approx(tempered, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", ["softmax", "binary", "several labels"])
+def test_the_scale_of_the_logits_does_not_matter(case):
+    net, criterion, y, _ = train(case)
+    for factor in (1e-3, 1e3):
+        scaled = copy.deepcopy(net)
+        for parameter in scaled[-1].parameters():
+            parameter.mul_(factor)
+        for layer in (0, -1):
+            options = {"layer": layer, "criterion": criterion, "method": "exact"}
+            one, other = (
+                [
+                    relative_flatness(some, X, y, at_loss=0.05, **options),
+                    measure("comparable_flatness", some, X, y, **options),
+                ]
+                for some in (net, scaled)
+            )
+            assert other == pytest.approx(one, rel=1e-9)
+
+
+def test_a_scale_of_the_targets_does_not_matter_for_squares():
+    # kappa over the loss is what a normal likelihood with the residuals' variance has
+    y = VALUES.numpy()
+    model = LinearRegression().fit(X, y)
+    found = evaluate("relative_flatness", model, X, y, at_loss=0.1)
+    plain = evaluate("relative_flatness", model, X, y)
+    expected = plain.value * 0.1 * plain.constant_risk() / plain.risk
+    assert found.value == pytest.approx(expected, rel=1e-12)
+    larger = relative_flatness(LinearRegression().fit(X, 7 * y), X, 7 * y, at_loss=0.1)
+    assert larger == pytest.approx(49 * found.value, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["relative_flatness", "comparable_flatness"])
@@ -221,16 +258,13 @@ def test_a_network_that_has_not_fitted_has_no_value():
 
 
 def test_saturated_networks_are_scored():
-    """The scale of the logits does not matter, whether it is small or very large."""
     y = (X[:, 0] > X[:, 1]).numpy()
     model = LogisticRegression(C=1e4, max_iter=10_000).fit(X, y)
     before = measure("comparable_flatness", model, X, y)
-    for factor in (1e-6, 1e12):
-        model.coef_ *= factor
-        model.intercept_ *= factor
-        found = measure("comparable_flatness", model, X, y)
-        assert found == pytest.approx(before, rel=1e-9)
+    model.coef_ *= 1e6
+    model.intercept_ *= 1e6
     with pytest.warns(FlatnessWarning, match="at_loss"):
         assert np.isnan(FlatnessScorer()(model, X, y))
     for name, options in {"comparable_flatness": None, "hessian_trace": {"at_loss": 0.05}}.items():
         assert -np.inf < FlatnessScorer(name, measure_params=options)(model, X, y) < 0
+    assert measure("comparable_flatness", model, X, y) == pytest.approx(before, rel=1e-9)

@@ -6,9 +6,12 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.neural_network import MLPClassifier
 from torch import nn
 
-from relflat_sk import measure, relative_flatness
+from relflat_sk import flatness_report, measure, relative_flatness
+from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
@@ -131,6 +134,18 @@ def test_memory_does_not_grow_with_the_data(name, options):
     assert not any(alive)
 
 
+def test_estimators_of_all_kinds_are_measured():
+    inputs = np.random.default_rng(0).normal(size=(30, 4))
+    labels = np.array(["a", "b", "c"])[inputs[:, :3].argmax(axis=1)]
+    for model in (
+        LogisticRegression(C=100),
+        MLPClassifier((5,), max_iter=5000, random_state=0, solver="lbfgs"),
+    ):
+        model.fit(inputs, labels)
+        for name in NAMES:
+            assert np.isfinite(value(name, model, inputs, labels))
+
+
 # -- sample weights: whole numbers have the effect of repeated samples ----------------------------
 
 # the first of the batches of 3 has no weight at all
@@ -218,3 +233,16 @@ def test_tokens_with_ignored_labels_are_left_out(name):
     padded = measure(name, net, X, y.where(kept, -100), criterion=CE, batch_size=3)
     expected = measure(name, net, X[kept], y[kept], criterion=CE)
     assert padded == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
+def test_the_margin_refuses_weights():
+    problem, (X, y, counts), _ = weighted_and_repeated("mlp relu")
+    options = {"criterion": CE, "sample_weight": counts}
+    for name in MARGINS:
+        with pytest.raises(ValueError, match="leave sample_weight out"):
+            measure(name, problem.net, X, y, **options)
+    with pytest.warns(FlatnessWarning, match="leave sample_weight out"):
+        report = flatness_report(problem.net, X, y, **options)
+    report = report.set_index("measure")["value"]
+    assert report[sorted(MARGINS)].isna().all()

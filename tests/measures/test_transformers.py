@@ -23,17 +23,20 @@ from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests import oracles
 from tests.cases import Net, published_penalty
-from tests.hugging_face import GPT2LMHeadModel
+from tests.hugging_face import Conv1D, GPT2LMHeadModel
 from tests.measures.nets import (
     CE,
+    HEADS,
     IDS,
     INPUTS,
     LABELS,
     MASK,
+    SIZE,
     Attends,
     FusedAttention,
     LanguageModel,
     Problem,
+    WrittenOutAttention,
     allowed,
     gpt2,
     make_fused,
@@ -112,6 +115,30 @@ def test_fused_encoder_layers_are_taken_apart():
     value = relative_flatness(net, X, y, layer="0.linear2", criterion=CE, method="exact")
     assert value == pytest.approx(expected, rel=1e-8)
     assert torch.backends.mha.get_fastpath_enabled() == fast
+
+
+class AttendsAtTheEnd(FusedAttention):
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
+        return self.attend(q, k, v).transpose(1, 2).flatten(2).mean(1)
+
+
+class WrittenOutAtTheEnd(AttendsAtTheEnd):
+    attend = WrittenOutAttention.attend
+    mask = 1.0
+
+
+def test_attention_behind_the_last_layer():
+    net, written = AttendsAtTheEnd().double(), WrittenOutAtTheEnd().double()
+    del net.out, net.head, written.out, written.head
+    written.load_state_dict(net.state_dict())
+    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 4
+    H, W = oracles.weight_hessian(written, "qkv", CE, X, y)
+    value = relative_flatness(net, X, y, criterion=CE, method="exact", batch_size=3)
+    assert value == pytest.approx(oracles.kappa_of(H, W), rel=1e-8)
+    penalty = published_penalty()
+    for _ in range(3):
+        penalise(penalty, net, CE, X, y).backward()
 
 
 def test_attention_before_the_measured_layer_stays_fused():
@@ -225,6 +252,18 @@ def test_other_classes_of_that_name_are_no_layers():
     """A user's own module, which happens to have that name."""
     own = type("Conv1D", (Net,), {"nf": 3})(lambda net, x: net.inner(x), inner=nn.Linear(4, 3))
     assert list(weight_layers(nn.Sequential(own))) == ["0.inner"]
+
+
+def test_a_class_of_the_same_name_that_computes_something_else_is_refused():
+    class Scaled(Conv1D):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    net = nn.Sequential(Scaled(3, 4)).double()
+    nn.init.normal_(net[0].weight)
+    with pytest.raises(ValueError, match="layer '0' does not compute W x"):
+        measure("relative_flatness", net, torch.randn(6, 4).double(), torch.arange(6) % 3,
+                criterion=CE)  # fmt: skip
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["few", "many"])

@@ -59,6 +59,11 @@ def test_scores_are_ranked_largest_first():
     assert rank_minima(minima, by="test_score")["trial"].tolist() == [2, 1, 0]
 
 
+def test_without_status_columns_every_row_is_a_minimum():
+    minima = pd.DataFrame({"relative_flatness": [3.0, 1.0, 2.0]})
+    assert rank_minima(minima)["relative_flatness"].tolist() == [1.0, 2.0, 3.0]
+
+
 @settings(max_examples=50, deadline=None)
 @example(CASES)
 @given(
@@ -89,6 +94,14 @@ def test_an_empty_table_is_ranked_as_one():
     ranked = rank_minima(minima_table(optuna.create_study()), by="train_loss")
     assert ranked.columns.tolist() == list(FIXED)
     assert len(ranked) == 0
+
+
+def test_fitted_search_is_its_minima():
+    class Search:
+        minima_ = make_minima()
+
+    assert minima_table(Search()) is Search.minima_
+    assert_frame_equal(rank_minima(Search()), rank_minima(Search.minima_))
 
 
 def study_of(objective=None):

@@ -6,14 +6,17 @@ import pandas as pd
 import pytest
 from optuna.trial import TrialState, create_trial
 
+from relflat_sk.minima import correlate_measures
 from relflat_sk.minima._table import (
     FIXED,
+    column_of,
     curves_of,
     depth_of,
     find_axes,
     find_axis,
     is_complete,
     is_converged,
+    is_reserved,
     measure_columns,
     minima_table,
     numeric_column,
@@ -46,11 +49,31 @@ def test_missing_numbers_are_nan_and_missing_booleans_are_false():
     assert is_complete(table).tolist() == [True, True]
 
 
+def own_measure(model, X, y):
+    """A function of the user's that is a measure."""
+
+
+def test_a_column_is_named_or_is_that_of_a_function():
+    assert [column_of(one) for one in ("l2_norm", own_measure)] == ["l2_norm", "own_measure"]
+    with pytest.raises(ValueError, match="has no name for its column: define it by def"):
+        column_of(lambda model, X, y: 0.0)
+    with pytest.raises(TypeError, match="a measure is one name or one function, got 3 of type int"):
+        correlate_measures(pd.DataFrame(), 3)
+    names = ("rank", "in_fleet", "param_lr", "own_measure")
+    assert [is_reserved(name) for name in names] == [True, True, True, False]
+
+
 def test_depths_are_ratios_of_losses():
     assert depth_of(0.1, 2.0) == pytest.approx(20)
     assert depth_of(0.0, 2.0) == depth_of(1e-30, 1.0) == pytest.approx(1e6)
     for losses in [(-1.0, 2.0), (1.0, -2.0), (np.nan, 1.0), (1.0, np.nan), (np.inf, 1.0), (1, 0)]:
         assert np.isnan(depth_of(*losses))
+
+
+def test_the_error_lists_the_numeric_columns():
+    table = pd.DataFrame({"l2_norm": [1.0], "test_loss": [0.1], "state": ["complete"]})
+    with pytest.raises(ValueError, match=r"by='state' is not numeric.*\['l2_norm'\].*test_loss"):
+        numeric_column(table, "state", argument="by")
 
 
 # the hyper-parameters
@@ -166,6 +189,12 @@ def test_study_becomes_a_table_of_its_finished_trials(directions):
     assert first["seconds"] == 2.0
     assert first["generalization_gap"] == 0.2
     assert table["train_score"].isna().all()
+
+
+def test_study_without_trials_becomes_an_empty_table():
+    table = minima_table(optuna.create_study())
+    assert len(table) == 0
+    assert table.columns.tolist() == UNRANKED
 
 
 def test_measures_computed_afterwards_join_the_row_of_their_trial():

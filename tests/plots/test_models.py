@@ -106,19 +106,40 @@ def test_arguments_reach_the_measures_and_matplotlib():
     assert display.ax_.containers[0].lines[0].get_markersize() == 9
 
 
-def test_arguments_of_the_measures_have_their_place():
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"criterion": CE},
+            TypeError,
+            "no argument 'criterion': pass it in measure_params, as .*\"criterion\": ",
+        ),
+        ({"layers": []}, ValueError, "layers must name at least one layer"),
+        ({"measures": []}, ValueError, "measures must name at least one measure"),
+        ({"measures": 1}, TypeError, "measures must be a name or a list of names"),
+    ],
+    ids=str,
+)
+def test_bad_choices_of_layers_and_measures(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        LayerFlatnessDisplay.from_estimator(model, X, y, **arguments)
+
+
+def test_arguments_of_layer_sensitivity_have_their_place():
     module, *data = small_module(nn.Linear(4, 3))
-    for display, place in (
-        (LayerFlatnessDisplay, "measure_params"),
-        (LayerSensitivityDisplay, "sensitivity_params"),
-    ):
-        message = f"no argument 'criterion': pass it in {place}, as .*\"criterion\": "
-        with pytest.raises(TypeError, match=message):
-            display.from_estimator(module, *data, criterion=CE)
+    with pytest.raises(TypeError, match="no argument 'criterion': pass it in sensitivity_params"):
+        LayerSensitivityDisplay.from_estimator(module, *data, criterion=CE)
     display = LayerSensitivityDisplay.from_estimator(
         module, *data, sensitivity_params={"criterion": CE}
     )
     assert ticks(display.ax_.yaxis) == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "scale"), [([1.0, 100.0], "log"), ([1.0, 5.0], "linear"), ([-1.0, 100.0], "linear")]
+)
+def test_the_scale_is_logarithmic_for_positive_values_over_a_decade(numbers, scale):
+    assert draw_report(numbers).get_xscale() == scale
 
 
 def test_long_names_are_shortened_and_missing_values_leave_a_gap():

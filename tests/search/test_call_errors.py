@@ -11,9 +11,10 @@ from optuna.artifacts import FileSystemArtifactStore
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
+from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._failures import CallError, blame_storage, explain, is_of_storage
 from relflat_sk.search._study import open_storage
-from tests.search.examples import X_TEST, Y_TEST, X, Y, load, logistic
+from tests.search.examples import X_TEST, Y_TEST, X, Y, load, logistic, make_net, make_search
 
 SPACE = {"C": [0.5, 1.0, 2.0]}
 NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
@@ -82,34 +83,59 @@ def test_held_out_data_that_cannot_be_evaluated_end_the_search(stored):
     assert len(search.minima_) == 3
 
 
-class RunsOut(LogisticRegression):
-    """Runs out of memory: of NumPy, of a device, or while it is scored on held-out data."""
-
-    def fit(self, X, y):
-        if self.C == 0.5:
-            raise MemoryError("Unable to allocate 3. PiB for an array")
-        if self.C == 1.0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 PiB")
-        return super().fit(X, y)
+class NoMemory(LogisticRegression):
+    """Runs out of memory while it is scored on held-out data."""
 
     def score(self, X, y):
-        if self.C == 2.0 and len(X) < 70:
-            raise MemoryError("unable to score")
+        if self.C == 1.0 and len(X) < 70:
+            raise MemoryError("unable to allocate")
         return super().score(X, y)
 
 
 @NO_MINIMA
-def test_memory_is_a_matter_of_the_candidate(monkeypatch):
-    """The sweep goes on, with the memory that the candidate had on a device."""
+def test_memory_is_a_matter_of_the_candidate():
+    search = logistic(SPACE, NoMemory(max_iter=1000)).fit(X, Y, X_TEST[:60], Y_TEST[:60])
+    assert search.minima_["state"].tolist() == ["complete", "complete", "failed"]
+
+
+class RunsOut(LogisticRegression):
+    """Runs out of memory in the way that class_weight names."""
+
+    def fit(self, X, y):
+        if self.class_weight == "numpy":
+            raise MemoryError("Unable to allocate 3. PiB for an array")
+        if self.class_weight == "torch":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 PiB")
+        return super().fit(X, y)
+
+
+@NO_MINIMA
+def test_running_out_of_memory_does_not_end_the_sweep():
+    search = logistic({"class_weight": ["numpy", "torch", None]}, RunsOut(max_iter=1000)).fit(X, Y)
+    table = search.minima_.set_index("param_class_weight")
+    assert table["state"].tolist() == ["complete", "failed", "failed"]
+    assert table["reason"]["numpy"] == "MemoryError: Unable to allocate 3. PiB for an array"
+    assert table["reason"]["torch"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert search.best_params_ == {"class_weight": None}
+
+
+@NO_MINIMA
+def test_memory_of_a_device_is_given_back_after_a_failure(monkeypatch):
+    """A large candidate fills torch's cache, which the next one may need."""
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-    search = logistic({"C": [0.3, 0.5, 1.0, 2.0]}, RunsOut(max_iter=1000), refit=False)
-    table = search.fit(X, Y, X_TEST[:60], Y_TEST[:60]).minima_.set_index("param_C")
-    assert table["state"].to_dict() == {0.3: "complete"} | dict.fromkeys([0.5, 1.0, 2.0], "failed")
-    assert table["reason"][0.5] == "MemoryError: Unable to allocate 3. PiB for an array"
-    assert table["reason"][1.0].startswith("OutOfMemoryError: CUDA out of memory")
-    assert table["reason"][2.0] == "MemoryError: unable to score"
-    assert len(emptied) == 3
+    space = {"class_weight": ["torch", None]}
+    logistic(space, RunsOut(max_iter=1000), refit=False).fit(X, Y)
+    assert len(emptied) == 1
+
+
+def test_the_objective_records_no_failure_of_the_call(tmp_path):
+    store = FullStore(tmp_path)
+    objective = MinimaObjective(LogisticRegression(), X, Y, {"C": [1.0]}, artifact_store=store)
+    study = optuna.create_study()
+    with pytest.raises(CallError, match="the weights of trial 1 cannot be saved"):
+        study.optimize(objective, n_trials=2)
+    assert not {"failed", "reason"} & attributes_of(study.trials[1]).keys()
 
 
 # -- tried again -------------------------------------------------------------------------------
@@ -190,15 +216,13 @@ def damaged_search(stored, folder, damage):
     return search, path, predicted
 
 
-AGAIN = r"trial 1.* are .* The candidate is trained again\."
+AGAIN = "are damaged: .* The candidate is trained again"
 
 
-@pytest.mark.parametrize("damage", [truncate, overwrite, exchange, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, overwrite, exchange])
 def test_damaged_weights_are_named_and_the_others_are_measured(stored, tmp_path, damage):
     search, path, predicted = damaged_search(stored, tmp_path / "minima", damage)
-    message = rf"trial 1 are damaged: file '{path.name}' in '/"
-    if damage is Path.unlink:
-        message = f"trial 1, artifact '{path.name}', are not in artifact_store='/"
+    message = rf"trial 1 are damaged: file '{path.name}' in '/.*"
     with pytest.warns(FlatnessWarning, match=message) as warned:
         found = search.remeasure(["l2_norm"]).set_index("trial").sort_index()
     assert found["l2_norm"].isna().tolist() == [False, True, False]
@@ -232,3 +256,21 @@ def test_other_weights_do_not_take_the_place_of_the_first(stored, tmp_path, monk
     with pytest.warns(FlatnessWarning, match=AGAIN):
         search.remeasure(["l2_norm"], retrain=True)
     assert path.stat().st_size == size
+
+
+@pytest.mark.parametrize("random_state", [0, None])
+def test_weights_that_were_never_saved_can_be_trained_again(stored, random_state):
+    search = logistic(SPACE, random_state=random_state, **stored).fit(X, Y)
+    assert search.remeasure(["l2_norm"], retrain=True)["l2_norm"].notna().all()
+
+
+def test_another_network_is_not_measured(stored, monkeypatch):
+    """Without saved weights, its loss tells that it is another one."""
+    search = make_search(make_net(), {"lr": [0.04, 0.05]}, **stored).fit(X, Y)
+    train = MinimaObjective._train
+    monkeypatch.setattr(
+        MinimaObjective, "_train", lambda self, params, seed: train(self, params, seed + 1)
+    )
+    with pytest.warns(FlatnessWarning, match="minimum of trial 0 cannot be had again"):
+        found = search.remeasure(["l2_norm"], retrain=True)
+    assert found["l2_norm"].isna().all()

@@ -127,6 +127,18 @@ def test_other_columns_are_not_guessed_and_the_fits_not_lost(columns, names, mis
         assert flattest_within(0.5, **names)(table) == chosen
 
 
+def test_a_search_with_another_scorer_stays_usable():
+    scoring = {"f1": "f1_macro", "accuracy": "accuracy", "flatness": FlatnessScorer()}
+    grid, rule = {"C": [0.001, 0.1, 10.0]}, flattest_within(0.05)
+    search = GridSearchCV(LogisticRegression(max_iter=5000), grid, scoring=scoring, refit=rule)
+    with pytest.warns(FlatnessWarning, match="no column 'mean_test_score'"):
+        search.fit(X, Y)
+    assert search.best_index_ == np.argmax(search.cv_results_["mean_test_f1"])
+    table = search.cv_results_
+    expected = by_definition(table["mean_test_accuracy"], table["mean_test_flatness"], 0.05)
+    assert flattest_within(0.05, "accuracy")(table) == expected != search.best_index_
+
+
 def test_without_any_flatness_the_score_decides_and_without_any_score_nothing():
     with pytest.warns(FlatnessWarning, match="and 0 of all 3 have both. Candidate 1"):
         assert flattest_within(0.1)(results([0.8, 0.9, nan], [nan, nan, -1.0])) == 1

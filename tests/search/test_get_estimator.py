@@ -34,6 +34,12 @@ from tests.search.examples import (
 )
 
 SIZES = {"batch_size": [8, 16, 32]}
+ESTIMATORS = {
+    "net": (make_net(), SIZES),
+    "pipeline": (piped(make_net()), {"net__batch_size": [8, 16, 32]}),
+    "mlp": (MLPClassifier((6,), max_iter=3000, tol=1e-2), SIZES),
+    "regression": (LogisticRegression(max_iter=1000), {"C": [0.8, 1.0, 1.2]}),
+}
 NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 
@@ -50,6 +56,20 @@ def fit_and_remember(search, monkeypatch):
         patched.setattr(MinimaObjective, "_run", remember)
         search.fit(X, Y)
     return found
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_every_minimum_is_an_estimator_that_is_trained_again(kind, monkeypatch):
+    estimator, space = ESTIMATORS[kind]
+    search = make_search(estimator, space, refit=True)
+    found = fit_and_remember(search, monkeypatch)
+    assert len(found) == 3
+    for number, expected in found.items():
+        np.testing.assert_array_equal(search.get_estimator(number).predict_proba(X), expected)
+    assert search.get_estimator(search.minima_["trial"][0]) is search.best_estimator_
+    assert type(search.get_estimator(1)) is type(estimator)
+    params = search.best_estimator_.get_params()
+    assert None not in [one for name, one in params.items() if name.endswith("random_state")]
 
 
 # -- without a random_state --------------------------------------------------------------------
@@ -106,9 +126,6 @@ def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
-    with pytest.warns(FlatnessWarning, match="minimum of trial 0 cannot be had again"):
-        found = search.remeasure(["l2_norm"], retrain=True)
-    assert found["l2_norm"].isna().all()
     again = make_search(make_net(), SIZES, refit=True, **stored)
     with pytest.warns(FlatnessWarning, match="best_estimator_ is not the network of the table"):
         again.fit(X, Y)
@@ -161,6 +178,26 @@ def test_progress_shows_the_best_goals_and_failures():
     assert progress([]).startswith("no minimum yet")
 
 
+@NO_MINIMA
+def test_the_bar_of_a_search_shows_progress(capfd):
+    logistic({"C": [0.5, 1.0, 1.1]}, Fails(max_iter=1000), verbose=1).fit(X, Y)
+    shown = capfd.readouterr().err
+    assert "goal reached 2, plateau 0, not converged 0, failed 1" in shown
+    assert "flattest" in shown
+
+
+@pytest.mark.parametrize("labels", [Y, LABELS], ids=["numbers", "names"])
+def test_an_ensemble_averages_the_probabilities_of_the_flattest(labels):
+    """Also of a pickled search, which needs no data for the networks that it holds."""
+    search = pickle.loads(pickle.dumps(logistic().fit(X, labels)))
+    flattest = search.minima_["trial"].iloc[:2]
+    expected = np.mean([search.get_estimator(n).predict_proba(X) for n in flattest], axis=0)
+    ensemble = pickle.loads(pickle.dumps(search.get_ensemble(2)))
+    np.testing.assert_allclose(ensemble.predict_proba(X), expected, rtol=1e-12)
+    assert ensemble.predict(X).tolist() == search.classes_[expected.argmax(axis=1)].tolist()
+    assert ensemble.score(X, labels) > 0.8
+
+
 @pytest.mark.parametrize("columns", [(), (1,), (2,)])
 def test_an_ensemble_averages_the_predictions_of_regressors(columns):
     targets = np.stack([TARGET, -TARGET], axis=1)[:, : columns[0]] if columns else TARGET
@@ -196,27 +233,14 @@ def test_a_search_predicts_with_the_mean_of_what_has_learned(kind, stored, tmp_p
     members = [search.get_estimator(number) for number in learned["trial"]]
     expected = np.mean([getattr(one, method)(X) for one in members], axis=0)
     again = clone(search).fit(X, targets)
-    copied = pickle.loads(pickle.dumps(search))
-    for found in (search, copied, search.get_ensemble(), again):
+    for found in (search, pickle.loads(pickle.dumps(search)), search.get_ensemble(), again):
         np.testing.assert_allclose(getattr(found, method)(X), expected, rtol=1e-6)
-    # the flattest ones are an ensemble as well, which needs no data, and can be pickled
-    flattest = [search.get_estimator(number) for number in search.minima_["trial"].iloc[:2]]
-    two = pickle.loads(pickle.dumps(copied.get_ensemble(2)))
-    expected = np.mean([getattr(one, method)(X) for one in flattest], axis=0)
-    np.testing.assert_allclose(getattr(two, method)(X), expected, rtol=1e-6)
-    for k, match in (
-        (9, f"k=9 minima are asked for, and {len(search.minima_)} candi"),
-        (0, "k mu"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            search.get_ensemble(k)
     assert search.score(X, targets) == search.ensemble_.score(X, targets)
     # the flattest alone is there as well, and what does not average is not
     np.testing.assert_array_equal(search.best_estimator_.predict(X), members[0].predict(X))
     for one in (search, clone(search)):
         assert not hasattr(one, "decision_function")
     if kind == "classifier":
-        assert two.predict(X).tolist() == search.classes_[expected.argmax(axis=1)].tolist()
         logarithms = np.log(search.predict_proba(X))
         np.testing.assert_array_equal(search.predict_log_proba(X), logarithms)
     alone = search.set_params(refit=True).fit(X, targets)
@@ -352,3 +376,11 @@ def test_a_mean_is_of_networks_that_lower_the_loss_half_as_far_as_the_best(
 ):
     table = pd.DataFrame({"depth": depth, "converged": True, "state": "complete", **columns})
     assert is_averaged(table).tolist() == averaged
+
+
+def test_an_ensemble_needs_trained_minima():
+    search = logistic().fit(X, Y)
+    with pytest.raises(ValueError, match="k=4 minima are asked for, and 3 candidates"):
+        search.get_ensemble(4)
+    with pytest.raises(ValueError, match="k must be a positive integer or None, got 0"):
+        search.get_ensemble(0)

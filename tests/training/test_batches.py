@@ -150,6 +150,14 @@ def test_arrays_on_a_device_stay_there(device):
     assert {labels.device.type for _, labels in batches} == {"cpu"}
 
 
+def test_weights_travel_with_labels():
+    dataset = with_weights(SkorchDataset(X, Y), np.arange(N))
+    for inputs, (labels, weights) in make_loader(dataset, batch_size=4, shuffle=True):
+        rows = weights.long().numpy()
+        np.testing.assert_array_equal(labels, Y[rows])
+        np.testing.assert_array_equal(inputs, X[rows])
+
+
 class _Loader(DataLoader):
     """A loader of the user's own."""
 

@@ -90,6 +90,14 @@ def test_weights_are_repetitions_where_a_batch_holds_all_data(name):
         same(weighted, make(kind, **params).fit(X, y), rtol=1e-6, atol=1e-6)
 
 
+def test_equal_weights_change_nothing():
+    for params in ({}, {"flatness_layer": "hidden0"}):
+        plain = make(batch_size=8, **params).fit(X, NAMES)
+        for weight in (1, 7):  # a mean has no scale
+            weighted = make(batch_size=8, **params).fit(X, NAMES, sample_weight=[weight] * 42)
+            same(weighted, plain, rtol=1e-9, atol=1e-12)
+
+
 def test_a_batch_without_weight_teaches_nothing():
     weights = np.r_[np.ones(10), np.zeros(32)]
     params = {"batch_size": 10, "max_epochs": 4, "iterator_train__shuffle": False}

@@ -56,12 +56,7 @@ DATA = [
     (Classifier, X, np.where(INDEX == 0, np.nan, INDEX), "Input y contains NaN"),
     (Classifier, X, X[:, :2], "y should be a 1d array"),
     (Classifier, np.array([["a", "b"]] * 42), NAMES, "not compatible with arrays of"),
-    (
-        Classifier,
-        dataset(INDEX),
-        None,
-        "n_features and n_outputs, .* no data yet, .* Pass module__n_features=..., module__n_outp",
-    ),
+    (Classifier, dataset(INDEX), None, "n_features and n_outputs, .* no data yet, and a Dataset"),
     (Binary, X, NAMES, "Only binary classification is supported"),
     (Regressor, X, VALUES[:-1], "X has 42 samples, y has 41 labels"),
     (Regressor, X, NAMES, "could not convert string to float"),
@@ -180,6 +175,11 @@ def test_data_sets_and_loaders(data, params, weights, message):
     with pytest.raises(ValueError, match=message):
         net.fit(data, sample_weight=weights)
     assert not net.history or "train_loss" not in net.history[-1]
+
+
+def test_sizes_before_there_are_data():
+    with pytest.raises(ValueError, match="Pass module__n_features=..., module__n_outputs=..."):
+        Net().initialize()
 
 
 def test_predicting_and_measuring_check_the_data():
