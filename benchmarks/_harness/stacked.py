@@ -49,7 +49,10 @@ class Candidate:
 
 
 def train(candidates: Sequence[Candidate], data: Sequence[tuple[Tensor, Tensor]]) -> list[Weights]:
-    """Train each candidate on its data, (X, y), of which classes are integers."""
+    """Train each candidate on its data, (X, y), of which classes are integers, on its device.
+
+    The weights come back on the CPU. Initial weights and orders are the same on all devices.
+    """
     groups = defaultdict(list)
     for i, (one, (X, _)) in enumerate(zip(candidates, data, strict=True)):
         groups[one.hidden, one.batch_size, len(X)].append(i)
@@ -68,41 +71,45 @@ class _Stack:
     ) -> None:
         self.candidates = list(candidates)
         self.X, self.y = (torch.stack(parts) for parts in zip(*data, strict=True))
+        self.device = self.X.device
         self.generators = [torch.Generator().manual_seed(one.seed) for one in candidates]
+        self.dropout = torch.Generator(self.device).manual_seed(candidates[0].seed)
         sizes = [self.X.shape[-1], *candidates[0].hidden, n_outputs(self.y)]
         drawn = [_draw(sizes, generator) for generator in self.generators]
-        self.weights = [torch.stack(parts) for parts in zip(*drawn, strict=True)]
+        self.weights = [torch.stack(parts).to(self.device) for parts in zip(*drawn, strict=True)]
         self.momenta = [torch.zeros_like(weight) for weight in self.weights]
         self.places = list(range(len(candidates)))
         self._set_rates()
 
     def _set_rates(self) -> None:
         self.rates, self.decays, self.keeps = (
-            torch.tensor([getattr(one, name) for one in self.candidates])[:, None, None]
-            for name in ("lr", "weight_decay", "dropout")
+            self._of_each(name)[:, None, None] for name in ("lr", "weight_decay", "dropout")
         )
         self.keeps = 1 - self.keeps
         self.drops = bool((self.keeps < 1).any())
+
+    def _of_each(self, name: str) -> Tensor:
+        """Return a setting of each network, (k,)."""
+        return torch.tensor([getattr(one, name) for one in self.candidates], device=self.device)
 
     def run(self) -> dict[int, Weights]:
         """Train all, and return the weights by the places of the candidates."""
         found: dict[int, Weights] = {}
         for epoch in range(1, max(one.epochs for one in self.candidates) + 1):
             losses = self._train_epoch()
-            goals = torch.tensor([one.goal for one in self.candidates])
-            if bool(
-                (losses <= 2 * goals).any()
-            ):  # near a goal: the loss of the weights as they are
+            # near a goal: the loss of the weights as they are
+            if bool((losses <= 2 * self._of_each("goal")).any()):
                 with torch.no_grad():
                     losses = mean_losses(outputs(self.weights, self.X), self.y)
             ended = [
                 one.epochs <= epoch or not loss > one.goal or loss == torch.inf
                 for one, loss in zip(self.candidates, losses.tolist(), strict=True)
             ]  # nan is not above any goal: a network that diverged ends
-            for k, place in enumerate(self.places):
-                if ended[k]:
-                    found[place] = [weight[k].clone() for weight in self.weights]
-            self._keep([k for k in range(len(ended)) if not ended[k]])
+            rows = [k for k, is_over in enumerate(ended) if is_over]
+            weights = [weight[rows].cpu() for weight in self.weights] if rows else []
+            for i, k in enumerate(rows):
+                found[self.places[k]] = [weight[i].clone() for weight in weights]
+            self._keep([k for k, is_over in enumerate(ended) if not is_over])
             if not self.places:
                 break
         return found
@@ -122,9 +129,9 @@ class _Stack:
         """Take the steps of an epoch; return each network's mean loss in it, (k,)."""
         k, n = self.X.shape[:2]
         order = torch.stack([torch.randperm(n, generator=one) for one in self.generators])
-        total = torch.zeros(k)
-        for rows in order.split(self.candidates[0].batch_size, dim=1):
-            net = torch.arange(k)[:, None]
+        total = torch.zeros(k, device=self.device)
+        net = torch.arange(k, device=self.device)[:, None]
+        for rows in order.to(self.device).split(self.candidates[0].batch_size, dim=1):
             weights = [weight.requires_grad_() for weight in self.weights]
             losses = mean_losses(self._forward(weights, self.X[net, rows]), self.y[net, rows])
             gradients = torch.autograd.grad(losses.sum(), weights)
@@ -143,7 +150,7 @@ class _Stack:
         *hidden, last = pairs(weights)
         for weight, bias in hidden:
             x = torch.baddbmm(bias, x, weight).relu()
-            draws = torch.rand(x.shape, generator=self.generators[0])
+            draws = torch.rand(x.shape, generator=self.dropout, device=self.device)
             x = x * (draws < self.keeps) / self.keeps
         return torch.baddbmm(last[1], x, last[0])
 

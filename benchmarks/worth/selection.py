@@ -27,9 +27,11 @@ import os
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -142,28 +144,38 @@ class Unit:
 
     def all(self) -> list[Weights]:
         """Return the networks that are trained on all training data."""
-        data = (self.split.X, self.split.y)
-        return self.load("all", lambda: train(self.candidates, [data] * len(self.candidates)))
+        return self.load("all", lambda: train(*self.fits("all")))
 
-    def folds(self, n: int) -> list[tuple[Any, Any]]:
-        """Return the rows to train on and to hold out, of each of n folds."""
+    def keep(self, part: str, nets: list[Weights]) -> None:
+        """Store the networks that were trained for a part of the work, or what is held out."""
+        self.load(part, lambda: nets if part == "all" else self.on_folds(part, nets))
+
+    def fits(self, part: str, device: str = "cpu") -> tuple[list[Candidate], list[Any]]:
+        """Return what is trained for a part of the work: candidates, and the data of each."""
+        X, y = self.split.X.to(device), self.split.y.to(device)
+        if part == "all":
+            return self.candidates, [(X, y)] * len(self.candidates)
+        data = [(X[rows], y[rows]) for rows, _ in self.folds(part)]
+        k = len(self.candidates)
+        return self.candidates * len(data), [one for one in data for _ in range(k)]
+
+    def folds(self, part: str) -> list[tuple[Any, Any]]:
+        """Return the rows to train on and to hold out, of each fold of a part of the work."""
+        first, last, n = FOLDS[part]
         y = self.split.y
         kind = KFold if y.is_floating_point() else StratifiedKFold
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a class with fewer samples than folds
             cv = kind(n, shuffle=True, random_state=self.number).split(self.split.X, y)
-            return [tuple(map(torch.as_tensor, rows)) for rows in cv]
+            return [tuple(map(torch.as_tensor, rows)) for rows in cv][first:last]
 
     def held_out(self, part: str) -> dict[str, Any]:
         """Return sums of held-out losses and errors, samples, and the networks of a single fold."""
-        first, last, n = FOLDS[part]
-        folds = self.folds(n)[first:last]
-        return self.load(part, lambda: self._hold_out(folds))
+        return self.load(part, lambda: self.on_folds(part, train(*self.fits(part))))
 
-    def _hold_out(self, folds: list[tuple[Any, Any]]) -> dict[str, Any]:
-        (X, y), k = (self.split.X, self.split.y), len(self.candidates)
-        data = [(X[rows], y[rows]) for rows, _ in folds for _ in range(k)]
-        nets = train(self.candidates * len(folds), data)
+    def on_folds(self, part: str, nets: list[Weights]) -> dict[str, Any]:
+        """Compute what `held_out` returns from the networks of all folds in turn."""
+        (X, y), k, folds = (self.split.X, self.split.y), len(self.candidates), self.folds(part)
         losses, errors, count = np.zeros(k), np.zeros(k), 0
         for i, (_, rows) in enumerate(folds):
             for j, weights in enumerate(nets[i * k : (i + 1) * k]):
@@ -312,6 +324,23 @@ def is_done(rows: pd.DataFrame, unit: Unit, part: str) -> bool:
     return bool((own["way"] == MARKS[part]).any())
 
 
+def train_together(units: Sequence[Unit], device: str) -> None:
+    """Train the candidates of several splits of one data set in the same steps, and store them.
+
+    A GPU takes as long for the steps of a thousand small networks as for those of a few.
+    """
+    torch.set_num_threads(1)
+    for part in ("all", *FOLDS):
+        missing = [unit for unit in units if not unit.path(part).exists()]
+        if not missing:
+            continue
+        candidates, data = zip(*(unit.fits(part, device) for unit in missing), strict=True)
+        nets = iter(train([*chain(*candidates)], [*chain(*data)]))
+        for unit, own in zip(missing, candidates, strict=True):
+            unit.keep(part, [*islice(nets, len(own))])
+        print(f"{units[0].data}, {units[0].space}, {part}: {len(missing)} splits", flush=True)
+
+
 def study(arguments: argparse.Namespace, store: Path) -> None:
     """Do the missing work."""
     rows = read(arguments.results)
@@ -322,6 +351,14 @@ def study(arguments: argparse.Namespace, store: Path) -> None:
     ]
     if arguments.again:
         work = [(unit, part) for unit, part in work if part == "held out"]
+    if arguments.device != "cpu":
+        together = defaultdict(dict)
+        for unit, _ in work:
+            together[unit.data, unit.space][unit.number] = unit
+        Parallel(n_jobs=arguments.processes)(
+            delayed(train_together)([*units.values()], arguments.device)
+            for units in together.values()
+        )
     jobs = (delayed(timed)(unit, part) for unit, part in work)
     done = Parallel(n_jobs=arguments.processes, return_as="generator")(jobs)
     for (unit, part), (found, seconds) in zip(work, done, strict=True):
@@ -347,6 +384,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=ORDER, help="parts of the work")
     parser.add_argument("--splits", type=int, default=20, help="train-test splits (default: 20)")
     parser.add_argument("--processes", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--device", default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="CSV", help="stored rows")
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="stored networks")
     parser.add_argument("--report", action="store_true", help="print tables only")
