@@ -170,6 +170,7 @@ class LayerPass:
             (found,) = torch.autograd.grad(
                 self.summed_loss, self.offset, retain_graph=True, materialize_grads=True
             )
+        found = full_precision(found)
         if self.is_flat:  # also where tokens count as samples
             return found.reshape(len(self.features), -1, 1)
         return self.map.to_rows(found)
@@ -652,7 +653,9 @@ def _by_gradients(
         materialize_grads=True,
     )
     for name, slope in zip(names, slopes, strict=True):
-        layer, rows = layers[name], layers[name].map.to_rows(slope)
+        layer = layers[name]
+        # in mixed precision, a layer may receive float32 and return float16
+        rows = layer.map.to_rows(full_precision(slope))
         size = max(1, _PULLED // layer.weight.numel())
         parts: dict[Key, list[Tensor]] = {}
         for key in [key for key in quantities if key[0] == name]:

@@ -157,6 +157,7 @@ class RecordedNetwork(Network):
 def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: Any) -> LayerPass:
     """Make the pass of a layer from its record, and from what is known of its curvature."""
     assert record.offset is not None
+    features = full_precision(features)
     return LayerPass(record.name, record.map, features, record.offset, losses, **known)
 
 

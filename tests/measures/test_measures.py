@@ -242,3 +242,27 @@ def test_inference_mode_and_no_grad_around_the_call():
         inputs = X + 0
         assert relative_flatness(net, inputs, y, layer=0, criterion=criterion) == expected
         assert_close(relative_flatness(net, inputs, y, criterion=criterion) > 0, True)
+
+
+class UnderAutocast(nn.Sequential):
+    """Runs in bfloat16; its first layer receives float32 all the same."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("relative_flatness", {"layers": "0"}), ("whitened_flatness", {"layers": "0"}),
+     ("whitened_flatness", {"layers": "3"}), ("takeuchi_criterion", {})],
+)  # fmt: skip
+def test_a_network_that_runs_under_autocast_itself(name, at):
+    torch.manual_seed(0)
+    parts = nn.Conv1d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(40, 10)
+    X, y = torch.randn(64, 3, 12), torch.arange(64) % 10
+    mixed, full = (
+        relflat_sk.flatness_report(net, X, y, measures=[name], criterion=CE, random_state=0, **at)
+        for net in (UnderAutocast(*parts), nn.Sequential(*parts))
+    )
+    assert mixed["value"].item() == pytest.approx(full["value"].item(), rel=0.02)
