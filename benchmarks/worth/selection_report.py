@@ -16,7 +16,6 @@ __all__ = ["compare", "critical_difference", "report"]
 BASE = "20%, log loss, refit"
 REGRESSIONS = ("friedman", "diabetes")
 FLAT = f"{FORM} at {SHARE:g}"
-FEW_SAMPLES = "few samples, splits with cross-validation"
 GROUPS = {
     "classification, data sets on which the constants were chosen": [
         name for name in TASKS if name in CHOSEN_ON and name not in REGRESSIONS
@@ -30,7 +29,6 @@ GROUPS = {
     ],
     "classification, wrong labels": [name for name in TASKS if "wrong" in name],
     "regression (points of R2)": list(REGRESSIONS),
-    FEW_SAMPLES: ["wine", "breast cancer", "diabetes"],
 }
 # the ways of the diagram and of the table by data set, with their names in docs/does_it_help.md
 MAIN = {
@@ -120,9 +118,6 @@ def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
     for title, names in GROUPS.items():
         for space in SPACES:
             some = rows[rows["data"].isin(names) & (rows["space"] == space)]
-            if title == FEW_SAMPLES:
-                folds = some.loc[some["way"] == "5-fold, log loss, refit", ["data", "split"]]
-                some = some.merge(folds)
             if BASE in set(some["way"]):
                 print(f"\n{title}; {space} candidates\n")
                 print(_layout(compare(some)))
@@ -177,6 +172,9 @@ def _print_by_data(rows: pd.DataFrame, space: str) -> None:
     names = [name for name in TASKS if name in means.index]
     cells = [["way", *names]]
     cells += [[way, *(f"{means.loc[name, way]:.2f}" for name in names)] for way in ways]
+    if FLAT in means:
+        tau = rows[rows["way"] == FLAT].groupby("data")["tau"].mean()
+        cells.append([f"tau of {FLAT}", *(f"{tau[name]:.2f}" for name in names)])
     print(table(cells))
 
 

@@ -95,9 +95,13 @@ def _cut_batches(
     first, size = members[0], members[0].batch_size
     numbers = max(1, first.inputs[:1].numel()) * len(members)
     at_once = size * max(1, _NUMBERS // (size * numbers))
+    data = [member.inputs for member in members]
+    if len(first.inputs) <= at_once * len(members) and _is_shared(data):
+        # to the device at once, where each net would bring its own copy of each row
+        data = [first.inputs.to(like.device)] * len(members)
     for start in range(0, len(first.order), at_once):
         rows = [member.order[start : start + at_once] for member in members]
-        inputs = _taken([member.inputs for member in members], rows)
+        inputs = _taken(data, rows)
         several = convert(
             Batch(
                 cast_inputs(inputs, first.module, like.device),
@@ -109,10 +113,20 @@ def _cut_batches(
             yield Batch(*(array[:, one : one + size] for array in several if array is not None))
 
 
+def _is_shared(data: Sequence[Tensor]) -> bool:
+    """Tell whether all tensors, of one type, are the same memory."""
+    places = ((one.data_ptr(), one.shape, one.stride()) for one in data)
+    return len(set(places)) == 1
+
+
 def _taken(data: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     """Take some rows of each tensor: (k, n, ...)."""
-    taken = [one.index_select(0, own.to(one.device)) for one, own in zip(data, rows, strict=True)]
-    return taken[0][None] if len(taken) == 1 else torch.stack(taken)
+    if _is_shared(data):
+        index = torch.stack(list(rows)).to(data[0].device)
+        return data[0].index_select(0, index.flatten()).view(*index.shape, *data[0].shape[1:])
+    return torch.stack([
+        one.index_select(0, own.to(one.device)) for one, own in zip(data, rows, strict=True)
+    ])
 
 
 def _weights(

@@ -307,6 +307,24 @@ def test_rows_of_a_unit_are_replaced(tmp_path):
     assert (found.groupby(["space", "split"]).size() == [1, 3, 3, 3]).all()
 
 
+def test_splits_that_are_trained_together_are_those_trained_alone(tmp_path):
+    together, alone = (
+        [selection.Unit("wine", "equal", split, None, tmp_path / name, 3) for split in (0, 1)]
+        for name in ("together", "alone")
+    )
+    selection.train_together(together, "cpu")
+    assert {path.name for path in (tmp_path / "together").iterdir()} >= {
+        f"wine-equal-{split}-{part}.pt" for split in (0, 1) for part in ("all", "20%", "10-fold")
+    }
+    for one, other in zip(together, alone, strict=True):
+        for nets in zip(one.all(), other.all(), strict=True):
+            assert all(map(torch.equal, *nets))
+        for part in ("5%", "5-fold"):
+            held_out, expected = one.held_out(part), other.held_out(part)
+            np.testing.assert_array_equal(held_out["losses"], expected["losses"])
+            assert held_out["n"] == expected["n"] > 0
+
+
 @pytest.mark.scale
 def test_an_interrupted_study_goes_on(tmp_path):
     options = ("--quick", "--store", tmp_path / "store", "--results", tmp_path / "rows.csv")
