@@ -65,13 +65,13 @@ class Method:
 
 PLAIN = {"flatness_weight": 0.0}
 ADAPTIVE = {**PLAIN, "sharpness_adaptive": True}
-# Radii and weight decays around those in use: a larger one kills the network, and a range of which
-# half does so wastes half of the trials (with radii up to 2, SAM was below plain training).
+# Radii and weight decays around those in use. A larger one kills the network, and a range of which
+# half does so wastes half of the trials; the best of SAM is 0.4 on digits and 0.04 on CIFAR-10.
 METHODS = {
     "plain": Method(fixed=PLAIN),
     "weight decay": Method("optimizer__weight_decay", 1e-5, 0.01, PLAIN),
-    "SAM": Method("sharpness_radius", 0.005, 0.2, PLAIN, SharpnessAwareClassifier),
-    "ASAM": Method("sharpness_radius", 0.05, 2.0, ADAPTIVE, SharpnessAwareClassifier),
+    "SAM": Method("sharpness_radius", 0.005, 0.5, PLAIN, SharpnessAwareClassifier),
+    "ASAM": Method("sharpness_radius", 0.05, 5.0, ADAPTIVE, SharpnessAwareClassifier),
     "flatness, default": Method(),
     "flatness, last layer": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": -1}),
     "flatness, first layer": Method("flatness_weight", 0.01, 100.0, {"flatness_layer": 0}),
