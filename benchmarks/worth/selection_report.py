@@ -89,7 +89,7 @@ def compare(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
     DataFrame
         A row for each way, best first: means over data sets of the means over splits; the
         difference to the other way with the half width of its 95% interval over splits, the data
-        sets given; the largest difference of a data set; and the numbers of data sets and splits.
+        sets given, or over data sets if each has one split; the largest difference of a data set; and the numbers of data sets and splits.
     """
     wide = rows.pivot_table(index=["data", "split"], columns="way", values="error")
     found = []
@@ -100,6 +100,8 @@ def compare(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
         spread, freedom = by_data.var().fillna(0), int((n - 1).sum())
         many = freedom > 0 and bool((n > 1).all())
         width = np.sqrt((spread / n).sum()) / len(n) * t.ppf(0.975, freedom) if many else np.nan
+        if freedom == 0 and len(n) > 1:
+            width = mean.sem() * t.ppf(0.975, len(n) - 1)
         means = own.groupby("data")[["regret", "top5", "tau", "cost"]].mean().mean()
         found.append({
             "way": way, **means, "difference": mean.mean(), "width": width,

@@ -271,6 +271,17 @@ def test_differences_have_the_interval_of_a_paired_test():
     assert math.isnan(one["width"])  # one split has no interval
 
 
+def test_with_one_split_of_each_data_set_the_interval_is_over_data_sets():
+    rows = stored(1, ("digits", "breast cancer", "wine"))
+    rows = rows[rows["space"] == "equal"]
+    found = selection_report.compare(rows).set_index("way").loc["random"]
+    wide = rows.pivot_table(index="data", columns="way", values="error")
+    test = ttest_rel(wide["random"], wide[selection_report.BASE])
+    low, high = test.confidence_interval(0.95)
+    assert found["difference"] == pytest.approx((low + high) / 2)
+    assert found["width"] == pytest.approx((high - low) / 2)
+
+
 def test_only_splits_that_both_ways_have_are_compared():
     rows = stored(3, names=("digits",))
     rows = rows[(rows["way"] != "random") | (rows["split"] > 0)]
