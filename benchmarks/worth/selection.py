@@ -324,13 +324,14 @@ def is_done(rows: pd.DataFrame, unit: Unit, part: str) -> bool:
     return bool((own["way"] == MARKS[part]).any())
 
 
-def train_together(units: Sequence[Unit], device: str) -> None:
+def train_together(units: Sequence[Unit], parts: Sequence[str], device: str) -> None:
     """Train the candidates of several splits of one data set in the same steps, and store them.
 
-    A GPU takes as long for the steps of a thousand small networks as for those of a few.
+    A GPU takes as long for the steps of a thousand small networks as for those of a few. Dropout
+    draws for all at once: with it, the networks are others than those of splits trained alone.
     """
     torch.set_num_threads(1)
-    for part in ("all", *FOLDS):
+    for part in parts:
         missing = [unit for unit in units if not unit.path(part).exists()]
         if not missing:
             continue
@@ -351,12 +352,13 @@ def study(arguments: argparse.Namespace, store: Path) -> None:
     ]
     if arguments.again:
         work = [(unit, part) for unit, part in work if part == "held out"]
-    if arguments.device != "cpu":
+    if arguments.device != "cpu" and not arguments.again:
         together = defaultdict(dict)
         for unit, _ in work:
             together[unit.data, unit.space][unit.number] = unit
+        parts = dict.fromkeys(chain(["all"], *(NEEDS.get(part, ()) for _, part in work)))
         Parallel(n_jobs=arguments.processes)(
-            delayed(train_together)([*units.values()], arguments.device)
+            delayed(train_together)([*units.values()], [*parts], arguments.device)
             for units in together.values()
         )
     jobs = (delayed(timed)(unit, part) for unit, part in work)

@@ -89,7 +89,8 @@ def compare(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
     DataFrame
         A row for each way, best first: means over data sets of the means over splits; the
         difference to the other way with the half width of its 95% interval over splits, the data
-        sets given, or over data sets if each has one split; the largest difference of a data set; and the numbers of data sets and splits.
+        sets given, or over data sets if each has one split; the largest difference of a data set;
+        and the numbers of data sets and splits.
     """
     wide = rows.pivot_table(index=["data", "split"], columns="way", values="error")
     found = []
@@ -140,7 +141,8 @@ def _print_splits(rows: pd.DataFrame) -> None:
 def _print_constants(rows: pd.DataFrame) -> None:
     """Print the mean regret by form and share on the data sets of the choice."""
     some = rows[rows["data"].isin(CHOSEN_ON) & ~rows["data"].isin(REGRESSIONS)]
-    print(f"\nregret and tau by form and loss share, on {', '.join(CHOSEN_ON)}: both spaces\n")
+    names = ", ".join(dict.fromkeys(some["data"]))
+    print(f"\nregret and tau by form and loss share, on {names}: both spaces\n")
     cells = [["form", "as trained", *(f"at {share:g}" for share in SHARES)]]
     for form in FORMS:
         names = [form, *(f"{form} at {share:g}" for share in SHARES)]

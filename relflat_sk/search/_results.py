@@ -30,7 +30,8 @@ from relflat_sk.search._space import Space
 from relflat_sk.search._weights import last_prefix
 
 # With wrong labels, fewer of the networks that have learned (are so deep) reach the loss, and
-# flatness orders them worse than chance: benchmarks.worth.selection.
+# flatness orders those of different width and training worse than chance, see
+# benchmarks.worth.selection; there the same happens with some data whose labels are right.
 FEW_FIT, LEARNED = 0.4, 2.0
 WRONG_LABELS = (
     "that labels are wrong, and then flatness orders networks worse than chance. Choose by "

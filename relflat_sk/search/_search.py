@@ -290,7 +290,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         them, and with a loss they must also have reached it.
     refit : bool or "mean", default="mean"
         What the search predicts with. "mean": `ensemble_`, the mean prediction of all networks
-        that have learned, which generalises better than any way to choose one of them
+        that have learned, which on most data generalises better than the best of a hold-out
         (``docs/does_it_help.md``). A network has learned if it lowers the loss of the best
         constant prediction at least half as far as the best network does; it need not be a
         minimum. The mean takes the time and memory of all networks. Estimators whose predictions
