@@ -132,23 +132,30 @@ class Unit:
     def load(self, part: str, compute: Any) -> Any:
         """Return a part of the work from its file, or compute and store it."""
         path = self.path(part)
-        if not path.exists():
-            found = compute()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            torch.save(found, partial)
-            partial.replace(path)
-        return torch.load(path, weights_only=False)
+        if path.exists():
+            return torch.load(path, weights_only=False)
+        found = compute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        torch.save(found, partial)
+        partial.replace(path)
+        return found
 
     # -- training and measuring -----------------------------------------------------------
 
     def all(self) -> list[Weights]:
         """Return the networks that are trained on all training data."""
-        return self.load("all", lambda: train(*self.fits("all")))
+        networks: list[Weights] = self.outcome("all")
+        return networks
 
-    def keep(self, part: str, nets: list[Weights]) -> None:
-        """Store the networks that were trained for a part of the work, or what is held out."""
-        self.load(part, lambda: nets if part == "all" else self.on_folds(part, nets))
+    def outcome(self, part: str, nets: list[Weights] | None = None) -> Any:
+        """Return the networks of "all", or what is held out; of `nets` if these are given."""
+
+        def compute() -> Any:
+            trained = train(*self.fits(part)) if nets is None else nets
+            return trained if part == "all" else self._hold_out(part, trained)
+
+        return self.load(part, compute)
 
     def fits(self, part: str, device: str = "cpu") -> tuple[list[Candidate], list[Any]]:
         """Return what is trained for a part of the work: candidates, and the data of each."""
@@ -171,9 +178,10 @@ class Unit:
 
     def held_out(self, part: str) -> dict[str, Any]:
         """Return sums of held-out losses and errors, samples, and the networks of a single fold."""
-        return self.load(part, lambda: self.on_folds(part, train(*self.fits(part))))
+        found: dict[str, Any] = self.outcome(part)
+        return found
 
-    def on_folds(self, part: str, nets: list[Weights]) -> dict[str, Any]:
+    def _hold_out(self, part: str, nets: list[Weights]) -> dict[str, Any]:
         """Compute what `held_out` returns from the networks of all folds in turn."""
         (X, y), k, folds = (self.split.X, self.split.y), len(self.candidates), self.folds(part)
         losses, errors, count = np.zeros(k), np.zeros(k), 0
@@ -338,7 +346,7 @@ def train_together(units: Sequence[Unit], parts: Sequence[str], device: str) -> 
         candidates, data = zip(*(unit.fits(part, device) for unit in missing), strict=True)
         nets = iter(train([*chain(*candidates)], [*chain(*data)]))
         for unit, own in zip(missing, candidates, strict=True):
-            unit.keep(part, [*islice(nets, len(own))])
+            unit.outcome(part, [*islice(nets, len(own))])
         print(f"{units[0].data}, {units[0].space}, {part}: {len(missing)} splits", flush=True)
 
 
