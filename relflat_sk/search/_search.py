@@ -22,6 +22,7 @@ from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
+from skorch import NeuralNet
 
 from relflat_sk._checks import check_integer
 from relflat_sk._models.network_of import describe, final_estimator
@@ -32,6 +33,7 @@ from relflat_sk.measures._names import hold_functions
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import mark_depth_band, shorten_parameters
 from relflat_sk.search._claims import Draws, Plan, failed_trials
+from relflat_sk.search._goal import own_goals
 from relflat_sk.search._objective import MinimaObjective, find_trial, measure_what_is_new, remeasure
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._report import render, render_short
@@ -54,7 +56,7 @@ from relflat_sk.search._study import (
     log_level,
     open_storage,
 )
-from relflat_sk.search._weights import check_store, last_prefix
+from relflat_sk.search._weights import check_store, last_prefix, last_step
 from relflat_sk.search._workers import (
     Sweep,
     check_callbacks,
@@ -623,13 +625,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             return Choice("best held out", "held-out data choose a better network than flatness")
         if not _has_mean(self.estimator, y):
             return Choice("best held out", "predictions of this estimator have no mean")
+        net = last_step(self.estimator)
         names = {name.rpartition("__")[2] for name in space.entries}
-        if space.function is None and names <= _OF_STEPS:
+        if space.function is not None or not names <= _OF_STEPS:
+            reason = "candidates that differ in more than their steps can be much worse than others"
+        elif isinstance(net, NeuralNet) and self.goal is None and not own_goals(net):
+            reason = "without a goal, candidates end at different losses"
+        else:
             return Choice("mean", "candidates of one architecture and loss are about as good")
-        return Choice(
-            "mean of the best held out",
-            "candidates that differ in more than their steps can be much worse than the best",
-        )
+        return Choice("mean of the best held out", reason)
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.

@@ -358,6 +358,19 @@ def test_what_candidates_differ_in_decides_how_to_choose(space, arguments, way):
 
 
 @pytest.mark.parametrize(
+    ("estimator", "way"),
+    [
+        (make_net(callbacks=None), "mean of the best held out"),
+        (make_net(), "mean"),  # which has a goal of its own
+        (LogisticRegression(), "mean"),  # which its own tolerance stops
+    ],
+)
+def test_candidates_without_a_goal_do_not_count_as_equal(estimator, way):
+    search = make_search(estimator, {"random_state": [0, 1]}, goal=None)
+    assert search.suggest_choice().way == way
+
+
+@pytest.mark.parametrize(
     ("depth", "columns", "averaged"),
     [
         ([20, 2.0, 1.8], {"converged": [True, False, True]}, [True, True, False]),
