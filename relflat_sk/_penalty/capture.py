@@ -17,6 +17,7 @@ from relflat_sk._network.layer_checks import (
     few_rows,
     uses_elsewhere,
 )
+from relflat_sk._network.layer_maps import ConvolutionMap
 from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder, features_of, keep_graph
 from relflat_sk._network.tail import depends_on, find_link
@@ -28,7 +29,8 @@ class Plan:
     """What training steps record of a network, found in its first forward pass.
 
     `layers` are the penalised ones and then the last one. Layers in `twice` are differentiated
-    twice, and with them the normalisations in `explicit`.
+    twice, and with them the normalisations in `explicit`. `at_convolutions` says whether
+    all penalised layers are convolutions before the last layer.
     """
 
     asked: tuple[Layer, ...] | None
@@ -39,6 +41,7 @@ class Plan:
     twice: list[str]
     explicit: list[nn.Module]
     in_attention: bool
+    at_convolutions: bool
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
         """Return whether the network is the one of this plan, with the same parts."""
@@ -114,6 +117,8 @@ class FirstPass:
             twice=twice,
             explicit=self.norms if twice else [],
             in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
+            at_convolutions=last not in penalised
+            and all(isinstance(self.recorder[name].map, ConvolutionMap) for name in penalised),
         )
 
     def _check(

@@ -296,6 +296,7 @@ class RelativeFlatnessPenalty:
                 self.clip,
                 norms,
                 len(plan.penalised),
+                at_convolutions=plan.at_convolutions,
             )
         return penalty, share.to(penalty.dtype)
 

@@ -33,6 +33,12 @@ def make_net(seed=0):
     return net.double()
 
 
+def make_convolutional_net(seed=0):
+    torch.manual_seed(seed)
+    body = nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 2, 2), nn.ReLU(), nn.Flatten()
+    return nn.Sequential(*body, nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3)).double()
+
+
 def confident_net():
     net = make_net()
     with torch.no_grad():
@@ -55,8 +61,8 @@ def norm(value, parameters):
 class PlainLimit:
     """The formula, number by number, with all norms that were taken in a list."""
 
-    def __init__(self, clip, n_layers=1):
-        self.n_layers = n_layers
+    def __init__(self, clip, n_layers=1, at_convolution=False):
+        self.n_layers, self.longest = n_layers, 0.5 if at_convolution else 2
         self.clip, self.norms, self.ratios, self.sizes = clip, [], [], []
 
     def __call__(self, loss, of_constant, penalty, norms):
@@ -78,7 +84,7 @@ class PlainLimit:
         if self.ratios:
             weights = [0.9**age for age in range(len(self.ratios))[::-1]]
             ratio = np.average(np.square(self.ratios), weights=weights) ** 0.5
-            by_gradient = 2 * self.clip * typical / (ratio * size)
+            by_gradient = self.longest * self.clip * typical / (ratio * size)
         learned = min(1, abs((of_constant - loss) / of_constant)) if of_constant < np.inf else 1
         by_value = self.n_layers * self.clip / 5 * learned * (of_constant - loss) / size
         return min(1.0, max(0.0, min(by_value, by_gradient)))
@@ -92,11 +98,18 @@ def last_layer_penalty(net, X, weight):
     return weight * (phi.square().sum(dim=1) * variances).mean() / (2 * w.shape[1])
 
 
-@pytest.mark.parametrize("layer", [-1, 0, "all"])
+@pytest.mark.parametrize(
+    ("make", "layer"),
+    [
+        *((make_net, layer) for layer in (-1, 0, "all")),
+        *((make_convolutional_net, layer) for layer in (-1, 0, 1, "all")),
+    ],
+)
 @pytest.mark.parametrize(("weight", "clip"), [(1e-3, 0.5), (0.3, 0.5), (HUGE, 0.5), (HUGE, 0.02)])
-def test_a_loop_with_the_limit_is_that_of_the_formula(layer, weight, clip):
-    net = make_net()
-    twin, plain = copy.deepcopy(net), PlainLimit(clip, 3 if layer == "all" else 1)
+def test_a_loop_with_the_limit_is_that_of_the_formula(make, layer, weight, clip):
+    net = make()
+    at_convolution = make is make_convolutional_net and layer == 0
+    twin, plain = copy.deepcopy(net), PlainLimit(clip, 3 if layer == "all" else 1, at_convolution)
     penalty = RelativeFlatnessPenalty(layer, weight=weight, clip=clip)
     free = RelativeFlatnessPenalty(layer, weight=weight, clip=None)
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, twin))
