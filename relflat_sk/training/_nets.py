@@ -146,7 +146,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
     batch, :math:`G` a moving average of :math:`\|\nabla L\|` over the steps, and :math:`\rho` the
-    root mean square of :math:`\|\nabla P\| / |P|`. A network that has learned nothing gets no
+    root mean square of :math:`\|\nabla P\| / |P|`. The last term has a quarter of :math:`c` if all
+    these layers are convolutions before the last layer. A network that has learned nothing gets no
     penalty, and no step is larger than training has shown to be stable. The limit does not vanish
     at a minimum, where flatness is decided. :math:`R` is at least the moving average of the
     penalty over about 30 steps, so that batches with a small penalty are not scaled up. The norms
