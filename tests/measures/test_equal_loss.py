@@ -257,6 +257,27 @@ def test_a_network_that_has_not_fitted_has_no_value():
         assert np.isnan(scorer(net, X, y))
 
 
+ROUNDED = nn.Sequential(nn.Linear(4, 2), nn.Hardtanh(-1e6, 1e6), nn.Sigmoid()).double()
+with torch.no_grad():
+    ROUNDED[0].weight.copy_(1e5 * torch.eye(2, 4))
+    ROUNDED[0].bias.zero_()
+
+
+@pytest.mark.parametrize(
+    ("net", "criterion", "y", "message"),
+    [
+        (mlp(3).double(), nn.CrossEntropyLoss(), 0 * THREE, "all labels are the same"),
+        (mlp(3).double(), nn.NLLLoss(), THREE, "the probabilities do not sum to 1"),
+        (ROUNDED, nn.BCELoss(), (X[:, :2] > 0).double(), "sigmoid rounded some to 0 or 1"),
+        (nn.Linear(4, 2).double(), nn.MSELoss(), None, "mean squared error is 0"),
+    ],
+)
+def test_refused(net, criterion, y, message):
+    y = net(X).detach() if y is None else y
+    with pytest.raises(ValueError, match=message):
+        relative_flatness(net, X, y, criterion=criterion, layer=0, at_loss=0.1)
+
+
 def test_saturated_networks_are_scored():
     y = (X[:, 0] > X[:, 1]).numpy()
     model = LogisticRegression(C=1e4, max_iter=10_000).fit(X, y)
