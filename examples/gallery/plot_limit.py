@@ -4,7 +4,7 @@ A large penalty with and without its limit
 
 The flattest network is a dead one. The published objective, the loss plus a multiple of relative
 flatness, therefore ruins the network if the multiple is large. By default, the nets limit the
-penalty by the loss (``flatness_clip=0.5``), so that weights can be searched freely.
+penalty (``flatness_clip=0.5``), so that weights can be searched freely.
 """
 
 import warnings

@@ -58,10 +58,10 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
         `flatness_weight` in the first epoch, and all of it from epoch k on.
     flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step: half of the largest norm of the penalty's gradient, in
-        units of the typical norm of the loss's gradient in this training; see Notes. The penalty
-        is scaled down to the limit, so that a large weight does not end in a dead network, which
-        is perfectly flat. None: no limit, as published.
+        Limit of the penalty in each step, by what the network has gained over a constant output
+        and by the typical gradient of the loss in this training; see Notes. The penalty is scaled
+        down to the limit, so that a large weight does not end in a dead network, which is perfectly
+        flat. None: no limit, as published.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state. All threads of a
