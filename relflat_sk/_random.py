@@ -5,8 +5,10 @@ by drawing signs without a generator.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from math import prod
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -65,8 +67,25 @@ def make_generator(random_state: RandomState, device: torch.device) -> torch.Gen
     return generator
 
 
-def fork_rng(device: Any) -> AbstractContextManager[None]:
-    """Give torch's global random states back at the end of the context."""
+# torch has one random state for all threads of a process: one of them uses it at a time
+_LOCK = RLock()
+# whether this thread is a routine of a fleet, of which no two run at the same time
+IN_TURN: ContextVar[bool] = ContextVar("IN_TURN", default=False)
+
+
+def alone() -> AbstractContextManager[Any]:
+    """Let one thread at a time train or measure inside the context."""
+    return nullcontext() if IN_TURN.get() else _LOCK
+
+
+@contextmanager
+def fork_rng(device: Any) -> Iterator[None]:
+    """Use torch's global random states alone, and give them back at the end of the context."""
+    with alone(), _forked(device):
+        yield
+
+
+def _forked(device: Any) -> AbstractContextManager[None]:
     on_cuda = device is not None and torch.device(device).type == "cuda"
     return torch.random.fork_rng(devices=[torch.device(device)] if on_cuda else [])
 
@@ -96,12 +115,15 @@ def seed_torch(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Seed torch's global random states, and give them back at the end of the context."""
+    """Seed torch's global random states, and give them back at the end of the context.
+
+    Other threads are not kept out: an estimator that is fitted inside may have threads of its own.
+    """
     if seed is None:
         yield
         return
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else None
-    with fork_rng(device):
+    with _forked(device):
         seed_torch(seed)
         yield
 

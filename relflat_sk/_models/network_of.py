@@ -38,10 +38,11 @@ from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.transformed_rows import transform
 from relflat_sk._network.batches import Batch, Batches, LoadedBatches, RowSource, make_batches
-from relflat_sk._network.borrowing import one_thread, uncompiled
+from relflat_sk._network.borrowing import uncompiled
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
 from relflat_sk._network.processes import join
+from relflat_sk._random import alone
 
 # -- options -------------------------------------------------------------------------------
 
@@ -236,7 +237,7 @@ def joined(
                     "such as the running statistics of batch norm, so that there is no value for "
                     "all of them. Load the same state_dict in each process."
                 )
-        with one_thread(network.module):
+        with alone():
             yield replace(network, processes=processes)
 
 

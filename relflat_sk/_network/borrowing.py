@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from threading import Lock, RLock
+from threading import Lock
 from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -198,18 +197,6 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
 
 
-# a lock for each network that has been borrowed
-_BORROWERS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_LOCK = Lock()
-
-
-def one_thread(module: nn.Module) -> AbstractContextManager[Any]:
-    """Let one thread at a time use a network, which measures change and give back."""
-    with _LOCK:
-        lock: AbstractContextManager[Any] = _BORROWERS.setdefault(module, RLock())
-    return lock
-
-
 @contextmanager
 def borrowed(module: nn.Module) -> Iterator[None]:
     """Put a network into evaluation mode, and give it back bit by bit as it was.
@@ -217,11 +204,10 @@ def borrowed(module: nn.Module) -> Iterator[None]:
     Train/eval mode of every submodule, buffers and the random state come back, also after
     an exception. Inside the context the caller's `torch.autocast` is off, so that the network
     computes in its own precision, and attention runs step by step, see
-    `relflat_sk._network.borrowing`. Threads that borrow the same network wait for each other.
+    `relflat_sk._network.borrowing`. Threads wait for each other, see `relflat_sk._random`.
     """
     device = next((p.device for p in module.parameters() if p.is_cuda), None)
     with (
-        one_thread(module),
         torch.inference_mode(False),
         fork_rng(device),
         autocast_off(*module.parameters(), *module.buffers()),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from relflat_sk._random import seed_torch
+from relflat_sk._random import IN_TURN, seed_torch
 
 
 class Cancelled(BaseException):
@@ -40,6 +40,7 @@ class Routine:
     def _run(self) -> None:
         self._await(True)
         CURRENT.set(self)
+        IN_TURN.set(True)
         try:
             self._check()
             self.result = self._function()

@@ -1,9 +1,8 @@
 """A skorch net with a task and a flatness penalty, as a scikit-learn estimator."""
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import isfunction, signature
 from typing import Any, ClassVar
@@ -20,7 +19,6 @@ from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, check_integer, check_number
-from relflat_sk._engine.epoch import EPOCH_TRAINER
 from relflat_sk._losses.loss import Loss, weighted_loss
 from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
 from relflat_sk._models.network_of import (
@@ -41,7 +39,7 @@ from relflat_sk._network.network import Network, check_part, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
-from relflat_sk._random import draw_seed, fork_rng, get_states, seed_torch, set_states
+from relflat_sk._random import alone, draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures._minimum import ConstantComparison
 from relflat_sk.training._after_fit import Record, checksum, record_outcome
 from relflat_sk.training._batches import plain_batch, split_target, with_weights
@@ -60,8 +58,6 @@ from relflat_sk.training._tasks import (
     with_class_weights,
 )
 
-# torch has one random state for all threads of a process: nets with a seed train one at a time
-_ONE_AT_A_TIME = threading.RLock()
 # the attributes that `fit` learns from the data
 _LEARNED = (
     "_knows_outputs",
@@ -246,11 +242,10 @@ class FlatNet(SkorchNet):
     def _own_random_state(self, *, restart: bool) -> Iterator[None]:
         """Use the net's own random state inside the context, and restore torch's afterwards."""
         if self.random_state is None:
-            yield
+            with alone():  # another thread's net may have a seed
+                yield
             return
-        # nets of a fleet take turns
-        alone = _ONE_AT_A_TIME if EPOCH_TRAINER.get() is None else nullcontext()
-        with alone, fork_rng(self.device):
+        with fork_rng(self.device):
             if restart or not hasattr(self, "_rng_states"):
                 seed_torch(draw_seed(self.random_state))
             else:

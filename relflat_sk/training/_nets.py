@@ -65,8 +65,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state. All threads of a
-        process share torch's state, so nets with a seed that are fitted in several threads train
-        one after the other; processes train them at the same time.
+        process share torch's state, so nets that are fitted or measured in several threads wait
+        for each other; processes work at the same time.
     optimizer : type, default=torch.optim.Adam
         Class of the torch optimizer; any but LBFGS. Arguments are passed as ``optimizer__...``.
         Adam, AdamW and SGD get ``fused=True`` for weights in float32 or float64, unless you pass

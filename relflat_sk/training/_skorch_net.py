@@ -50,6 +50,8 @@ _OF_VALIDATION = ("valid_loss", "valid_loss_best", "valid_acc", "valid_acc_best"
 class SkorchNet(NeuralNet):
     """Set nothing but parameters in the constructor, and cut batches out of arrays."""
 
+    _training: Any = None  # the state of the training, while there is one
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         for name, default in _UNFITTED.items():
@@ -165,6 +167,11 @@ class SkorchNet(NeuralNet):
         ):
             size = min(_SAMPLES, _NUMBERS // max(1, rows.n_numbers))
             iterator = rows_loader(rows, batch_size=max(size, iterator.batch_size))
+        made = type(iterator) is DataLoader and not isinstance(X, LoadedBatches)
+        if made and not iterator.num_workers and self._training is None:
+            # torch draws a seed for workers even if there are none, perhaps from the random state
+            # that another thread trains with
+            iterator.generator = torch.Generator()
         for batch in iterator:
             yield to_device(self.evaluation_step(batch, training=training), device=device)
 

@@ -1,6 +1,7 @@
 """Losses of a network with its data, and that the network is given back as it was."""
 
 from functools import partial
+from threading import Thread
 
 import pytest
 import torch
@@ -172,3 +173,27 @@ def test_threads_may_measure_one_module():
     in_order = [values(name) for name in names]
     assert Parallel(4, backend="threading")(delayed(values)(name) for name in names) == in_order
     assert module.training
+
+
+def test_threads_may_measure_two_networks_with_a_part_in_common():
+    """Where one is in its forward pass when the other begins."""
+    torch.manual_seed(0)
+    common, X, y = nn.Linear(6, 4), torch.randn(50, 6), torch.arange(50) % 3
+    found = []
+
+    class First(nn.Sequential):
+        def forward(self, x):
+            if thread.ident is None:
+                thread.start()
+                thread.join(0.5)
+            return super().forward(x)
+
+    first, second = First(common, nn.Linear(4, 3)), nn.Sequential(common, nn.Linear(4, 3))
+
+    def measured(module):
+        return relative_flatness(module, X, y, criterion=CE, layer=0, random_state=0)
+
+    thread = Thread(target=lambda: found.append(measured(second)))
+    value = measured(first)
+    thread.join()
+    assert [value, *found] == [measured(first), measured(second)]

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from inspect import signature
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -421,6 +422,48 @@ def test_random_state_makes_fits_repeatable_and_leaves_torch_alone():
     same(first.fit(X, NAMES), second)  # a second fit starts from the beginning
     with pytest.raises(AssertionError):
         same(make(**params, random_state=1).fit(X, NAMES), second)
+
+
+class Meanwhile(Callback):
+    """Does something in another thread, while training waits for its end, or for some seconds."""
+
+    def __init__(self, function, seconds):
+        self.thread, self.seconds = Thread(target=function), seconds
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def on_batch_end(self, net, training=False, **kwargs):
+        if self.thread.ident is None:
+            self.thread.start()
+            self.thread.join(self.seconds)
+            self.has_waited = self.thread.is_alive()
+
+
+@pytest.mark.usefixtures("own_loop")  # as with a callback after each batch
+@pytest.mark.parametrize(
+    ("what", "random_state"),
+    [("fit", 0), ("fit", None), ("fit without a seed", 0), ("measure", 0), ("predict", 0)],
+)
+def test_threads_do_not_draw_from_the_random_state_that_another_trains_with(what, random_state):
+    def train(**params):
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(4, 9), nn.Dropout(), nn.Linear(9, 3))
+        return make(module=module, **params).fit(X, NAMES)
+
+    other, params = train(random_state=1), {"random_state": random_state}
+    todo = {
+        "fit": lambda: make(random_state=2).fit(X, NAMES),
+        "fit without a seed": lambda: make(random_state=None).fit(X, NAMES),
+        "measure": lambda: relative_flatness(other, X, NAMES),
+        "predict": lambda: other.predict(X),
+    }
+    waits = what != "predict"  # for the random state
+    meanwhile = Meanwhile(todo[what], 0.3 if waits else 60)
+    net = train(callbacks=[meanwhile], **params)
+    meanwhile.thread.join()
+    same(net, train(**params))
+    assert meanwhile.has_waited == waits
 
 
 @pytest.mark.parametrize("how", ["partial_fit", "warm_start"])
