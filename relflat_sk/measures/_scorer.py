@@ -257,10 +257,11 @@ class FlatnessScorer(BaseEstimator):
                 f'these weights: {error} Use data="given".'
             ) from None
         expected = {"layer": self.layer, "normalize": RECORDED[self.measure]}
-        recorded = {"layer": net.flatness_layer, "normalize": net.flatness_normalize}
+        # the net's parameters may have other values since fit
+        recorded = {"layer": net._record.layer, "normalize": net._record.normalize}
         if expected != recorded and not (
             expected["normalize"] == recorded["normalize"]
-            and _are_same_layer(estimator, X, self.layer, net.flatness_layer)
+            and _are_same_layer(estimator, X, self.layer, recorded["layer"])
         ):
             raise ValueError(
                 f"the {type(net).__name__} recorded its flatness with {_listed(recorded)}, but "

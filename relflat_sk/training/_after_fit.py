@@ -56,11 +56,19 @@ def measured_later() -> Iterator[list[Callable[[], None]]]:
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured on the training data, and a checksum of the weights at which."""
+    """What was measured on the training data, how, and a checksum of the weights at which."""
 
     value: float
     comparison: ConstantComparison
+    layer: Any
+    normalize: bool
     weights: int
+
+    @classmethod
+    def of(cls, net: Any, value: float, comparison: ConstantComparison) -> "Record":
+        """Make the record of a net as it is."""
+        how = net.flatness_layer, net.flatness_normalize
+        return cls(value, comparison, *how, checksum(net.module_))
 
 
 def checksum(module: nn.Module) -> int:
@@ -102,7 +110,7 @@ def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
         measured = measure_layers(network, [name], net._layers(), random_state=seed)
     except (TypeError, ValueError) as error:
         warn(f"relative_flatness_ could not be measured: {error}")
-        net._record = Record(np.nan, _NO_COMPARISON, checksum(net.module_))
+        net._record = Record.of(net, np.nan, _NO_COMPARISON)
     else:
         for (layer, _), one in measured.items():
             warn_of_saddle(layer, name, one)
@@ -120,7 +128,7 @@ def _record(net: Any, found: Sequence[Flatness]) -> None:
     comparison, has_curvature = _NO_COMPARISON, True
     with suppress(*_UNKNOWN):
         comparison = compare_with_constant(found[0])
-    net._record = Record(value, comparison, checksum(net.module_))
+    net._record = Record.of(net, value, comparison)
     if not _is_flat(net):
         return
     with suppress(*_UNKNOWN):

@@ -629,6 +629,15 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
         FlatnessScorer(data="train", **scorer)(model.set_params(max_epochs=1).fit(X, Y), X, Y)
 
 
+def test_parameters_that_are_set_after_fit_do_not_change_what_was_recorded():
+    model = flat_net(max_epochs=1).fit(X, Y).set_params(flatness_layer=0, flatness_normalize=True)
+    for arguments in ({"layer": 0}, NORMALIZED, {**NORMALIZED, "layer": 0}):
+        with pytest.raises(ValueError, match="recorded its flatness with layer=-1, normalize=Fal"):
+            FlatnessScorer(data="train", **arguments)(model, X, Y)
+    scorer = FlatnessScorer(data="train", non_minimum="accept")
+    assert scorer(model, X, Y) == -model.relative_flatness_
+
+
 # -- refusals -------------------------------------------------------------------------------
 
 
