@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import isfunction, signature
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from sklearn.utils import ClassifierTags, RegressorTags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from skorch.callbacks import EpochScoring, PassthroughScoring
+from skorch.dataset import unpack_data
 from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -36,6 +38,7 @@ from relflat_sk._network.batches import (
 )
 from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.network import Network, check_part, primary_output
+from relflat_sk._network.tail import find_ending
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
@@ -48,6 +51,7 @@ from relflat_sk.training._mlp import MLP
 from relflat_sk.training._skorch_net import SkorchNet
 from relflat_sk.training._tasks import (
     TASKS,
+    Link,
     Task,
     check_ending,
     check_ignored,
@@ -345,7 +349,7 @@ class FlatNet(SkorchNet):
         array of shape (n,) or (n, n_outputs)
             Labels as they were given to `fit`, or predicted values.
         """
-        predicted = self._task.predict(self._apply(to_predictions(self).function, X))
+        predicted = self._task.predict(self._apply(self._link(X, labels=True).function, X))
         return predicted if self._gets_targets() else self._task.decode(self, predicted)
 
     @_if_task(lambda task: task.estimator_type != "regressor")
@@ -360,9 +364,11 @@ class FlatNet(SkorchNet):
         Returns
         -------
         array of shape (n, n_classes)
-            Probabilities, with columns in the order of `classes_`.
+            Probabilities, with columns in the order of `classes_`. With a criterion of your own,
+            a classifier applies softmax or sigmoid to the module's outputs unless the module ends
+            in one of them; a `RelativeFlatnessRegularizedNet` returns the outputs, as skorch does.
         """
-        return self._task.probabilities(self._apply(to_predictions(self).function, X))
+        return self._task.probabilities(self._apply(self._link(X).function, X))
 
     @_if_task(lambda task: task.estimator_type == "classifier")
     def predict_log_proba(self, X: Any) -> Any:
@@ -382,7 +388,7 @@ class FlatNet(SkorchNet):
         array of shape (n, n_classes)
             Natural logarithms, with columns in the order of `classes_`.
         """
-        logarithm = to_predictions(self).logarithm
+        logarithm = self._link(X).logarithm
         if logarithm is not None:
             return self._apply(logarithm, X)
         with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
@@ -408,6 +414,19 @@ class FlatNet(SkorchNet):
         """
         metric = r2_score if self._task.estimator_type == "regressor" else accuracy_score
         return float(metric(to_array(y), self.predict(X), sample_weight=sample_weight))
+
+    def _link(self, X: Any, *, labels: bool = False) -> Link:
+        """Return the functions from outputs to predictions, or to what labels are read from."""
+        check_is_fitted(self, "module_")
+        return to_predictions(self, partial(self._find_ending, X), labels=labels)
+
+    def _find_ending(self, X: Any) -> str | None:
+        """Run a batch to find what the module ends in."""
+        data = self.get_dataset(check_inputs(self, X, reset=False))
+        x, _ = unpack_data(next(iter(self.get_iterator(data))))
+        self.module_.eval()
+        with torch.enable_grad(), uncompiled(self.module_):
+            return find_ending(primary_output(super().infer(self._to_inputs(x))))
 
     def _apply(self, function: Callable[[Tensor], Tensor], X: Any) -> Any:
         """Apply a function to the module's outputs for all samples."""
@@ -638,8 +657,7 @@ class FlatNet(SkorchNet):
 
     def infer(self, x: Any, **fit_params: Any) -> Any:
         """Run the module on a batch; record the penalised layers if gradients are enabled."""
-        module = self.module_
-        x = cast_inputs(to_tensor(x, device=self.device), module)
+        module, x = self.module_, self._to_inputs(x)
         if not (torch.is_grad_enabled() and self.flatness_weight):
             return _full_precision(super().infer(x, **fit_params))
         state, network = self._state(), unwrapped(module)
@@ -648,6 +666,9 @@ class FlatNet(SkorchNet):
             output = _full_precision(super().infer(x, **fit_params))
         state.recorded = True
         return output
+
+    def _to_inputs(self, x: Any) -> Any:
+        return cast_inputs(to_tensor(x, device=self.device), self.module_)
 
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
         """Compute the loss of a batch, with the penalty added in training."""

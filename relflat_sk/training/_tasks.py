@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
-from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 
 from relflat_sk._losses.loss import Loss, explain_ending
-from relflat_sk._losses.table import ProbabilityNLLLoss
+from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
 from relflat_sk._models.network_of import IGNORED
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.tail import find_ending
@@ -335,9 +334,17 @@ def with_class_weights(
 # -- outputs, which may be mappings with `logits` ------------------------------------------
 
 
-def to_predictions(net: Any) -> Link:
-    """Return the functions from a net's outputs to its predictions, by criterion and task."""
-    check_is_fitted(net, "module_")
+def knows_its_outputs(criterion: Any) -> bool:
+    """Return whether a criterion is one of torch's, which tell how outputs are to be read."""
+    return isinstance(criterion, (*TABLE, ProbabilityNLLLoss))
+
+
+def to_predictions(net: Any, ending: Callable[[], str | None], *, labels: bool = False) -> Link:
+    """Return the functions from a net's outputs to its predictions, by criterion and task.
+
+    With a criterion of the user's own, `ending` tells what the module ends in. For labels, the
+    outputs are read as the criterion reads them also if `predict_nonlinearity` is None.
+    """
     chosen = net.predict_nonlinearity
     if not callable(chosen) and chosen not in ("auto", None):
         raise TypeError(
@@ -345,7 +352,12 @@ def to_predictions(net: Any) -> Link:
         )
     if callable(chosen):
         return Link(chosen)
-    return _IDENTITY if chosen is None else _link(unwrapped(net.criterion_), net._task)
+    if chosen is None and not labels:
+        return _IDENTITY
+    criterion = unwrapped(net.criterion_)
+    if net._task.link is _IDENTITY or knows_its_outputs(criterion):
+        return _link(criterion, net._task)
+    return _IDENTITY if ending() in ("sigmoid", "softmax") else net._task.link
 
 
 def _link(criterion: Any, task: Task) -> Link:

@@ -198,13 +198,18 @@ def test_logarithm_of_the_probabilities(kind, params, y):
     assert len(net.predict(X)) == 42
 
 
+def _nll_of_probabilities(p, y):
+    return nn.functional.nll_loss(p.log(), y)
+
+
 @pytest.mark.parametrize(
     ("kind", "function", "y"),
     [
         (Classifier, nn.functional.cross_entropy, NAMES),
         (Binary, nn.functional.binary_cross_entropy_with_logits, INDEX > 0),
+        (Binary, nn.functional.binary_cross_entropy_with_logits, LABELS),
     ],
-    ids=["classes", "binary"],
+    ids=["classes", "binary", "labels"],
 )
 def test_criteria_of_ones_own_predict_as_those_of_torch(kind, function, y):
     expected, net = (
@@ -214,6 +219,49 @@ def test_criteria_of_ones_own_predict_as_those_of_torch(kind, function, y):
     assert_allclose(net.predict_proba(X), expected.predict_proba(X), rtol=1e-4)
     assert_array_equal(net.predict(X), expected.predict(X))
     assert_allclose(net.predict_log_proba(X), expected.predict_log_proba(X), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("nonlinearity", ["auto", None])
+@pytest.mark.parametrize(
+    ("kind", "function", "module", "y"),
+    [
+        (Classifier, _nll_of_probabilities, Softmax, NAMES),
+        (Binary, nn.functional.binary_cross_entropy, Sigmoid, INDEX > 0),
+        (Binary, nn.functional.binary_cross_entropy, Sigmoid, LABELS),
+    ],
+    ids=["classes", "binary", "labels"],
+)
+def test_criteria_of_ones_own_may_take_the_modules_probabilities(
+    kind, function, module, y, nonlinearity, tmp_path
+):
+    params = {"criterion": criterion_of(function), "module": module, "flatness_weight": 0}
+    params["predict_nonlinearity"] = nonlinearity
+    net = make(kind, **params, max_epochs=30).fit(X, y)
+    with torch.no_grad():
+        p = net.module_(torch.tensor(X)).numpy()
+    expected = p if p.shape[1] > 1 else np.hstack([1 - p, p])
+    assert_allclose(net.predict_proba(X), expected, rtol=1e-6)
+    assert_allclose(net.predict_log_proba(X), np.log(expected), rtol=1e-4, atol=1e-6)
+    labels = p > 0.5 if y is LABELS else net.classes_[expected.argmax(axis=1)]
+    assert_array_equal(net.predict(X), labels)
+    assert len(np.unique(labels)) > 1
+    # weights that were trained elsewhere
+    net.save_params(f_params=tmp_path / "weights.pt")
+    other = make(kind, **params).fit(X, y).initialize()
+    other.load_params(f_params=tmp_path / "weights.pt")
+    assert_array_equal(other.predict(X), labels)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("y", [INDEX > 0, LABELS], ids=["binary", "labels"])
+def test_labels_are_those_of_the_criterion_where_outputs_are_returned_as_they_are(y, own):
+    criterion = criterion_of(nn.functional.binary_cross_entropy_with_logits)
+    params = {"criterion": criterion} if own else {}
+    net = make(Binary, predict_nonlinearity=None, flatness_weight=0, **params).fit(X, y)
+    logits = net.predict_proba(X)
+    logits = logits[:, 1:] if y is not LABELS else logits
+    assert ((logits > 0) & (logits < 0.5)).any()
+    assert_array_equal(net.predict(X).reshape(len(X), -1), logits > 0)
 
 
 @pytest.mark.parametrize("task", ["classes", "binary", "labels"])
