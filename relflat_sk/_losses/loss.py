@@ -59,9 +59,17 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
     return losses
 
 
+def has_hooks(criterion: Any) -> bool:
+    """Return whether a criterion calls hooks of others, which may change its loss."""
+    return isinstance(criterion, nn.Module) and bool(
+        criterion._forward_hooks or criterion._forward_pre_hooks
+    )
+
+
 def name_criterion(criterion: Any) -> str:
     """Return the name of a criterion's class, or of a function, for error messages."""
-    return getattr(criterion, "__name__", type(criterion).__name__)
+    name: str = getattr(criterion, "__name__", type(criterion).__name__)
+    return f"{name} with hooks" if has_hooks(criterion) else name
 
 
 # Functions in which networks end, and whether they fit the criterion.
@@ -128,8 +136,8 @@ class Loss:
     @property
     def row(self) -> Row | None:
         """The criterion's row in the table, or None if it has none."""
-        # subclasses may compute anything, so they have no row
-        return TABLE.get(type(self.criterion))
+        # subclasses and hooks may compute anything, so they have no row
+        return None if has_hooks(self.criterion) else TABLE.get(type(self.criterion))
 
     @property
     def is_curved(self) -> bool:

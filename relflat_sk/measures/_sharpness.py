@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._losses.curvature import check_twice
+from relflat_sk._losses.curvature import check_twice, one_to_differentiate
 from relflat_sk._losses.table import TABLE
 from relflat_sk._network.borrowing import MathAttention, borrowed
 from relflat_sk._network.network import Network, mean_loss, outcomes
@@ -145,7 +145,8 @@ def loss_gradient(
             loss, share = outcome.total()
             along = loss
             if direction is not None and loss.requires_grad:
-                (along,) = grad(loss, create_graph=True)
+                one = one_to_differentiate(loss)
+                (along,) = grad(loss, grad_outputs=one, create_graph=True)
                 check_twice(along)
                 along = along @ direction
             if along.requires_grad:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.sparse import issparse
 from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from torch import Tensor, nn
@@ -229,7 +230,9 @@ TASKS: dict[str | None, Task] = {
 
 
 def to_array(y: Any) -> Any:
-    """Convert tensors to arrays, and leave other labels as they are."""
+    """Convert tensors and sparse labels to arrays, and leave others as they are."""
+    if issparse(y):
+        return y.toarray()
     return y.detach().cpu().numpy() if hasattr(y, "detach") else y
 
 

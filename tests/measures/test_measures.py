@@ -7,12 +7,13 @@ from torch import nn
 from torch.testing import assert_close
 
 import relflat_sk
-from relflat_sk import relative_flatness
+from relflat_sk import RelativeFlatnessPenalty, relative_flatness
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._quantities import LayerPass
 from tests import oracles
 from tests.cases import CASES
 from tests.measures.nets import CE
+from tests.penalty.every_draw import evaluate as penalty_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -26,6 +27,28 @@ def make(case, n=11):
     network, criterion, target, closed = CASES[case]
     torch.manual_seed(1)
     return network(), criterion(), torch.randn(n, 5).double(), target(n), closed
+
+
+@pytest.mark.parametrize("layer", ["0", "4"])
+@pytest.mark.parametrize("case", ["cross-entropy", "squared error"])
+def test_hooks_of_a_criterion_are_part_of_the_loss(case, layer):
+    net, criterion, X, y, _ = make(case)
+    plain = type(criterion)()
+
+    def of_loss(z, y):
+        return 3 * plain(2 * z, y)
+
+    criterion.register_forward_pre_hook(lambda _, args: (2 * args[0], args[1]))
+    criterion.register_forward_hook(lambda _, args, loss: 3 * loss)
+    value = relative_flatness(net, X, y, criterion=criterion, layer=layer, rtol=1e-3)
+    assert value == pytest.approx(oracles.relative_flatness(net, layer, of_loss, X, y), rel=0.01)
+    same = relative_flatness(net, X, y, criterion=of_loss, layer=layer, rtol=1e-3)
+    assert value == pytest.approx(same, rel=EXACT)
+    penalty = RelativeFlatnessPenalty(layer)
+    penalties = [penalty_of(penalty, net, loss, X, y) for loss in (criterion, of_loss)]
+    assert_close(*penalties, rtol=EXACT, atol=0)
+    with pytest.raises(ValueError, match="with hooks has none"):
+        relative_flatness(net, X, y, criterion=criterion, at_loss=0.1)
 
 
 # tests/measures/test_layer_kinds.py compares all measures with the full Hessian in float64

@@ -131,8 +131,18 @@ def once(name, **own):
     return lambda: measure(name, Once(), X.float(), Y, criterion=CE, **own)
 
 
+def once_in_loss(z, y):
+    """Torch does not mark this gradient: the one that it is made of is constant."""
+    return nn.functional.cross_entropy(z, y) + OnceCube.apply(z).mean()
+
+
+def in_loss(name, **own):
+    return lambda: measure(name, nn.Linear(4, 3), X.float(), Y, criterion=once_in_loss, **own)
+
+
 LAYER_WISE = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", "neuron_flatness_max"]
 WHOLE = ["joint_eigenvalue_flatness", "fisher_rao_norm"]
+TWICE = [*LAYER_WISE, "joint_eigenvalue_flatness", "hessian_trace", "hessian_max_eigenvalue"]
 METHODS = r"\('auto', 'exact', 'hutchinson'\)"
 CHOICES = r"\['adaptive_sharpness', 'calibration_error'"
 COLUMN = "is a measure or a column of relflat_sk"
@@ -198,6 +208,7 @@ REFUSED = [
     # a function that torch differentiates once only is never taken for flat
     *[(once(name, layer=0), V, "once_differentiable") for name in LAYER_WISE],
     *[(once(name), V, "once_differentiable") for name in WHOLE],
+    *[(in_loss(name), V, "once_differentiable") for name in TWICE],
     # names
     (named("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}"),
     (named(["l2_norm"]), V, r"there is no measure \['l2_norm'\]"),
@@ -408,9 +419,14 @@ def test_refused(call, error, text):
 
 def test_a_function_that_is_differentiated_once_may_lie_before_the_layer_and_has_no_penalty():
     assert once("relative_flatness")() > 0
-    net = RelativeFlatnessRegularizedClassifier(Once, flatness_layer=0, max_epochs=1, verbose=0)
-    with pytest.raises(V, match="once_differentiable"):
-        net.fit(X.float().numpy(), Y.numpy())
+    params = {"max_epochs": 1, "verbose": 0}
+    of_loss = type("Own", (nn.Module,), {"forward": lambda _, z, y: once_in_loss(z, y)})
+    for net in (
+        RelativeFlatnessRegularizedClassifier(Once, flatness_layer=0, **params),
+        RelativeFlatnessRegularizedClassifier(criterion=of_loss, **params),
+    ):
+        with pytest.raises(V, match="once_differentiable"):
+            net.fit(X.float().numpy(), Y.numpy())
 
 
 def test_a_name_of_another_function_is_taken():

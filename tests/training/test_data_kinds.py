@@ -37,7 +37,7 @@ from relflat_sk.measures._names import number_names
 from relflat_sk.search import _provenance
 from relflat_sk.training import _batches
 from tests.data_kinds import ARRAYS, KINDS, LOADER, SETS, ComputedRows, Stream, zarr_array
-from tests.training.common import Binary, Classifier, Regressor
+from tests.training.common import Binary, Classifier, Regressor, same
 
 N = 90
 RNG = np.random.default_rng(0)
@@ -335,6 +335,18 @@ def test_sparse_data_give_what_dense_ones_do(task, name):
     assert_allclose(net.relative_flatness_, dense_net.relative_flatness_, rtol=1e-8)
     assert_allclose(relative_flatness(net, sparse, y), relative_flatness(dense_net, DENSE, y))
     assert_allclose(FlatnessScorer()(net, sparse, y), FlatnessScorer()(dense_net, DENSE, y))
+
+
+@pytest.mark.parametrize("kind", [scipy.sparse.csr_matrix, scipy.sparse.csc_array])
+def test_sparse_labels_give_what_dense_ones_do(kind):
+    labels = (X[:, :3] > 0).astype(int)
+    y = kind(labels)
+    dense_net, net = make(Binary).fit(X, labels), make(Binary).fit(X, y)
+    same(net, dense_net)
+    assert_array_equal(net.predict(X), dense_net.predict(X))
+    assert net.score(X, y) == dense_net.score(X, labels)
+    assert relative_flatness(net, X, y) == relative_flatness(dense_net, X, labels)
+    same(net.partial_fit(X, y), dense_net.partial_fit(X, labels))
 
 
 @pytest.mark.parametrize(
