@@ -115,7 +115,14 @@ def find_objection(
     """Explain why the flatness of a model is no score."""
     if not math.isfinite(flatness) and (math.isfinite(comparison.loss) or not comparison.is_known):
         return f"cannot be scored: the measure {measure!r} is {flatness:.3g}"
-    problem = _why_no_minimum(model, comparison) if comparison.is_known else None
+    learned = _has_learned(model, comparison) if comparison.is_known else True
+    problem = _why_no_minimum(learned, comparison)
+    if problem is not None and learned is None and math.isfinite(comparison.loss):
+        # a converged model may predict other data badly
+        return (
+            f"keeps no record of its training, and these data do not show that it has learned: "
+            f"{problem}. Score it on its training data"
+        )
     if problem is not None:
         return f"is not at a minimum of its loss, so its flatness means nothing: {problem}"
     if has_vanished(measure, flatness, comparison):
@@ -173,7 +180,8 @@ def warn_of_vanished(found: Found) -> None:
             f"{names} is {tiny[gone[0]].value:.3g}, which does not mean that the minimum is flat: "
             f"the network's mean loss of {comparison.loss:.6g} is no better than the best constant "
             f"prediction's, {comparison.constant_loss:.6g}. The network may be dead, so that its "
-            "outputs do not depend on its inputs."
+            "outputs do not depend on its inputs; or saturated, with some samples that are wrong "
+            "by far: then measure at equal loss, with at_loss=0.05."
         )
         return
     warn(
@@ -184,14 +192,13 @@ def warn_of_vanished(found: Found) -> None:
     )
 
 
-def _why_no_minimum(model: Any, comparison: ConstantComparison) -> str | None:
-    """Explain why a model is not at a minimum."""
+def _why_no_minimum(learned: bool | None, comparison: ConstantComparison) -> str | None:
+    """Explain why a model is not at a minimum, or does not show it if nothing is recorded."""
     risk = comparison.loss
-    if not math.isfinite(risk):
+    if comparison.is_known and not math.isfinite(risk):
         return f"its mean loss is {risk:.3g}; has training diverged?"
     loss = f"its mean loss of {risk:.6g}"
     constant = f"the best constant prediction's, {comparison.constant_loss:.6g}"
-    learned = _has_learned(model, comparison)
     if learned or (learned is None and comparison.beats_constant):
         return None
     if not comparison.beats_constant:

@@ -309,6 +309,15 @@ def test_models_that_are_not_at_a_minimum_are_scored_on_demand_only(name):
     assert_array_equal(FlatnessScorer(non_minimum="accept")(model, X, Y), flatness)
 
 
+def test_a_converged_model_that_predicts_other_data_badly_is_at_a_minimum():
+    rng = np.random.default_rng(0)
+    inputs, labels = rng.normal(size=(60, 40)), rng.integers(2, size=60)
+    model = LogisticRegression(C=1e3, max_iter=5000).fit(inputs[:40], labels[:40])
+    assert math.isfinite(SCORER(model, inputs[:40], labels[:40]))
+    with pytest.warns(FlatnessWarning, match=r"Logis.* keeps no record .*Score it on its tra"):
+        assert math.isnan(SCORER(model, inputs[40:], labels[40:]))
+
+
 def test_warnings_of_a_search_name_the_candidate_once():
     # the classes are equally frequent in each fold, so that all have the same loss
     folds = [(np.arange(len(Y)), np.arange(len(Y)))] * 3
