@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from relflat_sk._network.borrowing import ReplacedForwards
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder
-from relflat_sk._network.tail import depends_on, find_link
+from relflat_sk._network.tail import depends_on, find_link, find_multiplier
 from relflat_sk._warnings import warn
 
 # multiplications by which it is checked what a layer computes
@@ -87,6 +87,20 @@ def check_rows(
             "Rows must be samples, in the order of the data, that do not depend on each other. "
             "Use batch_first=True, for example, or name another layer."
         )
+
+
+def warn_of_other_head(output: Tensor, last: LayerRecord, module: nn.Module) -> None:
+    """Warn if the last layer, which was asked for by its position, is no head."""
+    head = find_multiplier(output, last.node)
+    if head is None:
+        return
+    names = {id(one): name for name, one in module.named_parameters()}
+    warn(
+        f"layer=-1 is {last.name!r}, the last layer with a weight matrix, but the network "
+        f"multiplies its output by the parameter {names.get(id(head), '')!r}, which is no layer. "
+        "If you mean the head, make it an nn.Linear; if you mean the layer before it, name it: "
+        f"{last.name!r}."
+    )
 
 
 def _out_of_order(

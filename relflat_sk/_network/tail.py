@@ -157,7 +157,9 @@ def depends_on(base: Tensor, node: Any) -> bool:
 
 # products with a matrix, whose biases are vectors; those without biases
 _WITHOUT_BIAS = {"Mm", "Bmm", "Mv", "Dot"}
-_PRODUCTS = _WITHOUT_BIAS | {"Addmm", "Baddbmm", "Convolution", "MkldnnConvolution"}
+_PRODUCTS = _WITHOUT_BIAS | {
+    "Addmm", "Baddbmm", "Convolution", "MkldnnConvolution", "Trilinear",
+}  # fmt: skip
 
 
 def find_multiplier(output: Tensor, node: Any) -> nn.Parameter | None:

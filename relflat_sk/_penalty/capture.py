@@ -16,6 +16,7 @@ from relflat_sk._network.layer_checks import (
     check_uses,
     few_rows,
     uses_elsewhere,
+    warn_of_other_head,
 )
 from relflat_sk._network.layer_maps import ConvolutionMap
 from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
@@ -103,6 +104,8 @@ class FirstPass:
             ]
         self._check(penalised, output, explicit, weighted=weighted)
         last = order[-1]
+        if self.asked is not None and -1 in self.asked:
+            warn_of_other_head(output, self.recorder[last], self.parts[0])
         names = [*(name for name in penalised if name != last), last]
         earlier = len(names) > 1
         is_output = find_link(output, self.recorder[last].node) is not None

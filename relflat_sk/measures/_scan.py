@@ -26,6 +26,7 @@ from relflat_sk._network.layer_checks import (
     find_mixed,
     find_uses_elsewhere,
     is_linear,
+    warn_of_other_head,
 )
 from relflat_sk._network.layers import (
     Layer,
@@ -42,7 +43,6 @@ from relflat_sk._network.tail import (
     depends_on,
     find_ending,
     find_link,
-    find_multiplier,
 )
 from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
@@ -320,7 +320,7 @@ class _Runner:
             check_uses(record.name, elsewhere)
             check_unmixed(record.name, mixed)
         if self.checked and self.layers != "all" and -1 in self.layers:
-            self._warn_of_other_head(output, records[-1])
+            warn_of_other_head(output, records[-1], module)
         return output, records
 
     def _linear(self, records: list[LayerRecord]) -> list[LayerRecord]:
@@ -331,19 +331,6 @@ class _Runner:
         names = ", ".join(map(repr, unfit))
         warn(f"{names} left out: the layer does not compute W x + b with its own weight.")
         return [one for one in records if one.name not in unfit]
-
-    def _warn_of_other_head(self, output: Tensor, last: LayerRecord) -> None:
-        """Warn if the last layer, which was asked for by its position, is no head."""
-        head = find_multiplier(output, last.node)
-        if head is None:
-            return
-        names = {id(one): name for name, one in self.network.module.named_parameters()}
-        warn(
-            f"layer=-1 is {last.name!r}, the last layer with a weight matrix, but the network "
-            f"multiplies its output by the parameter {names.get(id(head), '')!r}, which is no "
-            "layer. To measure the head, make it an nn.Linear; if you mean the layer before it, "
-            f"pass layer={last.name!r}."
-        )
 
     def _names_in_order(self, guess: list[str]) -> list[str]:
         """Return the names of the layers that were asked for in forward order, each once."""

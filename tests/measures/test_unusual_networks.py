@@ -7,9 +7,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from relflat_sk import FlatnessWarning, flatness_report, measure, relative_flatness
+from relflat_sk import (
+    FlatnessWarning,
+    RelativeFlatnessPenalty,
+    flatness_report,
+    measure,
+    relative_flatness,
+)
 from tests import cases
 from tests.cases import published_penalty
+from tests.penalty.every_draw import evaluate as penalty_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 
@@ -228,6 +235,7 @@ HEADS = {
     "of the norm": (lambda net, h, w: net.norm(h) @ w, (3, 3)),
     "normed": (lambda net, h, w: net.norm(h @ w), (3, 3)),
     "residual": (lambda net, h, w: h + h.tanh() @ w, (3, 3)),
+    "bilinear": (lambda net, h, w: F.bilinear(h, h, w), (3, 3, 3)),
 }
 OTHERS = {
     "none": (lambda net, h: h,),
@@ -257,6 +265,13 @@ def test_a_head_that_is_no_layer_is_reported(name):
         flat(net, layer=0)
         report_of(net, layers="all", measures="hessian_trace")
         measure("l2_norm", net, X, Y, criterion=nn.CrossEntropyLoss())
+    if "norm" in name:  # a penalty is refused there
+        return
+    with pytest.warns(FlatnessWarning, match=message):
+        penalty_of(RelativeFlatnessPenalty(), net, nn.CrossEntropyLoss(), X, Y)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "layer=-1")
+        penalty_of(RelativeFlatnessPenalty("body"), net, nn.CrossEntropyLoss(), X, Y)
 
 
 def test_a_vector_can_be_a_head():
@@ -281,6 +296,6 @@ def test_the_graph_of_the_pass_is_enough(monkeypatch):
     net.register_forward_hook(lambda *_: passes.append(1))
     flat(net)
     n_passes, passes[:] = len(passes), []
-    monkeypatch.setattr("relflat_sk.measures._scan.find_multiplier", lambda *_: None)
+    monkeypatch.setattr("relflat_sk._network.layer_checks.find_multiplier", lambda *_: None)
     flat(net)
     assert n_passes == len(passes)
