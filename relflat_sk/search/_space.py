@@ -100,8 +100,12 @@ class Space:
                 problem = f"{meant[0]!r} is the search's own: write it without a prefix."
             if problem:
                 raise ValueError(f"space names {name!r}, but {problem}")
-        for name, (low, high) in self.pairs.items():
-            if isinstance(estimator.get_params().get(name), float) and low < high:
+        for name, pair in self.pairs.items():
+            low, high = sorted(pair)
+            # parameters of a net's parts have no value yet
+            if low < high and any(
+                isinstance(one, float) for one in (*pair, estimator.get_params().get(name))
+            ):
                 warn(
                     f"space[{name!r}] is two choices, {low} and {high}. For the range between "
                     f"them, give optuna.distributions.FloatDistribution({low}, {high}); "

@@ -20,7 +20,11 @@ from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.measures._measure_network import criterion_has_curvature, warn_of_saddle
-from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant
+from relflat_sk.measures._minimum import (
+    ConstantComparison,
+    compare_with_constant,
+    epoch_losses,
+)
 from relflat_sk.measures._results import Flatness
 from relflat_sk.training._batches import training_network
 from relflat_sk.training._convergence import missed_goal
@@ -168,7 +172,7 @@ def _check_outcome(net: Any, since: int) -> None:
     It ended badly if it diverged, if it ended much worse than it was, or if the net has hardly
     learned and the penalty can be the reason, see `_has_outweighed`.
     """
-    losses = [epoch["train_loss"] for epoch in net.history[since:] if "train_loss" in epoch]
+    losses = epoch_losses(net)[since:]
     found = net._record.comparison
     diverged = found.is_known and not math.isfinite(found.loss)
     if diverged or not all(map(math.isfinite, losses[-1:])):
@@ -196,10 +200,12 @@ def _check_outcome(net: Any, since: int) -> None:
 
 def _check_limit(net: Any, since: int) -> None:
     """Warn if the limit of the penalty, and not its weight, decided nearly all steps."""
-    epochs = [epoch for epoch in net.history[since:] if "flatness_clipped" in epoch]
-    if sum(len(epoch["batches"]) for epoch in epochs) < _FIRST_STEPS:
+    # with callbacks="disable", a net records batches only
+    batches = [batch for epoch in net.history[since:] for batch in epoch.get("batches", ())]
+    clipped = [batch["flatness_clipped"] for batch in batches if "flatness_clipped" in batch]
+    if len(clipped) < _FIRST_STEPS:
         return
-    share = float(np.mean([epoch["flatness_clipped"] for epoch in epochs]))
+    share = float(np.mean(clipped))
     if share >= _NEARLY_ALL:
         # of the class only: one warning for many nets at a line
         warn(

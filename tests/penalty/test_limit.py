@@ -343,6 +343,12 @@ def test_the_history_tells_how_often_the_limit_was_active(weight, clip, share, l
     assert (added == 0).all() if weight == 0 else (added > 0).all()
 
 
+def test_a_weight_that_did_not_matter_is_told_also_without_callbacks():
+    net = make(-1, 1000, callbacks="disable", max_epochs=30, lr=0.005)
+    with pytest.warns(FlatnessWarning, match="flatness_weight=1000 did not matter"):
+        net.fit(*digits(400))
+
+
 @pytest.mark.parametrize(("layer", "n"), [(-1, 600), (0, 400)])
 def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer, n):
     X, y = digits(None)

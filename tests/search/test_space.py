@@ -13,7 +13,7 @@ from optuna.trial import FixedTrial, TrialState, create_trial
 from sklearn.linear_model import LogisticRegression
 from skorch.callbacks import EarlyStopping
 
-from relflat_sk import MinimaObjective
+from relflat_sk import MinimaObjective, RelativeFlatnessRegularizedClassifier
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search._space import Space, check_space
 from tests.search.examples import X, Y, logistic
@@ -165,9 +165,13 @@ def test_search_over_one_function_of_the_trial():
 def test_two_numbers_for_a_float_are_choices_and_perhaps_no_range():
     with pytest.warns(FlatnessWarning, match=r"is two choices, 0.01 .*FloatDistribution\(0.01, 0"):
         Space({"C": (0.01, 0.1)}).check(LogisticRegression())
+    net = RelativeFlatnessRegularizedClassifier()
+    with pytest.warns(FlatnessWarning, match=r"two choices, 0.0 and 0.1.* list: \[0.0, 0.1\]"):
+        Space({"optimizer__weight_decay": (0.1, 0.0)}).check(net)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Space({"C": [0.01, 0.1], "max_iter": (5, 10)}).check(LogisticRegression())
+        Space({"batch_size": (16, 64), "max_epochs": (1, 2)}).check(net)
 
 
 def test_values_of_a_trial_that_failed_while_drawing():
