@@ -186,7 +186,8 @@ def _varied_axes(table: pd.DataFrame) -> list[str]:
 
 def _is_seed(column: str) -> bool:
     """Return whether a parameter is a random seed, whose values are repeats of an experiment."""
-    return plain_name(column).rpartition("__")[2] in {"random_state", "seed"}
+    name = plain_name(column).lower()
+    return name.endswith("random_state") or name.split("_")[-1] == "seed"
 
 
 def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:

@@ -109,6 +109,14 @@ def test_values_of_hyper_parameters_may_have_any_type():
     assert_frame_equal(granulated_kendall(minima, random_state=0), expected)
 
 
+@pytest.mark.parametrize("name", ["random_state", "net__random_state", "torch_seed", "SEED"])
+def test_seeds_are_repeats_and_no_axis(name):
+    minima = make_minima()
+    expected = granulated_kendall(minima, random_state=0)
+    minima[f"param_{name}"] = np.arange(len(minima)) % 3
+    assert_frame_equal(granulated_kendall(minima, random_state=0), expected)
+
+
 def test_a_column_added_by_hand_can_be_an_axis_and_is_then_no_measure():
     minima = make_minima().rename(columns={"param_batch_size": "width"})
     table = granulated_kendall(minima, ["width", "lr", "activation"], random_state=0)
