@@ -488,14 +488,22 @@ OF_MAIN = {
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="workers notice the end of their parent on posix")
 @pytest.mark.parametrize(
-    "name", ["joblib", *(pytest.param(name, marks=pytest.mark.scale) for name in ("dask", "ray"))]
+    ("name", "of_script"),
+    [
+        ("joblib", False),
+        pytest.param("joblib", True, marks=pytest.mark.scale),
+        pytest.param("dask", False, marks=pytest.mark.scale),
+        pytest.param("ray", False, marks=pytest.mark.scale),
+    ],
 )
-def test_workers_train_what_a_script_defines_and_end_with_it(name, tmp_path, monkeypatch):
+def test_workers_train_what_a_script_defines_and_end_with_it(
+    name, of_script, tmp_path, monkeypatch
+):
     """Fresh interpreters; also those of a cluster that the main process has started."""
     module, context = OF_MAIN[name]
     pytest.importorskip(module, reason=f"needs the extra {name}")
     script = None
-    if name == "joblib":
+    if of_script:
         script = tmp_path / "script.py"
         guarded = indent(SEARCH + DESCRIBED, "    ")
         script.write_text(f'{DEFINITIONS}\nif __name__ == "__main__":\n{guarded}')
