@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from scipy.stats import ttest_ind, ttest_rel
+from sklearn.base import BaseEstimator
 from skorch import NeuralNet
 
 from relflat_sk._warnings import warn
@@ -117,8 +118,9 @@ def find_objection(
         return f"cannot be scored: the measure {measure!r} is {flatness:.3g}"
     learned = _has_learned(model, comparison) if comparison.is_known else True
     problem = _why_no_minimum(learned, comparison)
-    if problem is not None and learned is None and math.isfinite(comparison.loss):
-        # a converged model may predict other data badly
+    solved = isinstance(model, BaseEstimator) and not isinstance(model, NeuralNet)
+    if problem is not None and learned is None and solved and math.isfinite(comparison.loss):
+        # scikit-learn's solvers end at a minimum, which may predict other data badly
         return (
             f"keeps no record of its training, and these data do not show that it has learned: "
             f"{problem}. Score it on its training data"
