@@ -8,6 +8,7 @@ import sys
 from textwrap import indent
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -207,6 +208,26 @@ def test_the_demo_prints_its_findings_and_draws_them(tmp_path):
     assert "minima: 100%" in run.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_demos_words_follow_from_each_coefficient():
+    demo = runpy.run_path(str(ROOT / "examples" / "rank_minima.py"))
+
+    def row(**coefficients):
+        columns = {"measure": "relative_flatness"}
+        for name, (low, value, high) in coefficients.items():
+            columns |= {name: value, f"{name}_low": low, f"{name}_high": high}
+        return pd.DataFrame([columns])
+
+    choices = ["flattest minimum", "average candidate", "mean of all networks"]
+    choices += ["5-fold cross-validation", "best candidate (hindsight)"]
+    table = pd.DataFrame({"held-out accuracy": 0.9, "seconds": 1.0}, index=choices)
+    granulated = row(psi_batch_size=(-0.7, -0.5, -0.1), psi_random_state=(-0.1, 0.07, 0.2))
+    lines = demo["in_words"](table, row(kendall=(0.2, 0.28, 0.3)), granulated, 1197).splitlines()
+    assert lines[1].endswith("Kendall tau: 0.28 [0.20, 0.30]: flatter minima generalised better")
+    assert lines[2].endswith("granulated: -0.50 [-0.70, -0.10]: flatter minima generalised WORSE")
+    assert lines[3].endswith("granulated: 0.07 [-0.10, 0.20]: no relation beyond chance")
+    assert "+0.0 points against the average candidate" in lines[4]
 
 
 def test_the_example_of_sharp_samples_prints_areas():
