@@ -423,9 +423,9 @@ class FlatNet(SkorchNet):
     def _find_ending(self, X: Any) -> str | None:
         """Run a batch to find what the module ends in."""
         data = self.get_dataset(check_inputs(self, X, reset=False))
-        x, _ = unpack_data(next(iter(self.get_iterator(data))))
         self.module_.eval()
-        with torch.enable_grad(), uncompiled(self.module_):
+        with fork_rng(None), torch.enable_grad(), uncompiled(self.module_):
+            x, _ = unpack_data(next(iter(self.get_iterator(data))))
             return find_ending(primary_output(super().infer(self._to_inputs(x))))
 
     def _apply(self, function: Callable[[Tensor], Tensor], X: Any) -> Any:
