@@ -105,7 +105,8 @@ class FirstPass:
         self._check(penalised, output, explicit, weighted=weighted)
         last = order[-1]
         if self.asked is not None and -1 in self.asked:
-            warn_of_other_head(output, self.recorder[last], self.parts[0])
+            called = [self.recorder[name].layer for name in order]
+            warn_of_other_head(output, self.recorder[last], self.parts[0], called)
         names = [*(name for name in penalised if name != last), last]
         earlier = len(names) > 1
         is_output = find_link(output, self.recorder[last].node) is not None

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from inspect import isfunction, signature
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ from sklearn.utils import ClassifierTags, RegressorTags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from skorch.callbacks import EpochScoring, PassthroughScoring
-from skorch.dataset import unpack_data
 from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -122,6 +120,7 @@ class FlatNet(SkorchNet):
     _fixed_task: ClassVar[str | None] = None
     _training: _Training | None = None
     _limit: PenaltyLimit | None = None  # a new network gets a new one
+    _ending: str | None = None  # what the module was seen to end in, in training
     # what `fit` measured on the training data
     _record: Record | None = None
     # whether what the task knows comes from outputs, because the labels were in a Dataset
@@ -349,7 +348,9 @@ class FlatNet(SkorchNet):
         array of shape (n,) or (n, n_outputs)
             Labels as they were given to `fit`, or predicted values.
         """
-        predicted = self._task.predict(self._apply(self._link(X, labels=True).function, X))
+        predicted = self._task.predict(
+            self._apply(self._link(labels=hasattr(self, "classes_")).function, X)
+        )
         return predicted if self._gets_targets() else self._task.decode(self, predicted)
 
     @_if_task(lambda task: task.estimator_type != "regressor")
@@ -368,7 +369,7 @@ class FlatNet(SkorchNet):
             a classifier applies softmax or sigmoid to the module's outputs unless the module ends
             in one of them; a `RelativeFlatnessRegularizedNet` returns the outputs, as skorch does.
         """
-        return self._task.probabilities(self._apply(self._link(X).function, X))
+        return self._task.probabilities(self._apply(self._link().function, X))
 
     @_if_task(lambda task: task.estimator_type == "classifier")
     def predict_log_proba(self, X: Any) -> Any:
@@ -388,7 +389,7 @@ class FlatNet(SkorchNet):
         array of shape (n, n_classes)
             Natural logarithms, with columns in the order of `classes_`.
         """
-        logarithm = self._link(X).logarithm
+        logarithm = self._link().logarithm
         if logarithm is not None:
             return self._apply(logarithm, X)
         with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
@@ -415,18 +416,10 @@ class FlatNet(SkorchNet):
         metric = r2_score if self._task.estimator_type == "regressor" else accuracy_score
         return float(metric(to_array(y), self.predict(X), sample_weight=sample_weight))
 
-    def _link(self, X: Any, *, labels: bool = False) -> Link:
+    def _link(self, *, labels: bool = False) -> Link:
         """Return the functions from outputs to predictions, or to what labels are read from."""
         check_is_fitted(self, "module_")
-        return to_predictions(self, partial(self._find_ending, X), labels=labels)
-
-    def _find_ending(self, X: Any) -> str | None:
-        """Run a batch to find what the module ends in."""
-        data = self.get_dataset(check_inputs(self, X, reset=False))
-        self.module_.eval()
-        with fork_rng(None), torch.enable_grad(), uncompiled(self.module_):
-            x, _ = unpack_data(next(iter(self.get_iterator(data))))
-            return find_ending(primary_output(super().infer(self._to_inputs(x))))
+        return to_predictions(self, self._ending, labels=labels)
 
     def _apply(self, function: Callable[[Tensor], Tensor], X: Any) -> Any:
         """Apply a function to the module's outputs for all samples."""
@@ -717,6 +710,8 @@ class FlatNet(SkorchNet):
             )
         if not state.output_checked:
             check_ending(criterion, y_pred)
+            if y_pred.requires_grad:
+                self._ending = find_ending(y_pred)
             state.output_checked = True
 
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:

@@ -61,6 +61,7 @@ def _log_sigmoid(z: Tensor) -> Tensor:
 _IDENTITY = Link(lambda output: output)
 _SOFTMAX = Link(partial(torch.softmax, dim=1), partial(torch.log_softmax, dim=1))
 _SIGMOID = Link(torch.sigmoid, _log_sigmoid)
+_SHARES = Link(lambda output: output / output.sum(dim=1, keepdim=True))
 _EXP = Link(torch.exp)  # the expected count
 
 
@@ -342,7 +343,7 @@ def knows_its_outputs(criterion: Any) -> bool:
     return isinstance(criterion, (*TABLE, ProbabilityNLLLoss))
 
 
-def to_predictions(net: Any, ending: Callable[[], str | None], *, labels: bool = False) -> Link:
+def to_predictions(net: Any, ending: str | None, *, labels: bool = False) -> Link:
     """Return the functions from a net's outputs to its predictions, by criterion and task.
 
     With a criterion of the user's own, `ending` tells what the module ends in. For labels, the
@@ -360,7 +361,9 @@ def to_predictions(net: Any, ending: Callable[[], str | None], *, labels: bool =
     criterion = unwrapped(net.criterion_)
     if net._task.link is _IDENTITY or knows_its_outputs(criterion):
         return _link(criterion, net._task)
-    return _IDENTITY if ending() in ("sigmoid", "softmax") else net._task.link
+    if ending == "sigmoid" and net._task.link is _SOFTMAX:
+        return _SHARES
+    return _IDENTITY if ending in ("sigmoid", "softmax") else net._task.link
 
 
 def _link(criterion: Any, task: Task) -> Link:

@@ -274,6 +274,20 @@ def test_a_head_that_is_no_layer_is_reported(name):
         penalty_of(RelativeFlatnessPenalty("body"), net, nn.CrossEntropyLoss(), X, Y)
 
 
+def test_a_product_of_two_layers_has_no_other_head():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(X.shape[1], 9), nn.Linear(X.shape[1], 3)
+
+        def forward(self, x):
+            return torch.einsum("nij,nj->ni", self.a(x).reshape(-1, 3, 3), self.b(x))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "layer=-1")
+        penalty_of(RelativeFlatnessPenalty(), Two(), nn.CrossEntropyLoss(), X, Y)
+
+
 def test_a_vector_can_be_a_head():
     net = Net(lambda net, h, w: h @ w, (3,))
     with pytest.warns(FlatnessWarning, match="by the parameter 'more.0'"):

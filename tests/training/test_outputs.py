@@ -252,6 +252,15 @@ def test_criteria_of_ones_own_may_take_the_modules_probabilities(
     assert_array_equal(other.predict(X), labels)
 
 
+def test_a_sigmoid_for_each_class_gives_shares_and_a_count_stays_as_asked_for():
+    params = {"criterion": criterion_of(_nll_of_probabilities), "module": Sigmoid}
+    net = make(Classifier, **params, flatness_weight=0).fit(X, NAMES)
+    assert_allclose(net.predict_proba(X).sum(axis=1), 1, rtol=1e-5)
+    net = make(Regressor, criterion=nn.PoissonNLLLoss, predict_nonlinearity=None).fit(X, INDEX)
+    with torch.no_grad():
+        assert_allclose(net.predict(X), net.module_(torch.tensor(X))[:, 0], rtol=1e-5)
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("y", [INDEX > 0, LABELS], ids=["binary", "labels"])
 def test_labels_are_those_of_the_criterion_where_outputs_are_returned_as_they_are(y, own):
