@@ -67,7 +67,8 @@ def make_generator(random_state: RandomState, device: torch.device) -> torch.Gen
     return generator
 
 
-# torch has one random state for all threads of a process: one of them uses it at a time
+# Torch has one random state for all threads of a process: fits and measures use it one at a time.
+# Fleets take no lock, because what they fit may have threads of its own.
 _LOCK = RLock()
 # whether this thread is a routine of a fleet, of which no two run at the same time
 IN_TURN: ContextVar[bool] = ContextVar("IN_TURN", default=False)

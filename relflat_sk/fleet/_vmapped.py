@@ -66,6 +66,7 @@ class Probe:
     unused: Set[str]
     masks: Mapping[str, tuple[int, ...]]
     layers: PenaltyLayers | None
+    ending: str | None
 
 
 def probe(member: Member) -> Probe:
@@ -83,13 +84,14 @@ def probe(member: Member) -> Probe:
         if net.flatness_weight:
             layers = _find_layers(member, tried, x, y)
         output = primary_output(tried(x))
-        problem = explain_ending(loss.criterion, find_ending(output))
+        ending = find_ending(output)
+        problem = explain_ending(loss.criterion, ending)
         if problem is not None:
             raise NeedsOwnLoop(problem)  # its own fit raises the error
         net._check_output(loss, output)
         target = loss.read_target(output, y).values
         unused = _find_unused(tried, output)
-    return Probe(module, output.detach()[:1], target, unused, masks, layers)
+    return Probe(module, output.detach()[:1], target, unused, masks, layers, ending)
 
 
 def _copy(module: nn.Module) -> nn.Module:
@@ -320,8 +322,9 @@ class VmappedNets:
             )
 
     def prepare(self, member: Member) -> None:
-        """Check the targets of a net."""
+        """Check the targets of a net, which learns what networks of its kind end in."""
         member.values = member.read_targets(self._found.output)
+        member.net._ending = self._found.ending
 
     def train(self, members: Sequence[Member]) -> None:
         """Train nets for an epoch, and record their batches."""

@@ -36,7 +36,6 @@ from relflat_sk._network.batches import (
 )
 from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.network import Network, check_part, primary_output
-from relflat_sk._network.tail import find_ending
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
@@ -348,9 +347,7 @@ class FlatNet(SkorchNet):
         array of shape (n,) or (n, n_outputs)
             Labels as they were given to `fit`, or predicted values.
         """
-        predicted = self._task.predict(
-            self._apply(self._link(labels=hasattr(self, "classes_")).function, X)
-        )
+        predicted = self._task.predict(self._apply(self._link(labels=True).function, X))
         return predicted if self._gets_targets() else self._task.decode(self, predicted)
 
     @_if_task(lambda task: task.estimator_type != "regressor")
@@ -709,9 +706,9 @@ class FlatNet(SkorchNet):
                 "pass all classes to partial_fit."
             )
         if not state.output_checked:
-            check_ending(criterion, y_pred)
+            ending = check_ending(criterion, y_pred)
             if y_pred.requires_grad:
-                self._ending = find_ending(y_pred)
+                self._ending = ending
             state.output_checked = True
 
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:

@@ -66,7 +66,7 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state. All threads of a
         process share torch's state, so nets that are fitted or measured in several threads wait
-        for each other; processes work at the same time.
+        for each other, but for those of a fleet; processes work at the same time.
     optimizer : type, default=torch.optim.Adam
         Class of the torch optimizer; any but LBFGS. Arguments are passed as ``optimizer__...``.
         Adam, AdamW and SGD get ``fused=True`` for weights in float32 or float64, unless you pass

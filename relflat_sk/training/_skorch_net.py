@@ -168,7 +168,8 @@ class SkorchNet(NeuralNet):
             size = min(_SAMPLES, _NUMBERS // max(1, rows.n_numbers))
             iterator = rows_loader(rows, batch_size=max(size, iterator.batch_size))
         made = type(iterator) is DataLoader and not isinstance(X, LoadedBatches)
-        if made and not iterator.num_workers and self._training is None:
+        unseeded = made and not iterator.num_workers and iterator.generator is None
+        if unseeded and self._training is None:
             # torch draws a seed for workers even if there are none, perhaps from the random state
             # that another thread trains with
             iterator.generator = torch.Generator()

@@ -19,7 +19,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from torch import Tensor, nn
 
 from relflat_sk._losses.loss import Loss, explain_ending
-from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
+from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.network_of import IGNORED
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.tail import find_ending
@@ -338,16 +338,11 @@ def with_class_weights(
 # -- outputs, which may be mappings with `logits` ------------------------------------------
 
 
-def knows_its_outputs(criterion: Any) -> bool:
-    """Return whether a criterion is one of torch's, which tell how outputs are to be read."""
-    return isinstance(criterion, (*TABLE, ProbabilityNLLLoss))
-
-
 def to_predictions(net: Any, ending: str | None, *, labels: bool = False) -> Link:
     """Return the functions from a net's outputs to its predictions, by criterion and task.
 
-    With a criterion of the user's own, `ending` tells what the module ends in. For labels, the
-    outputs are read as the criterion reads them also if `predict_nonlinearity` is None.
+    With a criterion of the user's own, `ending` tells what the module ends in. The labels of a
+    classifier are read as the criterion reads outputs also if `predict_nonlinearity` is None.
     """
     chosen = net.predict_nonlinearity
     if not callable(chosen) and chosen not in ("auto", None):
@@ -356,24 +351,23 @@ def to_predictions(net: Any, ending: str | None, *, labels: bool = False) -> Lin
         )
     if callable(chosen):
         return Link(chosen)
-    if chosen is None and not labels:
+    if chosen is None and not (labels and net._task.estimator_type == "classifier"):
         return _IDENTITY
-    criterion = unwrapped(net.criterion_)
-    if net._task.link is _IDENTITY or knows_its_outputs(criterion):
-        return _link(criterion, net._task)
-    if ending == "sigmoid" and net._task.link is _SOFTMAX:
-        return _SHARES
-    return _IDENTITY if ending in ("sigmoid", "softmax") else net._task.link
+    return _link(unwrapped(net.criterion_), net._task, ending)
 
 
-def _link(criterion: Any, task: Task) -> Link:
+def _link(criterion: Any, task: Task, ending: str | None) -> Link:
     if isinstance(criterion, nn.BCELoss | nn.NLLLoss | ProbabilityNLLLoss):
         return _IDENTITY
     if isinstance(criterion, nn.PoissonNLLLoss):
         return _EXP if criterion.log_input else _IDENTITY
     if isinstance(criterion, nn.CrossEntropyLoss):
         return _SOFTMAX
-    return _SIGMOID if isinstance(criterion, nn.BCEWithLogitsLoss) else task.link
+    if isinstance(criterion, nn.BCEWithLogitsLoss):
+        return _SIGMOID
+    if ending == "sigmoid" and task.link is _SOFTMAX:
+        return _SHARES
+    return _IDENTITY if ending in ("sigmoid", "softmax") else task.link
 
 
 def movable(output: Any) -> Any:
@@ -413,8 +407,11 @@ _PROBABILITIES: dict[type, str] = {
 _ROUNDING = 0.02  # of a sum of probabilities in bfloat16
 
 
-def check_ending(loss: Loss, output: Tensor) -> None:
-    """Refuse probabilities where the criterion takes logits, and the other way round."""
+def check_ending(loss: Loss, output: Tensor) -> str | None:
+    """Refuse probabilities where the criterion takes logits, and the other way round.
+
+    Return the function that the module ends in.
+    """
     kind = type(loss.criterion)
     ending = find_ending(output)
     problem = explain_ending(loss.criterion, ending)
@@ -427,6 +424,7 @@ def check_ending(loss: Loss, output: Tensor) -> None:
         raise ValueError(
             f"{_PROBABILITIES[kind]} The module returned values from {low:g} to {high:g}."
         )
+    return ending
 
 
 def _are_probabilities(output: Tensor, kind: type) -> bool:

@@ -17,7 +17,7 @@ from skorch.callbacks import EpochScoring
 from skorch.dataset import ValidSplit
 from torch import nn
 
-from relflat_sk import relative_flatness
+from relflat_sk import FleetTrainer, relative_flatness
 from tests.training.common import (
     INDEX,
     LABELS,
@@ -250,6 +250,22 @@ def test_criteria_of_ones_own_may_take_the_modules_probabilities(
     other = make(kind, **params).fit(X, y).initialize()
     other.load_params(f_params=tmp_path / "weights.pt")
     assert_array_equal(other.predict(X), labels)
+
+
+class Brier(nn.MSELoss):
+    """The user's own, although its class is of torch's losses of a regression."""
+
+    def forward(self, p, y):
+        return super().forward(p, nn.functional.one_hot(y, p.shape[1]).to(p))
+
+
+def test_each_net_of_a_fleet_knows_that_its_module_returns_probabilities():
+    params = {"module": Softmax, "criterion": Brier, "flatness_weight": 0}
+    nets = [make(Classifier, **params, random_state=seed) for seed in range(3)]
+    for net, alone in zip(FleetTrainer(nets, fleet=3).fit(X, NAMES).estimators_, nets, strict=True):
+        with torch.no_grad():
+            assert_allclose(net.predict_proba(X), net.module_(torch.tensor(X)), rtol=1e-6)
+        assert_allclose(net.predict_proba(X), alone.fit(X, NAMES).predict_proba(X), rtol=1e-5)
 
 
 def test_a_sigmoid_for_each_class_gives_shares_and_a_count_stays_as_asked_for():
