@@ -4,8 +4,9 @@ Nothing here moves NumPy's global random state. Torch's moves only where a calle
 by drawing signs without a generator.
 """
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from math import prod
 from threading import RLock
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from relflat_sk._warnings import warn
 
 RandomState = int | np.random.RandomState | None
 
@@ -70,13 +73,40 @@ def make_generator(random_state: RandomState, device: torch.device) -> torch.Gen
 # Torch has one random state for all threads of a process: fits and measures use it one at a time.
 # Fleets take no lock, because what they fit may have threads of its own.
 _LOCK = RLock()
+_PATIENCE = 60.0  # seconds that a thread waits before it says so
 # whether this thread is a routine of a fleet, of which no two run at the same time
 IN_TURN: ContextVar[bool] = ContextVar("IN_TURN", default=False)
 
 
-def alone() -> AbstractContextManager[Any]:
-    """Let one thread at a time train or measure inside the context."""
-    return nullcontext() if IN_TURN.get() else _LOCK
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let one thread at a time train or measure inside the context; tell who waits for long."""
+    if IN_TURN.get():
+        yield
+        return
+    lock = _LOCK
+    if not lock.acquire(timeout=_PATIENCE):
+        warn(
+            f"this thread has waited {_PATIENCE:g} s for a fit or a measure in another thread. "
+            "They run one at a time, because torch has one random state for all threads: use "
+            "processes to run them side by side. If the other thread waits for this one, as a "
+            "callback that measures in threads does, both wait for ever: measure without threads."
+        )
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _renew_lock() -> None:
+    """Make a new lock in a forked process, which has none of the threads that hold the old one."""
+    global _LOCK  # noqa: PLW0603
+    _LOCK = RLock()
+
+
+if hasattr(os, "register_at_fork"):  # systems with fork
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 @contextmanager

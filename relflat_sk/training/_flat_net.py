@@ -36,6 +36,7 @@ from relflat_sk._network.batches import (
 )
 from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.network import Network, check_part, primary_output
+from relflat_sk._network.tail import find_ending
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
@@ -48,7 +49,7 @@ from relflat_sk.training._mlp import MLP
 from relflat_sk.training._skorch_net import SkorchNet
 from relflat_sk.training._tasks import (
     TASKS,
-    Link,
+    UNSEEN,
     Task,
     check_ending,
     check_ignored,
@@ -119,7 +120,7 @@ class FlatNet(SkorchNet):
     _fixed_task: ClassVar[str | None] = None
     _training: _Training | None = None
     _limit: PenaltyLimit | None = None  # a new network gets a new one
-    _ending: str | None = None  # what the module was seen to end in, in training
+    _ending: str | None = UNSEEN  # the function that the module ends in
     # what `fit` measured on the training data
     _record: Record | None = None
     # whether what the task knows comes from outputs, because the labels were in a Dataset
@@ -347,7 +348,7 @@ class FlatNet(SkorchNet):
         array of shape (n,) or (n, n_outputs)
             Labels as they were given to `fit`, or predicted values.
         """
-        predicted = self._task.predict(self._apply(self._link(labels=True).function, X))
+        predicted = self._task.predict(self._predictions(X, labels=True))
         return predicted if self._gets_targets() else self._task.decode(self, predicted)
 
     @_if_task(lambda task: task.estimator_type != "regressor")
@@ -366,7 +367,7 @@ class FlatNet(SkorchNet):
             a classifier applies softmax or sigmoid to the module's outputs unless the module ends
             in one of them; a `RelativeFlatnessRegularizedNet` returns the outputs, as skorch does.
         """
-        return self._task.probabilities(self._apply(self._link().function, X))
+        return self._task.probabilities(self._predictions(X))
 
     @_if_task(lambda task: task.estimator_type == "classifier")
     def predict_log_proba(self, X: Any) -> Any:
@@ -386,9 +387,10 @@ class FlatNet(SkorchNet):
         array of shape (n, n_classes)
             Natural logarithms, with columns in the order of `classes_`.
         """
-        logarithm = self._link().logarithm
+        check_is_fitted(self, "module_")
+        logarithm = to_predictions(self, self._ending).logarithm
         if logarithm is not None:
-            return self._apply(logarithm, X)
+            return _apply(logarithm, self._outputs(X))
         with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
             return np.log(self.predict_proba(X))
 
@@ -413,17 +415,16 @@ class FlatNet(SkorchNet):
         metric = r2_score if self._task.estimator_type == "regressor" else accuracy_score
         return float(metric(to_array(y), self.predict(X), sample_weight=sample_weight))
 
-    def _link(self, *, labels: bool = False) -> Link:
-        """Return the functions from outputs to predictions, or to what labels are read from."""
-        check_is_fitted(self, "module_")
-        return to_predictions(self, self._ending, labels=labels)
+    def _predictions(self, X: Any, *, labels: bool = False) -> Any:
+        """Return what the module's outputs predict, or what labels are read from."""
+        outputs = self._outputs(X)  # which show what the module ends in
+        return _apply(to_predictions(self, self._ending, labels=labels).function, outputs)
 
-    def _apply(self, function: Callable[[Tensor], Tensor], X: Any) -> Any:
-        """Apply a function to the module's outputs for all samples."""
+    def _outputs(self, X: Any) -> list[Tensor]:
+        """Return the module's outputs for all samples, batch by batch."""
+        check_is_fitted(self, "module_")
         outputs = self.forward_iter(check_inputs(self, X, reset=False))
-        return np.concatenate([
-            to_numpy(function(full_precision(primary_output(output)))) for output in outputs
-        ])
+        return [full_precision(primary_output(output)) for output in outputs]
 
     # -- the task: network, criterion and labels -----------------------------------------
 
@@ -648,12 +649,17 @@ class FlatNet(SkorchNet):
     def infer(self, x: Any, **fit_params: Any) -> Any:
         """Run the module on a batch; record the penalised layers if gradients are enabled."""
         module, x = self.module_, self._to_inputs(x)
+        if not torch.is_grad_enabled() and self._ending == UNSEEN and self._criterion_task is None:
+            with torch.enable_grad():  # the graph shows what the module ends in
+                output = super().infer(x, **fit_params)
+            self._ending = find_ending(primary_output(output))
+            return _on_tensors(lambda one: full_precision(one.detach()), output)
         if not (torch.is_grad_enabled() and self.flatness_weight):
-            return _full_precision(super().infer(x, **fit_params))
+            return _on_tensors(full_precision, super().infer(x, **fit_params))
         state, network = self._state(), unwrapped(module)
         penalty = self._penalty(state)
         with uncompiled(module), penalty.capture(network):
-            output = _full_precision(super().infer(x, **fit_params))
+            output = _on_tensors(full_precision, super().infer(x, **fit_params))
         state.recorded = True
         return output
 
@@ -777,11 +783,15 @@ def _(model: FlatNet, X: Any, y: Any, options: DataOptions) -> Network:
     return skorch_network(model, skorch_batches(model, X, y, options), options)
 
 
-def _full_precision(output: Any) -> Any:
-    """Convert half-precision outputs to float32, for losses and numpy."""
+def _on_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Apply a function to a tensor, or to those of a tuple."""
     if type(output) is tuple:
-        return tuple(map(_full_precision, output))
-    return full_precision(output) if isinstance(output, Tensor) else output
+        return tuple(_on_tensors(function, one) for one in output)
+    return function(output) if isinstance(output, Tensor) else output
+
+
+def _apply(function: Callable[[Tensor], Tensor], outputs: list[Tensor]) -> Any:
+    return np.concatenate([to_numpy(function(output)) for output in outputs])
 
 
 def _accuracy_of_targets(net: Any, X: Any, y: Any) -> float:

@@ -338,6 +338,9 @@ def with_class_weights(
 # -- outputs, which may be mappings with `logits` ------------------------------------------
 
 
+UNSEEN = "unseen"  # the ending of a module that has made no outputs
+
+
 def to_predictions(net: Any, ending: str | None, *, labels: bool = False) -> Link:
     """Return the functions from a net's outputs to its predictions, by criterion and task.
 
@@ -356,15 +359,21 @@ def to_predictions(net: Any, ending: str | None, *, labels: bool = False) -> Lin
     return _link(unwrapped(net.criterion_), net._task, ending)
 
 
+_OF_CRITERIA = {
+    (nn.BCELoss, nn.NLLLoss, ProbabilityNLLLoss): _IDENTITY,
+    (nn.BCEWithLogitsLoss,): _SIGMOID,
+    (nn.CrossEntropyLoss,): _SOFTMAX,
+}
+
+
 def _link(criterion: Any, task: Task, ending: str | None) -> Link:
-    if isinstance(criterion, nn.BCELoss | nn.NLLLoss | ProbabilityNLLLoss):
-        return _IDENTITY
     if isinstance(criterion, nn.PoissonNLLLoss):
         return _EXP if criterion.log_input else _IDENTITY
-    if isinstance(criterion, nn.CrossEntropyLoss):
-        return _SOFTMAX
-    if isinstance(criterion, nn.BCEWithLogitsLoss):
-        return _SIGMOID
+    for kinds, link in _OF_CRITERIA.items():
+        if isinstance(criterion, kinds):
+            return link
+    if ending == UNSEEN:  # of probabilities, the task's logarithm would be that of others
+        return Link(task.link.function)
     if ending == "sigmoid" and task.link is _SOFTMAX:
         return _SHARES
     return _IDENTITY if ending in ("sigmoid", "softmax") else task.link

@@ -1,10 +1,17 @@
 """Seeds, generators and signs."""
 
+import os
+import signal
+from contextlib import contextmanager
+from threading import Event, Thread
+
 import numpy as np
 import pytest
 import torch
 
+from relflat_sk import _random
 from relflat_sk._random import (
+    alone,
     as_random_state,
     draw_seed,
     draw_seeds,
@@ -97,3 +104,45 @@ def test_signs_of_several_draws_are_drawn_at_once():
         together = signs_of(part, shape, like)
         assert together.shape == (2, *shape)
         torch.testing.assert_close(together[0], signs, rtol=0, atol=0)
+
+
+@contextmanager
+def held_by_another_thread():
+    """Yield a function that lets the thread go."""
+    began, end = Event(), Event()
+
+    def hold():
+        with alone():
+            began.set()
+            end.wait()
+
+    thread = Thread(target=hold)
+    thread.start()
+    began.wait()
+    yield end.set
+    end.set()
+    thread.join()
+
+
+def test_a_thread_that_waits_for_long_says_so_and_goes_on_waiting(monkeypatch):
+    said = []
+    with held_by_another_thread() as let_go:
+        monkeypatch.setattr(_random, "_PATIENCE", 0.01)
+        monkeypatch.setattr(_random, "warn", lambda message: (said.append(message), let_go()))
+        with alone():
+            assert "waited 0.01 s for a fit or a measure in another thread" in said[0]
+    with alone(), fork_rng(None):
+        assert len(said) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    with held_by_another_thread():
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # kills a child that waits
+            with alone():
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0

@@ -245,11 +245,17 @@ def test_criteria_of_ones_own_may_take_the_modules_probabilities(
     labels = p > 0.5 if y is LABELS else net.classes_[expected.argmax(axis=1)]
     assert_array_equal(net.predict(X), labels)
     assert len(np.unique(labels)) > 1
-    # weights that were trained elsewhere
+    # weights that were trained elsewhere, in a net that has seen no data
     net.save_params(f_params=tmp_path / "weights.pt")
-    other = make(kind, **params).fit(X, y).initialize()
-    other.load_params(f_params=tmp_path / "weights.pt")
-    assert_array_equal(other.predict(X), labels)
+    for method in ("predict", "predict_proba", "predict_log_proba"):
+        sizes = {"module__n_features": X.shape[1], "module__n_outputs": p.shape[1]}
+        other = make(kind, **params, **sizes).initialize()
+        other.load_params(f_params=tmp_path / "weights.pt")
+        found, expected = getattr(other, method)(X), getattr(net, method)(X)
+        if method == "predict" and y is not LABELS:
+            expected = np.searchsorted(net.classes_, expected)
+        assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert not make(kind, **params, **sizes).initialize().forward(X).requires_grad
 
 
 class Brier(nn.MSELoss):
