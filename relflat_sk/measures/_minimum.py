@@ -123,7 +123,7 @@ def find_objection(
         # scikit-learn's solvers end at a minimum, which may predict other data badly
         return (
             f"keeps no record of its training, and these data do not show that it has learned: "
-            f"{problem}. Score it on its training data"
+            f"{problem}. If these are other data, score it on those that it was trained on"
         )
     if problem is not None:
         return f"is not at a minimum of its loss, so its flatness means nothing: {problem}"

@@ -314,7 +314,7 @@ def test_a_converged_model_that_predicts_other_data_badly_is_at_a_minimum():
     inputs, labels = rng.normal(size=(60, 40)), rng.integers(2, size=60)
     model = LogisticRegression(C=1e3, max_iter=5000).fit(inputs[:40], labels[:40])
     assert math.isfinite(SCORER(model, inputs[:40], labels[:40]))
-    with pytest.warns(FlatnessWarning, match=r"Logis.* keeps no record .*Score it on its tra"):
+    with pytest.warns(FlatnessWarning, match=r"Logis.* keeps no record .*score it on those that"):
         assert math.isnan(SCORER(model, inputs[40:], labels[40:]))
 
 
