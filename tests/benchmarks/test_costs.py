@@ -22,6 +22,7 @@ RATIOS = [
     ("fleet", "64-128-64-10, batch 32, fleet / torch loop"),
     ("stacking", "64-128-64-10, batch 8"),
     ("distributed", "seconds of two processes / of one"),
+    ("imports", "the first public name / what it imports"),
 ]
 MINIMA = {
     "claims": {
