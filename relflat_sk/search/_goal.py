@@ -151,7 +151,8 @@ def record_verdict(
 ) -> list[float]:
     """Record how deep a candidate is, whether it is a minimum, and why not.
 
-    Returns the values of the measures that rank. Others may have failed, which is recorded, too.
+    Returns the values of the measures that rank, infinity where flatness cannot be compared: such
+    a network may predict well. Others may have failed, which is recorded, too.
     """
     train_loss, values = record["train_loss"], [record[name] for name in ranking]
     constant_loss = next(iter(found.values())).constant_risk()
@@ -161,26 +162,27 @@ def record_verdict(
     ranked = next(iter(found.values()))
     # at equal loss, it does not matter what the loss itself leaves of other curvatures
     judged = {key: one for key, one in found.items() if ranked.own is None or one.own is not None}
-    ended_by, useless = "", True
+    ended_by = ""
     if train_loss >= constant_loss and not ranked.has_fitted:
         reason = "the training loss is no better than a constant prediction's"
+        values = [np.nan] * len(values)
     elif any(
         has_vanished(name, one.value, ConstantComparison(one.compared_risk, constant_loss))
         for name, one in judged.items()
     ):
         reason = SATURATED
+        values = [np.inf] * len(values)
     elif not np.isfinite(values).all():
         wrong = [name for name in ranking if not np.isfinite(record[name])]
         why = {name: one.reason and f", {one.reason}" for name, one in found.items()}
         reason = NO_MEASURE + ", ".join(
             f"{name} is {record[name]}{why.get(name, '')}" for name in wrong
         )
-        useless = False
+        values = [np.inf if np.isnan(value) else value for value in values]
     else:
         ended_by, reason = find_ending(estimator, goal, train_loss, constant_loss)
         if reason and ranked.has_fitted and not _has_goal(estimator, goal):
             ended_by, reason = EQUAL_LOSS, ""
-        useless = False
     failed = [
         f"{name} is nan: {one.reason or f'{type(one.error).__name__}: {one.error}'}"
         for name, one in found.items()
@@ -188,4 +190,4 @@ def record_verdict(
     ]
     reasons = [reason, *failed] if reason else failed
     record |= {"converged": not reason, "ended_by": ended_by, "reason": "; ".join(reasons)}
-    return [np.nan] * len(values) if useless else list(values)
+    return values

@@ -5,7 +5,7 @@ import optuna
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from sklearn.datasets import make_blobs
+from sklearn.datasets import make_blobs, make_classification
 from sklearn.linear_model import LogisticRegression
 from skorch import NeuralNet, NeuralNetClassifier
 from torch import nn
@@ -274,10 +274,10 @@ def test_saturated_networks_rank_behind_all_minima():
     assert (table["relative_flatness"][:2] > 0.1).all()
     assert (table["relative_flatness"][2:] == 0).all()
     assert found.best_params_["module__gain"] == 1.0
-    # a sampler that learns is not drawn to them
-    values = [trial.value for trial in found.study_.get_trials() if trial.value is not None]
-    assert len(values) == 2
-    assert np.isfinite(values).all()
+    # a sampler that learns is not drawn to them, and the mean has them
+    values = [trial.value for trial in found.study_.get_trials()]
+    assert np.isinf(values).tolist() == [False, False, True, True]
+    assert len(found.ensemble_.estimators) == 4
 
 
 def test_only_saturated_networks():
@@ -313,6 +313,19 @@ def test_at_equal_loss_networks_of_all_depths_are_ranked(name, params, fleet, tm
     remeasured = found.remeasure(others)
     assert (remeasured["neuron_flatness_sum"] > 0).all() == (params is not None)
     assert not (remeasured["trace_flatness"] > 0).all()
+
+
+def test_the_mean_has_networks_that_have_learned_but_do_not_reach_the_common_loss():
+    X, y = make_classification(200, 5, flip_y=0.3, random_state=0)
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=20, verbose=0)
+    found = FlatMinimaSearch(
+        net, {"batch_size": [16, 32]}, measure="comparable_flatness", random_state=0
+    )
+    with pytest.warns(FlatnessWarning, match="no candidate has a finite measure"):
+        found.fit(X.astype(np.float32), y)
+    assert found.minima_["state"].tolist() == ["complete", "complete"]
+    assert found.minima_["comparable_flatness"].isna().all()
+    assert len(found.ensemble_.estimators) == 2
 
 
 def test_a_network_that_has_not_fitted_has_no_rank_at_equal_loss():
