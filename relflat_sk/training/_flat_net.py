@@ -121,6 +121,7 @@ class FlatNet(SkorchNet):
     _training: _Training | None = None
     _limit: PenaltyLimit | None = None  # a new network gets a new one
     _ending: str | None = UNSEEN  # the function that the module ends in
+    _is_unseen = False  # in a prediction that needs to know the ending
     # what `fit` measured on the training data
     _record: Record | None = None
     # whether what the task knows comes from outputs, because the labels were in a Dataset
@@ -649,7 +650,7 @@ class FlatNet(SkorchNet):
     def infer(self, x: Any, **fit_params: Any) -> Any:
         """Run the module on a batch; record the penalised layers if gradients are enabled."""
         module, x = self.module_, self._to_inputs(x)
-        if not torch.is_grad_enabled() and self._ending == UNSEEN and self._criterion_task is None:
+        if self._is_unseen:
             with torch.enable_grad():  # the graph shows what the module ends in
                 output = super().infer(x, **fit_params)
             self._ending = find_ending(primary_output(output))
@@ -719,9 +720,12 @@ class FlatNet(SkorchNet):
 
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:
         """Run the module for its output alone, without keeping a graph for the penalty."""
+        own = self._criterion_task is None
+        self._is_unseen = own and not training and self._ending == UNSEEN
         try:
             return movable(super().evaluation_step(batch, training=training))
         finally:
+            self._is_unseen = False
             state = self._training
             if state is not None and state.recorded:
                 state.recorded, state.penalty = False, None
