@@ -1,4 +1,4 @@
-"""Tests of claims and candidates: none is trained twice, none is lost."""
+"""Tests of claims and candidates: none is trained twice, none is lost, though processes die."""
 
 import os
 import signal
@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 
+import numpy as np
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -35,7 +37,8 @@ from relflat_sk.search._claims import (
 from relflat_sk.search._space import Space
 from relflat_sk.search._study import SearchStudy, log_level, open_storage
 from relflat_sk.search._workers import Sweep, train_in_processes
-from tests.search.examples import X, Y, logistic
+from tests.processes import forkserver
+from tests.search.examples import Slow, X, Y, logistic
 from tests.search.storages import FILES
 
 C = [0.3, 0.5, 1.0]
@@ -415,3 +418,76 @@ def test_a_database_that_several_processes_make_at_once(monkeypatch):
     failures += [OperationalError("CREATE", None, Exception("already exists"))]
     with pytest.raises(OperationalError, match="already exists"):
         open_storage("sqlite:///:memory:")
+
+
+# -- processes that are killed while they train ------------------------------------------------
+
+N_PROCESSES, N_TRIALS = 3, 10
+DUE = [2, 5]  # how many trials are finished when a process is killed; enough is left to do
+SHARED = {
+    "grid": {"C": np.geomspace(0.2, 1.0, N_TRIALS).tolist()},
+    "draws": {"C": FloatDistribution(0.2, 1.0)},
+}
+
+
+def search_slowly(storage, space):
+    return logistic(
+        SHARED[space],
+        Slow(max_iter=1000),
+        n_trials=N_TRIALS,
+        storage=storage,
+        study_name="sweep",
+        refit=False,
+    ).fit(X, Y)
+
+
+def work(start, make_storage, space):
+    if start is not None:
+        start.wait(600)
+    # another process can hold what is left, and die of it: then this one comes again
+    search_slowly(make_storage(), space)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make_storage", "space"),
+    [("sqlite", "grid"), ("journal", "draws"), ("postgresql", "draws")],
+    indirect=["make_storage"],
+)
+def test_three_processes_two_of_which_are_killed(make_storage, space):
+    """All begin at the same moment, with no study and no file before."""
+    context = forkserver()
+
+    def begin(start=None):
+        worker = context.Process(target=work, args=(start, make_storage, space))
+        worker.start()
+        return worker
+
+    start = context.Barrier(N_PROCESSES + 1)
+    workers = [begin(start) for _ in range(N_PROCESSES)]
+    start.wait(600)
+    storage = open_storage(make_storage())
+    study = optuna.create_study(storage=storage, study_name="sweep", load_if_exists=True)
+
+    def minima():
+        return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+    for turn, due in enumerate(DUE):
+        while len(minima()) < due:
+            assert any(worker.exitcode is None for worker in workers)
+            time.sleep(0.05)
+        os.kill(workers[turn].pid, signal.SIGKILL)
+        workers[turn].join()
+        assert workers[turn].exitcode == -signal.SIGKILL
+        workers[turn] = begin()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * N_PROCESSES
+    found = [trial.params["C"] for trial in minima()]
+    assert len(found) == len(set(found)) == N_TRIALS
+    # and they are the candidates that one process would have had
+    assert space == "draws" or sorted(found) == SHARED["grid"]["C"]
+    # all else is what was killed, or withdrawn
+    others = [trial for trial in study.trials if trial.state != TrialState.COMPLETE]
+    assert all(map(is_cut_short, others))
+    assert len(search_slowly(make_storage(), space).minima_) == N_TRIALS
