@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import math
-import re
 import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -196,43 +195,46 @@ def test_estimators_of_every_kind_have_a_record_of_their_training():
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def save_all(steps, folder, form):
-    """Save checkpoints as torch, Lightning, safetensors and transformers do."""
-    for name, weights in steps.items():
-        prefixed = {f"net.{key}": value for key, value in weights.items()}
-        lightning = {"state_dict": prefixed | {"loss.weight": torch.ones(3)}, "epoch": 1}
-        number = name.removeprefix("step ")
-        inside = folder / f"checkpoint-{number}"
-        if form in {"folders", "shards", "safe folders"}:
-            inside.mkdir()
-            torch.save({"lr": 0.1}, inside / "training_args.bin")
-        if form == "torch":
-            torch.save(weights, folder / f"{name}.pt")
-        elif form == "loop":
-            torch.save({"model_state_dict": weights, "step": 3}, folder / f"{name}.pth")
-        elif form == "lightning":
-            torch.save(lightning, folder / f"{name}.ckpt")
-        elif form == "folders":
-            torch.save(weights, inside / "pytorch_model.bin")
-        elif form == "shards":
-            map_ = {key: f"part-{key[0]}.bin" for key in weights}
-            for part in set(map_.values()):
-                some = {key: value for key, value in weights.items() if map_[key] == part}
-                torch.save(some, inside / part)
-            index = inside / "pytorch_model.bin.index.json"
-            index.write_text(json.dumps({"weight_map": map_}), encoding="utf-8")
-        else:
-            save_file = pytest.importorskip("safetensors.torch").save_file
-            place = folder / f"{name}.safetensors" if form == "safe" else inside
-            save_file(weights, place if form == "safe" else place / "model.safetensors")
+def save_loop(weights, path):
+    torch.save({"model_state_dict": weights, "step": 3}, path)
 
 
-FORMS = ["torch", "loop", "lightning", "safe", "folders", "safe folders", "shards"]
+def save_lightning(weights, path):
+    prefixed = {f"net.{key}": value for key, value in weights.items()}
+    torch.save({"state_dict": prefixed | {"loss.weight": torch.ones(3)}, "epoch": 1}, path)
+
+
+def save_safely(weights, path):
+    pytest.importorskip("safetensors.torch").save_file(weights, path)
+
+
+def save_shards(weights, index):
+    parts = {key: f"part-{key[0]}.bin" for key in weights}
+    for part in set(parts.values()):
+        some = {key: value for key, value in weights.items() if parts[key] == part}
+        torch.save(some, index.parent / part)
+    index.write_text(json.dumps({"weight_map": parts}), encoding="utf-8")
+
+
+FORMS = {  # files in which torch, loops, Lightning, safetensors and transformers save weights
+    "{}.pt": torch.save,
+    "{}.pth": save_loop,
+    "{}.ckpt": save_lightning,
+    "{}.safetensors": save_safely,
+    "checkpoint-{}/pytorch_model.bin": torch.save,
+    "checkpoint-{}/model.safetensors": save_safely,
+    "checkpoint-{}/pytorch_model.bin.index.json": save_shards,
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_checkpoint_is_read(form, steps, expected, tmp_path):
-    save_all(steps, tmp_path, form)
+    for name, weights in steps.items():
+        path = tmp_path / form.format(name.removeprefix("step "))
+        if path.parent != tmp_path:
+            path.parent.mkdir()
+            torch.save({"lr": 0.1}, path.parent / "training_args.bin")
+        FORMS[form](weights, path)
     module = build()
     table = rank_models(tmp_path, X, Y, module=module, **OF_MODULE)
     paths = sorted(tmp_path.iterdir())
@@ -402,26 +404,14 @@ def test_models_without_a_value_rank_last_with_a_reason(steps):
 
 
 def test_a_model_that_cannot_be_loaded_has_a_row_with_the_reason(steps, expected, tmp_path):
-    (tmp_path / "half.pt").write_bytes(b"\x80\x02")
-    bad = {
-        "missing": tmp_path / "none.pt",
-        "half": tmp_path / "half.pt",
-        "other": {"0.weight": torch.ones(5, 4)},
-        "sizes": steps["step 10"] | {"2.weight": torch.ones(3, 9)},
-        "empty": None,
-    }
-    with pytest.warns(FlatnessWarning, match="5 of 8 models are no minima"):
+    bad = {"missing": tmp_path / "none.pt", "other": {"0.weight": torch.ones(5, 4)}, "empty": None}
+    with pytest.warns(FlatnessWarning, match="3 of 6 models are no minima"):
         table = rank_models({**bad, **steps}, X, Y, module=build(), **OF_MODULE)
     assert_ranked(table[:3], expected)
     reasons = table.set_index("model")["reason"]
-    for name, start in {
-        "missing": "FileNotFoundError",
-        "half": "ValueError: .*cannot be read",
-        "other": "ValueError: the weights of 'other' are not those of module",
-        "sizes": "ValueError: the weights of 'sizes' do not fit module",
-        "empty": "TypeError: a model of type NoneType",
-    }.items():
-        assert re.match(start, reasons[name])
+    assert reasons["missing"].startswith("FileNotFoundError")
+    assert reasons["other"].startswith("ValueError: the weights of 'other' are not those of module")
+    assert reasons["empty"].startswith("TypeError: a model of type NoneType")
 
 
 def test_models_may_share_the_weights_of_the_module(steps, expected):
