@@ -13,16 +13,13 @@ from sklearn.compose import TransformedTargetRegressor
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.neural_network import MLPClassifier
-from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback, EarlyStopping, EpochScoring, LRScheduler
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
 from skorch.helper import predefined_split
 
-from relflat_sk import (
-    MinimaObjective,
-    relative_flatness,
-)
+from relflat_sk import MinimaObjective, relative_flatness
+from relflat_sk._models.network_of import final_estimator
 from relflat_sk.search._data import vary_data
 from relflat_sk.search._fit import scale_lr
 from tests.search.examples import (
@@ -172,11 +169,7 @@ def net(**parameters):
         (net(), {"batch_size": 64}, {"lr": 0.04}),
         (net(), {"batch_size": 8, "lr": 0.1}, {"lr": 0.05}),
         (net(), {"lr": 0.1}, {}),
-        (
-            piped(net()),
-            {"net__batch_size": 32},
-            {"net__lr": 0.02},
-        ),
+        (piped(net()), {"net__batch_size": 32}, {"net__lr": 0.02}),
         (
             MLPClassifier(batch_size=10, learning_rate_init=0.1),
             {"batch_size": 5},
@@ -228,29 +221,51 @@ def record(*arguments, **parameters):
     return record_trial(*arguments, **{"goal": None, **parameters})
 
 
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, index):
+        return X[index], int(Y[index])
+
+
 def rows_of(split, X=X, y=Y):
     return np.sort(split(SkorchDataset(X, y), y)[0].indices)
 
 
-@pytest.mark.parametrize("ours", [True, False], ids=["ours", "skorch"])
-@pytest.mark.parametrize(
-    "split", [SPLIT, ValidSplit(0.3, stratified=True, random_state=1)], ids=["fifth", "share"]
-)
-def test_a_split_that_was_chosen_stays_and_its_training_part_is_measured(ours, split):
-    net = our_net(split) if ours else skorch_net(PATIENT, train_split=split)
-    attrs, fitted = record(net)
-    rows = rows_of(split)
+SHARE = ValidSplit(0.3, stratified=True, random_state=1)
+OF_COPY = make_regressor(max_epochs=20, train_split=SPLIT, callbacks=[PATIENT])
+SPLITS = {  # what splits, an estimator, data
+    "fifth": (SPLIT, our_net(SPLIT), X, Y),
+    "share": (SHARE, our_net(SHARE), X, Y),
+    "fifth, skorch": (SPLIT, skorch_net(PATIENT, train_split=SPLIT), X, Y),
+    "share, skorch": (SHARE, skorch_net(PATIENT, train_split=SHARE), X, Y),
+    "copied net": (SPLIT, TransformedTargetRegressor(OF_COPY), X, TARGET),
+    "data set": (SPLIT, our_net(SPLIT, **SIZES), Pairs(), None),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_split_that_was_chosen_stays_and_its_training_part_is_measured(name):
+    split, estimator, data, y = SPLITS[name]
+    space = {"regressor__lr": [0.05]} if name == "copied net" else None
+    attrs, fitted = record(estimator, data, y, space)
+    y = Y if y is None else y
+    rows = rows_of(split, X, y)
     assert 0 < len(rows) < len(X)
-    assert_array_equal(fitted.trained_rows_, rows)
-    assert "valid_loss" in fitted.history[-1]
-    expected = log_loss(Y[rows], fitted.predict_proba(X[rows]), labels=[0, 1, 2])
-    if ours:  # skorch's own classifier gives no probabilities for this criterion
+    net, given = final_estimator(fitted), getattr(fitted, "regressor", fitted)
+    assert_array_equal(net.trained_rows_, rows)
+    assert "valid_loss" in net.history[-1]
+    assert_allclose(attrs["relative_flatness"], relative_flatness(fitted, X[rows], y[rows]))
+    if name in {"fifth", "share"}:  # skorch's own gives no probabilities for this criterion
+        expected = log_loss(Y[rows], fitted.predict_proba(X[rows]), labels=[0, 1, 2])
         assert_allclose(attrs["train_loss"], expected, rtol=1e-5)
-    assert_allclose(attrs["relative_flatness"], relative_flatness(fitted, X[rows], Y[rows]))
-    assert attrs["train_score"] == fitted.score(X[rows], Y[rows])
+    if name != "data set":
+        assert attrs["train_score"] == fitted.score(X[rows], y[rows])
     # the user's own function is in its place, in the estimator and in the trained net
-    assert vars(fitted.train_split) == vars(split)
-    assert net.train_split is split
+    for one in (net, given):
+        assert vars(one.train_split) == vars(split)
+    assert getattr(estimator, "regressor", estimator).train_split is split
 
 
 @pytest.mark.parametrize(
@@ -296,17 +311,6 @@ def test_data_of_another_set_are_held_out_of_nothing():
     assert attrs["relative_flatness"] == relative_flatness(fitted, X, Y)
 
 
-def test_split_of_a_net_that_is_copied():
-    net = make_regressor(max_epochs=20, train_split=SPLIT, callbacks=[PATIENT])
-    estimator = TransformedTargetRegressor(net, transformer=StandardScaler())
-    attrs, fitted = record(estimator, y=TARGET, space={"regressor__lr": [0.05]})
-    rows = rows_of(SPLIT)
-    found = relative_flatness(fitted, X[rows], TARGET[rows])
-    assert_allclose(attrs["relative_flatness"], found)
-    assert isinstance(fitted.regressor_.train_split, ValidSplit)
-    assert isinstance(fitted.regressor.train_split, ValidSplit)
-
-
 def test_samples_that_a_confusion_set_adds_are_not_measured():
     split = ValidSplit(5, stratified=True)
     params = {"data__train_size": 40, "data__confusion_size": 20, "lr": 0.05}
@@ -321,23 +325,7 @@ def test_samples_that_a_confusion_set_adds_are_not_measured():
     assert_allclose(trial.user_attrs["relative_flatness"], found)
 
 
-class Pairs(torch.utils.data.Dataset):
-    def __len__(self):
-        return len(X)
-
-    def __getitem__(self, index):
-        return X[index], int(Y[index])
-
-
-def test_split_of_a_data_set():
-    attrs, fitted = record(our_net(**SIZES), Pairs(), None)
-    rows = rows_of(SPLIT)
-    assert_allclose(attrs["relative_flatness"], relative_flatness(fitted, X[rows], Y[rows]))
-
-
 def test_held_out_data_set_has_its_labels_inside():
-    attrs, _ = record(make_net(**SIZES), Pairs(), None, X_test=Pairs())
-    assert_allclose(attrs["test_loss"], attrs["train_loss"], rtol=1e-5)
     search = make_search(make_net(**SIZES), {"lr": [0.05]}).fit(Pairs(), None, Pairs())
     assert search.minima_["generalization_gap"].abs().item() < 1e-5
 
