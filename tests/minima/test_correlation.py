@@ -13,11 +13,7 @@ from tests.minima.sweeps import arrays_of, make_minima
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-12}  # float64, sums of a few dozen terms
 
-SCIPY = {
-    "pearson": stats.pearsonr,
-    "spearman": stats.spearmanr,
-    "kendall": stats.kendalltau,
-}
+SCIPY = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])

@@ -34,9 +34,34 @@ def stored(tmp_path):
 
 
 @pytest.fixture
+def kept(stored, tmp_path):
+    """A study that can be resumed, with saved weights."""
+    return {**stored, "artifact_store": tmp_path / "minima"}
+
+
+@pytest.fixture
 def untrained(monkeypatch):
     """Nothing can be trained."""
     monkeypatch.setattr(MinimaObjective, "_train", None)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """A list that grows with each training."""
+    found, train = [], MinimaObjective._train
+    monkeypatch.setattr(MinimaObjective, "_train", lambda *args: found.append(1) or train(*args))
+    return found
+
+
+@pytest.fixture
+def train_otherwise(monkeypatch):
+    """A function after which training again leads to another network."""
+    train = MinimaObjective._train
+
+    def with_another_seed(self, params, seed):
+        return train(self, params, seed + 1)
+
+    return lambda: monkeypatch.setattr(MinimaObjective, "_train", with_another_seed)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import optuna
+import pytest
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline
@@ -29,6 +30,7 @@ X, X_TEST, Y, Y_TEST = X[::2], X[1::2], Y[::2], Y[1::2]
 LABELS = load_iris().target_names[Y]
 TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
 WEIGHTS = np.where(np.arange(len(X)) % 3, 1.0, 3.0)
+NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 
 def make_net(kind=RelativeFlatnessRegularizedClassifier, **parameters):

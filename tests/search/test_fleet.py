@@ -44,11 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 5)
 y = X[:, :3].argmax(axis=1)
-SPACE = {
-    "batch_size": [16, 32],
-    "lr": [0.01, 0.03],
-    "flatness_weight": [0.0, 0.1],
-}
+SPACE = {"batch_size": [16, 32], "lr": [0.01, 0.03], "flatness_weight": [0.0, 0.1]}
 N = 8
 
 
@@ -135,17 +131,12 @@ def test_what_a_fleet_finds_is_what_one_by_one_finds(case, caplog):
     assert (TrialState.PRUNED in states) == (case == "pruned")
 
 
-def test_weights_are_saved_and_a_study_is_resumed(tmp_path, alone):
-    stored = {
-        "storage": tmp_path / "minima.log",
-        "study_name": "fleet",
-        "artifact_store": str(tmp_path / "weights"),
-    }
-    first = make_search(n_trials=6, **stored).fit(X, y, X[:20], y[:20])
+def test_weights_are_saved_and_a_study_is_resumed(kept, alone):
+    first = make_search(n_trials=6, **kept).fit(X, y, X[:20], y[:20])
     assert len(first.minima_) == 6
-    second = make_search(**stored).fit(X, y, X[:20], y[:20])
+    second = make_search(**kept).fit(X, y, X[:20], y[:20])
     assert_same(second, alone)
-    again = make_search(**stored).fit(X, y, X[:20], y[:20])  # from the saved weights
+    again = make_search(**kept).fit(X, y, X[:20], y[:20])  # from the saved weights
     np.testing.assert_array_equal(again.predict(X), alone.predict(X))
     measured = again.remeasure(["hessian_trace"])
     assert measured["hessian_trace"].notna().all()
@@ -169,9 +160,8 @@ def threads():
     return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
 
 
-def test_ctrl_c_keeps_what_is_finished(tmp_path, ctrl_c, alone):
+def test_ctrl_c_keeps_what_is_finished(tmp_path, stored, ctrl_c, alone):
     handler, before = signal.getsignal(signal.SIGINT), threads()
-    stored = {"storage": tmp_path / "minima.log", "study_name": "fleet"}
     net = make_net(callbacks=[StopAtLoss(0.8), Interrupts(tmp_path)])
     with pytest.warns(match="interrupted: the search ends with"):
         interrupted = make_search(net, **stored).fit(X, y, X[:20], y[:20])
@@ -196,26 +186,24 @@ class Waits(Callback):
             time.sleep(600)
 
 
-def search_waiting(folder):
+def search_waiting(folder, stored):
     net = make_net(callbacks=[StopAtLoss(0.8), Waits(folder)])
-    search = make_search(net, storage=folder / "minima.log", study_name="fleet")
-    return search.fit(X, y, X[:20], y[:20])
+    return make_search(net, **stored).fit(X, y, X[:20], y[:20])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="dead processes are found on posix")
-def test_a_killed_process_loses_nothing(tmp_path, alone):
-    process = forkserver().Process(target=search_waiting, args=(tmp_path,))
+def test_a_killed_process_loses_nothing(tmp_path, stored, alone):
+    process = forkserver().Process(target=search_waiting, args=(tmp_path, stored))
     process.start()
     while not (tmp_path / "waits").exists():
         assert process.exitcode is None
         time.sleep(0.05)
     process.kill()
     process.join()
-    study = load({"storage": tmp_path / "minima.log", "study_name": "fleet"})
-    assert len(study.get_trials(states=(TrialState.RUNNING,))) == 5
+    assert len(load(stored).get_trials(states=(TrialState.RUNNING,))) == 5
     (tmp_path / "go").touch()
-    assert_same(search_waiting(tmp_path), alone)
+    assert_same(search_waiting(tmp_path, stored), alone)
 
 
 @pytest.mark.slow
@@ -250,9 +238,8 @@ def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
     ]
 
 
-def test_a_study_of_a_fleet_goes_on_without_one(tmp_path):
+def test_a_study_of_a_fleet_goes_on_without_one(stored):
     """Sums in another order change a net within rounding, which is no other net."""
-    stored = {"storage": tmp_path / "minima.log", "study_name": "sweep"}
     space = {"lr": [0.01, 0.02, 0.03]}
     first = make_search(space=space, fleet=3, **stored).fit(X, y)
     assert all(attributes_of(trial)["in_fleet"] for trial in first.study_.trials)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from optuna.trial import TrialState, create_trial
-from sklearn.base import clone
+from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
 from sklearn.model_selection import FixedThresholdClassifier
 from sklearn.neural_network import MLPClassifier
@@ -23,6 +23,7 @@ from relflat_sk.search._search import _average
 from relflat_sk.search._workers import progress
 from tests.search.examples import (
     LABELS,
+    NO_MINIMA,
     TARGET,
     Fails,
     X,
@@ -40,7 +41,6 @@ ESTIMATORS = {
     "mlp": (MLPClassifier((6,), max_iter=3000, tol=1e-2), SIZES),
     "regression": (LogisticRegression(max_iter=1000), {"C": [0.8, 1.0, 1.2]}),
 }
-NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 
 def fit_and_remember(search, monkeypatch):
@@ -94,16 +94,6 @@ def test_without_a_random_state_a_minimum_is_trained_again_as_it_was(monkeypatch
 
 
 @NO_MINIMA
-def test_a_resumed_search_without_a_random_state_trains_its_best_network_again(stored):
-    """Each session has seeds of its own, and the study holds them."""
-    first = unseeded(**stored).fit(X, Y)
-    torch.manual_seed(1)
-    again = unseeded(**stored).fit(X, Y)
-    assert again.best_estimator_ is not first.best_estimator_
-    np.testing.assert_array_equal(again.predict_proba(X), first.predict_proba(X))
-
-
-@NO_MINIMA
 def test_torchs_random_state_decides_where_there_is_no_other():
     losses = []
     for seed in (1, 1, 2):
@@ -116,16 +106,16 @@ def test_torchs_random_state_decides_where_there_is_no_other():
 # -- what cannot be had ------------------------------------------------------------------------
 
 
-def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
+def test_other_results_of_the_same_training_are_noticed(stored, train_otherwise):
     """Another version of a library, or another machine, may train another network."""
     search = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
-    train = MinimaObjective._train
-    monkeypatch.setattr(
-        MinimaObjective, "_train", lambda self, params, seed: train(self, params, seed + 1)
-    )
+    train_otherwise()
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
+    with pytest.warns(FlatnessWarning, match="minimum of trial 0 cannot be had again"):
+        found = search.remeasure(["l2_norm"], retrain=True)
+    assert found["l2_norm"].isna().all()
     again = make_search(make_net(), SIZES, refit=True, **stored)
     with pytest.warns(FlatnessWarning, match="best_estimator_ is not the network of the table"):
         again.fit(X, Y)
@@ -143,10 +133,8 @@ def test_trials_without_an_estimator():
             search.get_estimator(number)
 
 
-def test_the_time_to_refit(stored, monkeypatch):
+def test_the_time_to_refit(stored, monkeypatch, trained):
     """By a clock that counts trainings."""
-    trained, train = [], MinimaObjective._train
-    monkeypatch.setattr(MinimaObjective, "_train", lambda *args: trained.append(1) or train(*args))
     clock = SimpleNamespace(perf_counter=lambda: float(len(trained)))
     monkeypatch.setattr(search_module, "time", clock)
     first = make_search(make_net(), SIZES, **stored).fit(X, Y)
@@ -178,14 +166,6 @@ def test_progress_shows_the_best_goals_and_failures():
     assert progress([]).startswith("no minimum yet")
 
 
-@NO_MINIMA
-def test_the_bar_of_a_search_shows_progress(capfd):
-    logistic({"C": [0.5, 1.0, 1.1]}, Fails(max_iter=1000), verbose=1).fit(X, Y)
-    shown = capfd.readouterr().err
-    assert "goal reached 2, plateau 0, not converged 0, failed 1" in shown
-    assert "flattest" in shown
-
-
 @pytest.mark.parametrize("labels", [Y, LABELS], ids=["numbers", "names"])
 def test_an_ensemble_averages_the_probabilities_of_the_flattest(labels):
     """Also of a pickled search, which needs no data for the networks that it holds."""
@@ -202,6 +182,10 @@ def test_an_ensemble_averages_the_probabilities_of_the_flattest(labels):
 def test_an_ensemble_averages_the_predictions_of_regressors(columns):
     targets = np.stack([TARGET, -TARGET], axis=1)[:, : columns[0]] if columns else TARGET
     search = make_search(Ridge(), {"alpha": [1.0, 1.1, 1.2]}).fit(X, targets)
+    assert is_regressor(search)
+    assert not is_classifier(search)
+    for name in ("predict_proba", "classes_", "feature_names_in_"):
+        assert not hasattr(search, name)
     flattest = search.minima_["trial"].iloc[:2]
     expected = np.mean([search.get_estimator(n).predict(X) for n in flattest], axis=0)
     np.testing.assert_allclose(search.get_ensemble(2).predict(X), expected, rtol=1e-12)
@@ -217,12 +201,11 @@ MEANS = {  # estimator, the parameter that regularises, targets, loss of the bes
 @NO_MINIMA
 @pytest.mark.filterwarnings("ignore:lbfgs failed to converge", "ignore:.* left out of the ranking")
 @pytest.mark.parametrize("kind", MEANS)
-def test_a_search_predicts_with_the_mean_of_what_has_learned(kind, stored, tmp_path, monkeypatch):
+def test_a_search_predicts_with_the_mean_of_what_has_learned(kind, kept, monkeypatch):
     estimator, space, targets, constant = MEANS[kind]
     method = "predict_proba" if kind == "classifier" else "predict"
     if kind == "classifier":
         space = space | {"max_iter": [1, 1000]}
-    kept = {**stored, "artifact_store": tmp_path / "weights"}
     search = make_search(estimator, space, **kept).fit(X, targets)
     monkeypatch.setattr(MinimaObjective, "_train", None)  # nothing is trained from here on
     gain = constant - search.minima_["train_loss"]
@@ -283,9 +266,7 @@ def members_of(search):
     return set(search.ensemble_.named_estimators_)
 
 
-def test_a_resumed_search_averages_what_is_at_hand(stored, monkeypatch):
-    trained, train = [], MinimaObjective._train
-    monkeypatch.setattr(MinimaObjective, "_train", lambda *args: trained.append(1) or train(*args))
+def test_a_resumed_search_averages_what_is_at_hand(stored, trained):
     assert members_of(logistic(n_trials=2, **stored).fit(X, Y)) == {"trial0", "trial1"}
     with pytest.warns(FlatnessWarning, match=r"mean of 2 of 3 networks: .*get_ensemble\(\)"):
         again = logistic(**stored).fit(X, Y)
@@ -298,11 +279,10 @@ def test_a_resumed_search_averages_what_is_at_hand(stored, monkeypatch):
     np.testing.assert_allclose(everything.predict_proba(X), expected, rtol=1e-12)
 
 
-def test_a_resumed_search_leaves_out_damaged_weights(stored, tmp_path):
-    kept = {**stored, "artifact_store": tmp_path / "weights"}
+def test_a_resumed_search_leaves_out_damaged_weights(kept):
     search = logistic(**kept).fit(X, Y)
     middle = search.study_.trials[int(search.minima_["trial"][1])].user_attrs["artifact_id"]
-    (tmp_path / "weights" / middle).write_bytes(b"damaged")
+    (kept["artifact_store"] / middle).write_bytes(b"damaged")
     with pytest.warns(FlatnessWarning, match="with the mean of 2 of 3 networks"):
         again = logistic(**kept).fit(X, Y)
     assert members_of(again) == {f"trial{search.minima_['trial'][i]}" for i in (0, 2)}
@@ -340,34 +320,27 @@ def test_members_are_held_without_what_only_training_needs():
         assert member.partial_fit(X, Y).history[-1, "train_loss"] < before  # it trains on
 
 
+TWO_SIZES = {"batch_size": [8, 16]}
+
+
 @pytest.mark.parametrize(
-    ("space", "arguments", "way"),
+    ("estimator", "space", "goal", "arguments", "way"),
     [
-        ({"batch_size": [8, 16], "random_state": [0, 1]}, {}, "mean"),
-        ({"batch_size": [8, 16], "max_epochs": [10, 20]}, {}, "mean of the best held out"),
-        (lambda trial: {"lr": 0.1}, {}, "mean of the best held out"),
-        ({"batch_size": [8, 16]}, {"one_network": True}, "best held out"),
-        ({"batch_size": [8, 16]}, {"y": np.ones((9, 2))}, "best held out"),
-        ({"batch_size": [8, 16]}, {"y": np.ones((9, 1))}, "mean"),
+        (make_net(), TWO_SIZES | {"random_state": [0, 1]}, "auto", {}, "mean"),
+        (make_net(), TWO_SIZES | {"max_epochs": [9, 20]}, "auto", {}, "mean of the best held out"),
+        (make_net(), lambda trial: {"lr": 0.1}, "auto", {}, "mean of the best held out"),
+        (make_net(), TWO_SIZES, "auto", {"one_network": True}, "best held out"),
+        (make_net(), TWO_SIZES, "auto", {"y": np.ones((9, 2))}, "best held out"),
+        (make_net(), TWO_SIZES, "auto", {"y": np.ones((9, 1))}, "mean"),
+        (make_net(callbacks=None), TWO_SIZES, None, {}, "mean of the best held out"),
+        (make_net(), TWO_SIZES, None, {}, "mean"),  # which has a goal of its own
+        (LogisticRegression(), {"random_state": [0, 1]}, None, {}, "mean"),  # its own tolerance
     ],
 )
-def test_what_candidates_differ_in_decides_how_to_choose(space, arguments, way):
-    found = make_search(make_net(), space).suggest_choice(**arguments)
+def test_what_candidates_differ_in_decides_how_to_choose(estimator, space, goal, arguments, way):
+    found = make_search(estimator, space, goal=goal).suggest_choice(**arguments)
     assert found.way == way
     assert found.reason
-
-
-@pytest.mark.parametrize(
-    ("estimator", "way"),
-    [
-        (make_net(callbacks=None), "mean of the best held out"),
-        (make_net(), "mean"),  # which has a goal of its own
-        (LogisticRegression(), "mean"),  # which its own tolerance stops
-    ],
-)
-def test_candidates_without_a_goal_do_not_count_as_equal(estimator, way):
-    search = make_search(estimator, {"random_state": [0, 1]}, goal=None)
-    assert search.suggest_choice().way == way
 
 
 @pytest.mark.parametrize(

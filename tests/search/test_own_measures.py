@@ -75,8 +75,8 @@ def test_a_single_function_with_arguments_and_an_objective():
     assert all(type(key) is str for t in study.trials for key in t.user_attrs)
 
 
-def test_remeasuring_by_name_and_by_function(tmp_path, stored):
-    search = logistic(SPACE, artifact_store=tmp_path / "weights", **stored).fit(X, Y)
+def test_remeasuring_by_name_and_by_function(kept):
+    search = logistic(SPACE, **kept).fit(X, Y)
     register_measure("size", coefficients)
     table = search.remeasure(["size", largest_weight]).set_index("param_C")
     for C in SPACE["C"]:
@@ -96,12 +96,11 @@ def test_remeasuring_by_name_and_by_function(tmp_path, stored):
         search.remeasure(coefficients)
 
 
-def test_a_resumed_study_knows_the_function(tmp_path, stored):
-    options = {**stored, "artifact_store": tmp_path / "weights"}
-    logistic(SPACE, measure=coefficients, **options).fit(X, Y)
+def test_a_resumed_study_knows_the_function(kept):
+    logistic(SPACE, measure=coefficients, **kept).fit(X, Y)
     wider = {"C": [0.3, 1.0, 3.0, 2.0]}
     both = [coefficients, largest_weight]  # may be added: earlier minima are measured again
-    table = logistic(wider, measure=both, **options).fit(X, Y).minima_
+    table = logistic(wider, measure=both, **kept).fit(X, Y).minima_
     assert np.isfinite(table[["coefficients", "largest_weight"]].to_numpy()).all()
     assert len(table) == 4
 
@@ -110,7 +109,7 @@ def test_a_resumed_study_knows_the_function(tmp_path, stored):
 
     other.__name__ = "coefficients"
     with pytest.raises(ValueError, match=r"coefficients: coefficients \(code .* then, other"):
-        logistic(wider, measure=other, **options).fit(X, Y)
+        logistic(wider, measure=other, **kept).fit(X, Y)
 
 
 def test_a_measure_that_is_not_finite_is_no_minimum():
@@ -175,12 +174,13 @@ def run(net, **parameters):
     return attributes_of(trial), fitted, Counting.n_samples
 
 
-def test_five_measures_take_one_pass_more_than_the_training(tmp_path):
-    attrs, fitted, n_samples = run(counting_net(), artifact_store=tmp_path)
+@pytest.mark.parametrize("names", [TRACES, TRACES[:1], [*TRACES, "gradient_norm"]])
+def test_measures_take_one_pass_more_than_the_training(names, tmp_path):
+    attrs, fitted, n_samples = run(counting_net(), measures=names, artifact_store=tmp_path)
     assert n_samples == (N_EPOCHS + 1) * len(X)
     assert attrs["artifact_id"]
-    assert [name for name in attrs if not is_reserved(name)] == list(TRACES)
-    for name in TRACES:
+    assert [name for name in attrs if not is_reserved(name)] == names
+    for name in names:
         assert_allclose(attrs[name], measure(name, fitted, X, Y), rtol=1e-6)
     outputs = fitted.forward(X).double()
     loss = nn.CrossEntropyLoss()(outputs, torch.from_numpy(Y))
@@ -193,11 +193,6 @@ def test_scores_and_held_out_data_take_passes_of_their_own():
     attrs, _, n_samples = run(net, X_test=X[:7], y_test=Y[:7])
     assert n_samples == (N_EPOCHS + 2) * len(X) + 2 * 7
     assert {"train_score", "test_score", "test_loss"} <= set(attrs)
-
-
-@pytest.mark.parametrize("names", [TRACES[:1], [*TRACES, "gradient_norm"]])
-def test_other_measures_take_one_pass_too(names):
-    assert run(counting_net(), measures=names)[2] == (N_EPOCHS + 1) * len(X)
 
 
 def test_remeasuring_takes_one_pass(tmp_path):

@@ -349,9 +349,7 @@ def test_data_of_all_kinds_reach_the_workers(engine, kind, request, tmp_path):
 
 def table_of(data, batch_size, n_jobs=None):
     net = make_net(
-        batch_size=batch_size,
-        module__hidden_layer_sizes=(4,),
-        iterator_train__shuffle=False,
+        batch_size=batch_size, module__hidden_layer_sizes=(4,), iterator_train__shuffle=False
     )
     space = {"lr": [0.05, 0.1]}
     search = FlatMinimaSearch(net, space, goal=0.9, n_jobs=n_jobs, random_state=0).fit(*data)

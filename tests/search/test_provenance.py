@@ -20,16 +20,10 @@ from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from relflat_sk import (
-    MLP,
-    FlatnessScorer,
-    FlatnessWarning,
-    MinimaObjective,
-    RelativeFlatnessRegularizedClassifier,
-    StopAtLoss,
-)
+from relflat_sk import MLP, FlatnessScorer, FlatnessWarning, MinimaObjective, StopAtLoss
 from relflat_sk.search._provenance import MADE_WITH, check_made_with, describe, digest
 from tests.contracts.pages import blocks
+from tests.search import examples
 from tests.search.examples import X_TEST, Y_TEST, X, Y, load, make_search
 
 
@@ -43,15 +37,8 @@ class Linear(nn.Module):
 
 
 def make_net(**parameters):
-    defaults = {
-        "flatness_weight": 0,
-        "module__hidden_layer_sizes": (4,),
-        "max_epochs": 2,
-        "lr": 0.05,
-        "callbacks": [StopAtLoss(0.5)],
-        "verbose": 0,
-    }
-    return RelativeFlatnessRegularizedClassifier(**{**defaults, **parameters})
+    small = {"module__hidden_layer_sizes": (4,), "batch_size": 32, "max_epochs": 2}
+    return examples.make_net(**{**small, "callbacks": [StopAtLoss(0.5)], **parameters})
 
 
 def of_nets(space=None, **parameters):
@@ -66,8 +53,7 @@ def of_pipelines(estimator=None, **parameters):
 
 
 def logistic(space=None, estimator=None, **parameters):
-    estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
-    return make_search(estimator, space or {"C": [0.5, 1.0]}, **parameters)
+    return examples.logistic(space or {"C": [0.5, 1.0]}, estimator, **parameters)
 
 
 def stopping(goal):
@@ -229,20 +215,19 @@ def test_a_study_is_copied_to_add_choices(tmp_path, name, sampler, further):
 # -- measured later ----------------------------------------------------------------------------
 
 
-def test_held_out_data_and_measures_that_come_later(stored, tmp_path):
-    parameters = {"artifact_store": tmp_path / "minima", **stored}
-    logistic(**parameters).fit(X, Y)
+def test_held_out_data_and_measures_that_come_later(kept):
+    logistic(**kept).fit(X, Y)
     both = ["relative_flatness", "l2_norm"]
-    later = logistic(measure=both, **parameters).fit(X, Y, X_TEST, Y_TEST)
+    later = logistic(measure=both, **kept).fit(X, Y, X_TEST, Y_TEST)
     assert len(later.study_.trials) == 2
     whole = logistic(measure=both).fit(X, Y, X_TEST, Y_TEST).minima_
     for name in ("l2_norm", "test_loss", "generalization_gap", "test_score", "train_score"):
         np.testing.assert_allclose(later.minima_[name], whole[name], rtol=1e-6)
     assert later.best_score_ == -whole["relative_flatness"][0]
     # a session without them goes on, and what they are stays known
-    assert logistic(**parameters).fit(X, Y).minima_["test_loss"].equals(later.minima_["test_loss"])
+    assert logistic(**kept).fit(X, Y).minima_["test_loss"].equals(later.minima_["test_loss"])
     with pytest.raises(ValueError, match="held-out data, X_test: "):
-        logistic(**parameters).fit(X, Y, X_TEST[::-1], Y_TEST)
+        logistic(**kept).fit(X, Y, X_TEST[::-1], Y_TEST)
 
 
 def test_without_weights_nan_is_explained(stored):

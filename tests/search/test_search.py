@@ -16,13 +16,12 @@ from optuna.distributions import FloatDistribution
 from optuna.samplers import GridSampler, RandomSampler
 from optuna.trial import TrialState
 from pandas.testing import assert_frame_equal
-from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import log_loss
-from sklearn.model_selection import cross_val_score
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -35,13 +34,13 @@ from relflat_sk import (
     MinimaObjective,
     StopAtLoss,
     correlate_measures,
-    measure,
     rank_minima,
     relative_flatness,
 )
 from relflat_sk.minima._table import attributes_of, measure_columns
 from relflat_sk.search._study import log_level
 from tests.search.examples import (
+    NO_MINIMA,
     TARGET,
     X_TEST,
     Y_TEST,
@@ -61,7 +60,6 @@ DEAD = 1e10  # a learning rate that leaves nothing but dead units
 DIVERGING = 1e37
 EARLY = 1e-3  # one that is far from the goal when training ends
 OURS_AND_PLAIN = pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
-NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 
 def results(search):
@@ -109,14 +107,7 @@ def test_objective_records_what_was_trained_on_all_of_the_data():
     assert not net.initialized_
 
 
-def test_several_measures_and_directions():
-    names = ["hessian_trace", "relative_flatness"]
-    search = logistic(measure=names).fit(X, Y)
-    best = search.best_estimator_
-    assert search.minima_["hessian_trace"].is_monotonic_increasing
-    assert search.best_score_ == -measure("hessian_trace", best, X, Y)
-    assert search.minima_["relative_flatness"][0] == relative_flatness(best, X, Y)
-    # maximize is minus the measure
+def test_an_objective_to_maximize_is_minus_the_measure():
     space = {"C": [0.01, 1.0]}
     objective = MinimaObjective(
         LogisticRegression(max_iter=1000), X, Y, space, direction="maximize"
@@ -201,24 +192,13 @@ def test_the_whole_grid_is_trained_once(tmp_path):
     assert relative_flatness(search, X, Y) == best["relative_flatness"]
 
 
-@pytest.mark.parametrize("n_trials", [5, 8])
+@pytest.mark.parametrize("n_trials", [13, 20])
 def test_no_combination_is_trained_twice(n_trials):
-    space = {"C": [0.4, 0.6, 1.0], "tol": [1e-4, 1e-5]}
+    """Neither by the random draws that come first, nor by TPE's."""
+    space = {"C": [0.4, 0.6, 0.8, 1.0], "tol": [1e-3, 1e-4, 1e-5, 1e-6]}
     search = logistic(space, n_trials=n_trials).fit(X, Y)
-    assert len(search.minima_) == min(n_trials, 6)
+    assert len(search.minima_) == min(n_trials, 16)
     assert not search.minima_.duplicated(["param_C", "param_tol"]).any()
-
-
-def test_functions_draw_as_often_as_is_asked():
-    """Choices beside a function that draws are no grid, after which the search would end."""
-    space = {
-        "C": lambda trial: trial.suggest_float("C", 0.3, 1.0),
-        "fit_intercept": [True, False],
-    }
-    search = logistic(space, n_trials=5).fit(X, Y)
-    assert search.minima_["param_C"].nunique() == 5
-    with pytest.raises(ValueError, match="n_trials is needed: the space has distributions or fun"):
-        logistic(space).fit(X, Y)
 
 
 def test_samplers_of_ones_own():
@@ -577,19 +557,6 @@ def test_a_fitted_search_is_its_best_estimator():
     assert "not available in a search with refit=False" in str(caught.value.__cause__)
 
 
-@NO_MINIMA
-def test_regression():
-    net = TransformedTargetRegressor(make_regressor(max_epochs=20))
-    search = make_search(net, {"regressor__batch_size": [8, 16]})
-    assert is_regressor(search)
-    assert not is_classifier(search)
-    assert not hasattr(search, "predict_proba")
-    search.fit(X, TARGET)
-    assert search.score(X, TARGET) > 0.5
-    assert not hasattr(search, "classes_")
-    assert not hasattr(search, "feature_names_in_")
-
-
 def test_the_users_estimator_and_random_state_stay_as_they_are():
     net = make_net(train_split=ValidSplit(5))
     before = net.get_params()
@@ -605,12 +572,8 @@ def test_the_users_estimator_and_random_state_stay_as_they_are():
     assert_array_equal(copied.predict_proba(X), search.predict_proba(X))
 
 
-def test_in_cross_validation_and_pipelines():
-    scores = cross_val_score(logistic(), X, Y, cv=3)
-    assert len(scores) == 3
-    assert (scores > 0.6).all()
+def test_a_pipeline_is_measured_as_the_search_in_it():
     pipeline = make_pipeline(StandardScaler(), logistic()).fit(X, Y)
-    assert pipeline.score(X_TEST, Y_TEST) > 0.8
     assert relative_flatness(pipeline, X, Y) == -pipeline[-1].best_score_
 
 

@@ -221,11 +221,7 @@ FUNCTION = {"n": lambda trial: 3 + trial.suggest_int("m", 0, 1)}
         (CHOICES, COMPUTED, r"but in this space it has \{'lr': 0\.., 'n': 3\}"),
         (COMPUTED, {**DRAWN, "n": lambda trial: trial.params["m"]}, "'n': 'no value'"),
         (OTHER_NAME, COMPUTED, "'m': .* but in this space"),
-        (
-            FUNCTION,
-            {"n": lambda trial: 5 + trial.suggest_int("m", 0, 1)},
-            "'n': [34]}, but in",
-        ),
+        (FUNCTION, {"n": lambda trial: 5 + trial.suggest_int("m", 0, 1)}, "'n': [34]}, but in"),
     ],
 )
 def test_another_space_does_not_go_on_with_a_study(before, now, match):

@@ -104,9 +104,8 @@ def test_restored_candidates_are_those_that_were_trained(kind, tmp_path):
         assert len(pickle.dumps(restored)) < 1.1 * len(pickle.dumps(one)) + 1000
 
 
-def test_a_restored_net_knows_its_flatness(stored, tmp_path, monkeypatch):
+def test_a_restored_net_knows_its_flatness(kept, monkeypatch):
     """The flatness is that of the restored weights, not of the initial ones."""
-    kept = {**stored, "artifact_store": tmp_path}
     search = make_search(space=SIZES, **kept).fit(X, Y)
     best = search.best_estimator_
     monkeypatch.setattr(MinimaObjective, "_train", None)
@@ -114,12 +113,6 @@ def test_a_restored_net_knows_its_flatness(stored, tmp_path, monkeypatch):
     assert again is not best
     assert_allclose(again.relative_flatness_, best.relative_flatness_, rtol=1e-6)
     assert not hasattr(again.history, "train_loss")
-
-
-@pytest.fixture
-def kept(stored, tmp_path):
-    """A study that can be resumed, with saved weights."""
-    return {**stored, "artifact_store": tmp_path / "minima"}
 
 
 def test_remeasure_is_what_would_have_been_measured(make_storage, tmp_path, monkeypatch):
