@@ -100,11 +100,6 @@ def list_reasons(table: pd.DataFrame) -> str:
     return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
 
 
-def is_score(name: str) -> bool:
-    """Return whether large values of a column are good."""
-    return name in SCORES
-
-
 def _is_numeric(column: Any) -> bool:
     """Return whether a column holds numbers; booleans are not numbers here."""
     return pd.api.types.is_numeric_dtype(column) and not pd.api.types.is_bool_dtype(column)
@@ -501,7 +496,7 @@ def rank_minima(
     if isinstance(minima, optuna.Study):
         _check_trained(table)
     values = numeric_column(table, by, argument="by")
-    if is_score(by):
+    if by in SCORES:  # whose large values are good
         values = -values
     finite = np.isfinite(values) & is_complete(table)
     compared, converged = is_converged(table), is_converged(table, any_depth=True)

@@ -191,31 +191,6 @@ def _if_available(method: str) -> Callable[[Any], Any]:
     return available_if(is_there)  # type: ignore[no-any-return]
 
 
-def _predicting(method: str, summary: str, returns: str) -> Any:
-    """Make a method that calls that of what the search predicts with."""
-
-    def call(self: Any, X: Any) -> Any:
-        model = self._predictor()
-        if method == "predict_log_proba" and not hasattr(model, method):
-            with np.errstate(divide="ignore"):
-                return np.log(model.predict_proba(X))
-        return getattr(model, method)(X)
-
-    call.__name__ = method
-    call.__doc__ = f"""{summary} with the mean of networks, or the flattest; see `refit`.
-
-        Parameters
-        ----------
-        X : array-like of shape (n, n_features)
-            Samples, as the estimator takes them.
-
-        Returns
-        -------
-        {returns}
-        """
-    return _if_available(method)(call)
-
-
 MEAN = "mean"  # of the predictions of all networks that have learned
 # parameters that change the steps of training, but neither the network nor the loss at its end
 _OF_STEPS = {"batch_size", "lr", "lr_scaling", "learning_rate_init", "momentum", "random_state"}
@@ -824,26 +799,75 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         file.write_text(render(self), encoding="utf-8")
         return file
 
-    predict = _predicting(
-        "predict",
-        "Predict",
-        "ndarray of shape (n,) or (n, n_outputs)\n            Predicted labels or values.",
-    )
-    predict_proba = _predicting(
-        "predict_proba",
-        "Predict class probabilities",
-        "ndarray of shape (n, n_classes)\n            In the order of `classes_`.",
-    )
-    predict_log_proba = _predicting(
-        "predict_log_proba",
-        "Predict natural logarithms of class probabilities",
-        "ndarray of shape (n, n_classes)\n            In the order of `classes_`.",
-    )
-    decision_function = _predicting(
-        "decision_function",
-        "Compute the decision function",
-        "ndarray of shape (n,) or (n, n_classes)\n            As the estimator returns it.",
-    )
+    @_if_available("predict")
+    def predict(self, X: Any) -> Any:
+        """Predict with the mean of networks, or the flattest; see `refit`.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            Samples, as the estimator takes them.
+
+        Returns
+        -------
+        ndarray of shape (n,) or (n, n_outputs)
+            Predicted labels or values.
+        """
+        return self._predictor().predict(X)
+
+    @_if_available("predict_proba")
+    def predict_proba(self, X: Any) -> Any:
+        """Predict class probabilities with the mean of networks, or the flattest; see `refit`.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            Samples, as the estimator takes them.
+
+        Returns
+        -------
+        ndarray of shape (n, n_classes)
+            In the order of `classes_`.
+        """
+        return self._predictor().predict_proba(X)
+
+    @_if_available("predict_log_proba")
+    def predict_log_proba(self, X: Any) -> Any:
+        """Predict natural logarithms of probabilities with the mean of networks, or the flattest.
+
+        See `refit`.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            Samples, as the estimator takes them.
+
+        Returns
+        -------
+        ndarray of shape (n, n_classes)
+            In the order of `classes_`.
+        """
+        model = self._predictor()
+        if hasattr(model, "predict_log_proba"):
+            return model.predict_log_proba(X)
+        with np.errstate(divide="ignore"):
+            return np.log(model.predict_proba(X))
+
+    @_if_available("decision_function")
+    def decision_function(self, X: Any) -> Any:
+        """Compute the decision function with the mean of networks, or the flattest; see `refit`.
+
+        Parameters
+        ----------
+        X : array-like of shape (n, n_features)
+            Samples, as the estimator takes them.
+
+        Returns
+        -------
+        ndarray of shape (n,) or (n, n_classes)
+            As the estimator returns it.
+        """
+        return self._predictor().decision_function(X)
 
     @_if_available("score")
     def score(self, X: Any, y: Any = None, **params: Any) -> float:

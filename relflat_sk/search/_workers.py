@@ -261,8 +261,8 @@ def train_in_processes(sweep: Sweep, n_jobs: int, on_finished: OnFinished) -> No
             with closing(_results(sweep, -(-n_left // n), n, n_jobs)) as results:
                 for found in results:
                     progress_made = True
-                    for trial, estimator in found:
-                        on_finished(trial, unpacked(estimator))
+                    for trial, content in found:
+                        on_finished(trial, None if content is None else cloudpickle.loads(content))
         except (BrokenProcessPool, CancelledError) as error:  # CancelledError: of dask
             death = error
         # no worker trains any more: what seems to be running was killed, on whichever machine
@@ -537,11 +537,6 @@ def packed(value: Any) -> bytes | None:
         return _dumps(value)
     except Exception:  # pickling runs code of any class
         return None
-
-
-def unpacked(content: bytes | None) -> Any:
-    """Return the value that `packed` has pickled."""
-    return None if content is None else cloudpickle.loads(content)
 
 
 def _dumps(value: Any) -> bytes:
