@@ -258,28 +258,25 @@ def stored(n_splits, names=("digits", "breast cancer"), seed=0):
     ])  # fmt: skip
 
 
-def test_differences_have_the_interval_of_a_paired_test():
-    rows = stored(6, names=("digits",))
+@pytest.mark.parametrize(
+    ("n_splits", "names", "over"),
+    [(6, ("digits",), "split"), (1, ("digits", "breast cancer", "wine"), "data")],
+    ids=["splits", "one split of each data set"],
+)
+def test_differences_have_the_interval_of_a_paired_test(n_splits, names, over):
+    rows = stored(n_splits, names)
     rows = rows[rows["space"] == "mixed"]
-    wide = rows.pivot_table(index="split", columns="way", values="error")
+    wide = rows.pivot_table(index=over, columns="way", values="error")
     expected = ttest_rel(wide["random"], wide[selection_report.BASE])
     low, high = expected.confidence_interval(0.95)
     found = selection_report.compare(rows).set_index("way").loc["random"]
     assert found["difference"] == pytest.approx((low + high) / 2)
     assert found["width"] == pytest.approx((high - low) / 2)
-    one = selection_report.compare(rows[rows["split"] == 0]).set_index("way").loc["random"]
-    assert math.isnan(one["width"])  # one split has no interval
 
 
-def test_with_one_split_of_each_data_set_the_interval_is_over_data_sets():
-    rows = stored(1, ("digits", "breast cancer", "wine"))
-    rows = rows[rows["space"] == "equal"]
-    found = selection_report.compare(rows).set_index("way").loc["random"]
-    wide = rows.pivot_table(index="data", columns="way", values="error")
-    test = ttest_rel(wide["random"], wide[selection_report.BASE])
-    low, high = test.confidence_interval(0.95)
-    assert found["difference"] == pytest.approx((low + high) / 2)
-    assert found["width"] == pytest.approx((high - low) / 2)
+def test_one_split_has_no_interval():
+    found = selection_report.compare(stored(1, names=("digits",))).set_index("way").loc["random"]
+    assert math.isnan(found["width"])
 
 
 def test_only_splits_that_both_ways_have_are_compared():

@@ -125,11 +125,11 @@ class Server:
             connection.close()
 
     @contextmanager
-    def database(self, options: str = "") -> Iterator[Database]:
+    def database(self) -> Iterator[Database]:
         """Create a database, and drop it with all connections to it."""
         name = f"minima{next(self.numbers)}"
         with self.session() as execute:
-            execute(f"CREATE DATABASE {name} {options}")
+            execute(f"CREATE DATABASE {name}")
         try:
             yield Database(self, name)
         finally:
