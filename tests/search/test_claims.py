@@ -61,7 +61,6 @@ def storage(request, tmp_path):
 
 
 KINDS = ["memory", *FILES]
-on_every_storage = pytest.mark.parametrize("storage", [*KINDS, "postgresql"], indirect=True)
 
 
 @pytest.fixture
@@ -149,7 +148,7 @@ def test_running_trials_of_others_are_left_alone(study):
     assert states(study) == ["RUNNING"] * 3
 
 
-@on_every_storage
+@pytest.mark.parametrize("storage", [*KINDS, "postgresql"], indirect=True)
 def test_abandoned_trials_are_taken_over(study):
     """Of a process that is gone, a zombie, an id that was used again, and this thread."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -235,9 +234,8 @@ def test_a_worker_leaves_the_trials_of_its_own_sweep_to_the_sweep(study):
 
 
 @pytest.mark.parametrize("storage", KINDS, indirect=True)
-def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
+def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, study, monkeypatch):
     """Another machine may give it up while this one sleeps, before its record or after it."""
-    study = optuna.create_study(storage=storage)
     train, run, slept = MinimaObjective._train, MinimaObjective._run, []
 
     def sleeps_once(method, self, *arguments):
@@ -252,7 +250,7 @@ def test_a_trial_that_was_given_up_meanwhile_is_dropped(storage, monkeypatch):
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
     kept = []
     with log_level(quiet=True):
-        Sweep(SearchStudy(study), storage, objective, grid()).train_left(
+        Sweep(study, storage, objective, grid()).train_left(
             lambda trial, _: kept.append(trial.params)
         )
     assert sorted(states(study)) == ["COMPLETE"] * 3 + ["FAIL"] * 2
@@ -354,9 +352,8 @@ def test_processes_that_die_by_themselves_are_an_error(tmp_path):
     assert not study.trials
 
 
-def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
+def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage, study):
     """The process died after the last attribute, before the trial was complete."""
-    study = optuna.create_study(storage=storage, study_name="sweep")
     objective = MinimaObjective(LogisticRegression(max_iter=1000), X, Y, {"C": C})
     trial = claim(study, grid(), "a")
     objective._run(trial)
@@ -368,9 +365,7 @@ def test_a_trial_that_was_killed_after_its_last_word_is_trained_again(storage):
     assert search.minima_[columns].equals(expected[columns])
 
 
-def test_trials_that_run_elsewhere_are_missing_with_a_warning(storage, capfd):
-    study = optuna.create_study(storage=storage, study_name="sweep")
-
+def test_trials_that_run_elsewhere_are_missing_with_a_warning(storage, study, capfd):
     class Shared(LogisticRegression):
         def fit(self, X, y):
             if self.C == 0.3:
@@ -387,8 +382,8 @@ def test_trials_that_run_elsewhere_are_missing_with_a_warning(storage, capfd):
     assert "0/3" in shown
     assert "2/2" in shown
     assert "2/3" not in shown
-    study = optuna.create_study(storage=storage, study_name="none")
-    add_running(study, POINTS[0], process=ELSEWHERE)
+    other = optuna.create_study(storage=storage, study_name="none")
+    add_running(other, POINTS[0], process=ELSEWHERE)
     search.set_params(study_name="none", n_trials=1)
     with pytest.raises(ValueError, match="no candidate is trained yet: other processes still tr"):
         search.fit(X, Y)
