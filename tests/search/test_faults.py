@@ -13,16 +13,15 @@ import pytest
 from optuna.storages import JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
-from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 
-from relflat_sk import FlatMinimaSearch, rank_minima
+from relflat_sk import rank_minima
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search import _study as study_module
 from relflat_sk.search._study import open_storage
+from tests.search.examples import X, Y, logistic
 from tests.search.storages import FILES
 
-X, Y = load_iris(return_X_y=True)
 CHOICES = [round(0.3 + 0.1 * i, 1) for i in range(5)]
 KINDS = [*FILES, "postgresql"]
 
@@ -50,14 +49,10 @@ class Trains(LogisticRegression):
         return fitted
 
 
-def make_search(storage, study_name="sweep", estimator=None, choices=CHOICES, **parameters):
-    return FlatMinimaSearch(
-        estimator or Trains(max_iter=1000),
-        {"C": choices},
-        storage=storage,
-        study_name=study_name,
-        **{"random_state": 0, "refit": False, **parameters},
-    )
+def make_search(storage, study_name="sweep", estimator=None, **parameters):
+    stored = {"storage": storage, "study_name": study_name, "refit": False}
+    estimator = estimator or Trains(max_iter=1000)
+    return logistic({"C": CHOICES}, estimator, **{**stored, **parameters})
 
 
 def params_of_minima(study):
