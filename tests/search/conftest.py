@@ -53,17 +53,6 @@ def trained(monkeypatch):
     return found
 
 
-@pytest.fixture
-def train_otherwise(monkeypatch):
-    """A function after which training again leads to another network."""
-    train = MinimaObjective._train
-
-    def with_another_seed(self, params, seed):
-        return train(self, params, seed + 1)
-
-    return lambda: monkeypatch.setattr(MinimaObjective, "_train", with_another_seed)
-
-
 @pytest.fixture(scope="session")
 def postgresql_server():
     """A server for all tests of this process."""

@@ -106,10 +106,13 @@ def test_torchs_random_state_decides_where_there_is_no_other():
 # -- what cannot be had ------------------------------------------------------------------------
 
 
-def test_other_results_of_the_same_training_are_noticed(stored, train_otherwise):
+def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     """Another version of a library, or another machine, may train another network."""
     search = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
-    train_otherwise()
+    train = MinimaObjective._train
+    monkeypatch.setattr(
+        MinimaObjective, "_train", lambda self, params, seed: train(self, params, seed + 1)
+    )
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
