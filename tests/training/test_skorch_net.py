@@ -5,9 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
-from numpy.testing import assert_allclose
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 from skorch.callbacks import Callback
@@ -245,7 +243,7 @@ def test_copies_hold_the_value_and_no_training_data(copied):
 
 
 class _BatchSizes(nn.Module):
-    """A linear network that notes the sizes of its batches in evaluation."""
+    """A linear network that notes the sizes of its batches."""
 
     def __init__(self, part=None):
         super().__init__()
@@ -253,8 +251,7 @@ class _BatchSizes(nn.Module):
         self.sizes = []
 
     def forward(self, X):
-        if not self.training:
-            self.sizes.append(len(X))
+        self.sizes.append(len(X))
         return self.last(self.part(X.flatten(1)))
 
 
@@ -279,15 +276,4 @@ def test_predictions_are_made_in_large_batches_where_the_size_does_not_matter(
     net.fit(inputs, np.arange(len(inputs)) % 2).module_.sizes.clear()
     net.predict_proba(inputs)
     assert net.module_.sizes == sizes
-
-
-@pytest.mark.parametrize("kind", [np.asarray, scipy.sparse.csr_matrix], ids=["dense", "sparse"])
-def test_predictions_do_not_depend_on_the_size_of_batches(kind):
-    inputs = kind(X.astype(np.float64))
-    nets = [
-        make(batch_size=4, **one).fit(inputs, INDEX)
-        for one in ({}, {"iterator_valid__batch_size": 4})
-    ]
-    assert_allclose(*(net.predict_proba(inputs) for net in nets), rtol=0, atol=1e-12)
-    sizes = [len(output) for output in nets[0].forward_iter(inputs, training=True)]
-    assert sizes == [4] * 10 + [2]
+    assert max(map(len, net.forward_iter(inputs, training=True))) == 4
