@@ -14,9 +14,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import StopAtGradientNorm, StopAtLoss
+from relflat_sk.training._batches import with_weights
 from relflat_sk.training._convergence import gradient_norm
 from tests.training import common
-from tests.training.common import INDEX, NAMES, Classifier, Net, Regressor, X
+from tests.training.common import INDEX, NAMES, WEIGHTS, Classifier, Net, Regressor, X
 
 FLOAT32 = 1e-5
 TARGETS = torch.tensor(INDEX)
@@ -45,13 +46,10 @@ class Dropping(nn.Module):
 class Losses(Callback):
     """The mean loss in evaluation mode after each epoch, computed by hand."""
 
-    def __init__(self, X, targets):
-        self.X, self.targets = X, targets
-
     def on_epoch_end(self, net, **kwargs):
         with torch.no_grad():
             net.module_.eval()
-            loss = nn.functional.cross_entropy(net.module_(self.X), self.targets)
+            loss = nn.functional.cross_entropy(net.module_(torch.tensor(X)), TARGETS)
         net.losses_ = [*getattr(net, "losses_", []), loss.item()]
 
 
@@ -60,8 +58,7 @@ class Losses(Callback):
 
 @pytest.mark.parametrize("weight", [0.0, 0.1], ids=["plain", "penalised"])
 def test_stops_at_the_first_epoch_whose_true_loss_is_small_enough(weight):
-    by_hand = Losses(torch.tensor(X), TARGETS)
-    net = make(by_hand, StopAtLoss(0.35), module=Dropping, flatness_weight=weight).fit(X, NAMES)
+    net = make(Losses(), StopAtLoss(0.35), module=Dropping, flatness_weight=weight).fit(X, NAMES)
     stop = dict(net.callbacks_)["StopAtLoss"]
     assert net.converged_ is True
     assert len(net.losses_) == len(net.history)
@@ -78,13 +75,13 @@ def test_does_not_change_training():
     assert_close(watched.module_.state_dict(), plain.module_.state_dict(), rtol=0, atol=0)
 
 
-def test_trains_on_the_training_part_only():
-    net = make(StopAtLoss(0.3), train_split=ValidSplit(3)).fit(X, NAMES)
-    train, _ = ValidSplit(3)(net.get_dataset(X, INDEX))
-    targets = torch.tensor([int(train[i][1]) for i in range(len(train))])
-    inputs = torch.tensor(np.stack([train[i][0] for i in range(len(train))]))
-    with torch.no_grad():
-        loss = nn.functional.cross_entropy(net.module_(inputs), targets).item()
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+def test_the_loss_is_that_of_the_training_part(weights):
+    split = ValidSplit(3)
+    net = make(StopAtLoss(0.9), train_split=split).fit(X, NAMES, sample_weight=weights)
+    rows = split(net.get_dataset(X, INDEX))[0].indices
+    log_p = np.log(net.predict_proba(X))[rows, INDEX[rows]]
+    loss = -np.average(log_p, weights=None if weights is None else weights[rows])
     assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=FLOAT32)
 
 
@@ -144,36 +141,34 @@ def test_tells_when_it_stops(capsys):
 # -- StopAtGradientNorm ------------------------------------------------------------------
 
 
+HEAVY = torch.tensor([1.0, 5.0, 0.2])
+
+
 @pytest.mark.parametrize(
-    ("criterion", "params"),
-    [
-        (nn.CrossEntropyLoss(), {}),
-        (nn.CrossEntropyLoss(reduction="sum"), {"criterion__reduction": "sum"}),
-        (
-            nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2])),
-            {"criterion__weight": torch.tensor([1.0, 5.0, 0.2])},
-        ),
-    ],
+    "criterion",
+    [{}, {"criterion__reduction": "sum"}, {"criterion__weight": HEAVY}],
     ids=["mean", "sum", "class weights"],
 )
+@pytest.mark.parametrize("sample_weight", [None, WEIGHTS], ids=["alike", "weighted"])
 @pytest.mark.parametrize("weight", [0.0, 2.0], ids=["plain", "penalised"])
-def test_gradient_norm_is_that_of_the_whole(criterion, params, weight):
-    params = {**params, "flatness_weight": weight, "flatness_clip": None}
+def test_gradient_norm_is_that_of_the_whole(criterion, sample_weight, weight):
+    params = {**criterion, "flatness_weight": weight, "flatness_clip": None}
     net = make(module=Dropping, max_epochs=2, **params).fit(X, NAMES)
     dataset = net.get_dataset(X, INDEX)  # batches of 16, 16 and 10
+    share = HEAVY[TARGETS] if "criterion__weight" in criterion else torch.ones(42)
+    if sample_weight is not None:
+        dataset = with_weights(dataset, sample_weight)
+        share = share * torch.tensor(sample_weight)
 
     module = net.module_.eval()
     features = module.body[:-1](torch.tensor(X))
     logits = module.body[-1](features)
     p, W = logits.softmax(dim=1), module.body[-1].weight
     spread = (p @ W.square() - (p @ W).square()).sum(dim=1) * features.square().sum(dim=1)
-    share = torch.ones(42) if criterion.weight is None else criterion.weight[TARGETS]
-    kappa = (share * spread).sum() / share.sum()
-    loss = criterion(logits, TARGETS) / (42 if criterion.reduction == "sum" else 1)
-    objective = loss + weight * kappa / (2 * 40)
+    losses = nn.functional.cross_entropy(logits, TARGETS, reduction="none")
+    objective = share @ (losses + weight * spread / (2 * 40)) / share.sum()
     grads = torch.autograd.grad(objective, list(module.parameters()))
     truth = torch.cat([grad.reshape(-1) for grad in grads]).norm().item()
-
     assert gradient_norm(net, dataset) == pytest.approx(truth, rel=1e-4)
 
 

@@ -17,8 +17,7 @@ from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from relflat_sk import StopAtLoss, relative_flatness
-from relflat_sk.training._convergence import gradient_norm
+from relflat_sk import relative_flatness
 from tests.training import common
 from tests.training.common import (
     INDEX,
@@ -88,14 +87,6 @@ def test_weights_are_repetitions_where_a_batch_holds_all_data(name):
     assert history["flatness_penalty"] == pytest.approx(other["flatness_penalty"], rel=1e-9)
     with pytest.raises(AssertionError):  # and they make a difference
         same(weighted, make(kind, **params).fit(X, y), rtol=1e-6, atol=1e-6)
-
-
-def test_equal_weights_change_nothing():
-    for params in ({}, {"flatness_layer": "hidden0"}):
-        plain = make(batch_size=8, **params).fit(X, NAMES)
-        for weight in (1, 7):  # a mean has no scale
-            weighted = make(batch_size=8, **params).fit(X, NAMES, sample_weight=[weight] * 42)
-            same(weighted, plain, rtol=1e-9, atol=1e-12)
 
 
 def test_a_batch_without_weight_teaches_nothing():
@@ -292,25 +283,3 @@ def test_callbacks_see_plain_batches():
     _, valid = ValidSplit(3)(net.get_dataset(X, INDEX))
     for name in ("False True", "False False", "valid_acc"):
         assert net.history[-1, name] == net.score(X[valid.indices], NAMES[valid.indices])
-
-
-def test_callbacks_of_convergence_weigh_samples():
-    net = make(callbacks=[StopAtLoss(10.0)]).fit(X, NAMES, sample_weight=WEIGHTS)
-    log_p = np.log(net.predict_proba(X))[np.arange(42), INDEX]
-    loss = -np.average(log_p, weights=WEIGHTS)
-    assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-9)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradient_norm_weighs_samples(reduction):
-    net = make(batch_size=-1, criterion__reduction=reduction, lr=1e-3)
-    norms = []
-
-    class Norm(Callback):
-        def on_epoch_end(self, net, dataset_train=None, **kwargs):
-            norms.append(gradient_norm(net, dataset_train))
-
-    net.set_params(callbacks=[Norm()], max_epochs=1)
-    net.fit(X, NAMES, sample_weight=WEIGHTS)
-    clone(net).fit(X[ROWS], NAMES[ROWS])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
