@@ -3,6 +3,7 @@
 import copy
 import pickle
 from inspect import signature
+from itertools import product
 from threading import Thread
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ from tests.training.common import (
     NAMES,
     SIZES,
     VALUES,
+    WEIGHTS,
     Binary,
     Classifier,
     Net,
@@ -89,25 +91,16 @@ def test_history_has_loss_and_penalty_apart_and_validation_without_penalty():
     assert net.history[0, "flatness_penalty"] == pytest.approx(3 * kappa / 200, rel=FLOAT32)
 
 
-def test_warm_up_grows_linearly():
+def test_warm_up_grows_linearly_goes_on_with_the_training_and_starts_anew_with_a_new_one():
     params = {**STILL, "max_epochs": 4, "flatness_weight": 2.0}
     full = make(**params).fit(X, NAMES).history[:, "flatness_penalty"]
-    for warmup, shares in [
-        (3, [1 / 3, 2 / 3, 1, 1]),  # the first epoch has some weight, epoch 3 all of it
-        (2.5, [1 / 2.5, 2 / 2.5, 1, 1]),
-        (0.5, [1, 1, 1, 1]),
-        (8, [1 / 8, 2 / 8, 3 / 8, 4 / 8]),
-    ]:
-        net = make(**params, flatness_warmup=warmup).fit(X, NAMES)
-        ramp = net.history[:, "flatness_penalty"]
-        assert np.divide(ramp, full) == pytest.approx(shares, rel=1e-6)
-    # it goes on with the training, and starts anew with a new one
-    net.partial_fit(X, NAMES)
-    assert net.history[:, "flatness_penalty"][4:] == pytest.approx(
-        np.multiply(full, [5 / 8, 6 / 8, 7 / 8, 1]).tolist(), rel=1e-6
-    )
+    net = make(**params, flatness_warmup=6).fit(X, NAMES).partial_fit(X, NAMES)
+    ramp = net.history[:, "flatness_penalty"]
+    # the first epoch has some weight, epoch 6 all of it
+    shares = [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1, 1]
+    assert np.divide(ramp, [*full, *full]) == pytest.approx(shares, rel=1e-6)
     net.fit(X, NAMES)
-    assert net.history[0, "flatness_penalty"] == pytest.approx(full[0] / 8, rel=1e-6)
+    assert net.history[0, "flatness_penalty"] == pytest.approx(full[0] / 6, rel=1e-6)
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 1), (4, 1 / 4)])
@@ -498,12 +491,23 @@ def test_refitting_forgets_the_last_task():
     assert net.predict(X).dtype.kind == "i"
 
 
+BAD_DATA = [
+    (X * np.nan, NAMES, None, "NaN"),
+    (X[:, :2], NAMES[:5], None, "X has 42 samples, y has 5 labels"),
+    (X, [0] * 42, None, "two classes"),
+    (X[:, :2], INDEX, np.ones(41), r"sample_weight must have shape \(42,\), one .*got \(41,\)"),
+    (X[:, :2], INDEX, np.zeros(42), "sample_weight must be finite, not negative, and not all zero"),
+]
+
+
 def test_a_failed_fit_leaves_the_net_as_it_was():
     net = make().fit(X, NAMES)
     before = net.predict(X).tolist()
-    for inputs, labels in [(X * np.nan, NAMES), (X[:, :2], NAMES[:5]), (X, [0] * 42)]:
-        with pytest.raises(ValueError, match=r"NaN|samples|two classes"):
-            net.fit(inputs, labels)
+    for inputs, labels, weights, message in BAD_DATA:
+        with pytest.raises(ValueError, match=message):
+            net.fit(inputs, labels, sample_weight=weights)
+    with pytest.raises(ValueError, match=message):
+        net.partial_fit(X, NAMES, sample_weight=weights)
     assert net.predict(X).tolist() == before
     with pytest.raises(LayerNotFoundError):
         net.set_params(flatness_layer="nope").fit(X, NAMES)
@@ -531,6 +535,7 @@ def test_takes_numbers_of_numpy():
 # -- callbacks ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
 @pytest.mark.parametrize(
     ("kind", "y", "scoring"),
     [
@@ -539,18 +544,19 @@ def test_takes_numbers_of_numpy():
         (Regressor, VALUES, ["r2", "neg_mean_squared_error"]),
     ],
 )
-def test_epoch_scoring_of_labels_of_any_kind(kind, y, scoring):
+def test_epoch_scoring_of_labels_of_any_kind(kind, y, scoring, weights):
     callbacks = [
-        (f"{name} {train}", EpochScoring(name, name=f"{name} {train}", on_train=train))
-        for name in scoring
-        for train in (False, True)
+        (name, EpochScoring(score, name=name, on_train=train, use_caching=caching))
+        for score, train, caching in product(scoring, (False, True), (False, True))
+        for name in [f"{score} {train} {caching}"]
     ]
-    net = make(kind, callbacks=callbacks, train_split=ValidSplit(4)).fit(X, y)
+    net = make(kind, callbacks=callbacks, train_split=ValidSplit(4))
+    net.fit(X, y, sample_weight=weights)
     assert all(np.isfinite(net.history[:, name]).all() for name, _ in callbacks)
     if kind is not Regressor:
-        _, valid = ValidSplit(4)(net.get_dataset(X, y))
-        assert net.history[-1, "accuracy False"] == net.score(X[valid.indices], y[valid.indices])
-        assert net.history[-1, "valid_acc"] == net.history[-1, "accuracy False"]
+        rows = ValidSplit(4)(net.get_dataset(X, y))[1].indices
+        for name in ("accuracy False False", "accuracy False True", "valid_acc"):
+            assert net.history[-1, name] == net.score(X[rows], y[rows])
 
 
 def interrupting(method):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.testing import assert_array_equal
+from scipy.sparse import csr_array
 from sklearn.datasets import load_diabetes
 from skorch.callbacks import Checkpoint, EarlyStopping, LRScheduler
 from skorch.dataset import ValidSplit
@@ -21,6 +22,7 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
+from tests.data_kinds import ComputedRows
 from tests.training.common import (
     INDEX,
     NAMES,
@@ -56,6 +58,12 @@ DATA = [
     (Classifier, X, np.where(INDEX == 0, np.nan, INDEX), "Input y contains NaN"),
     (Classifier, X, X[:, :2], "y should be a 1d array"),
     (Classifier, np.array([["a", "b"]] * 42), NAMES, "not compatible with arrays of"),
+    (Classifier, ComputedRows(spoilt(np.nan)), NAMES, "X contains NaN or infinity"),
+    (Classifier, ComputedRows(X[:, 0]), NAMES, r"shape \(n_samples, n_features, ...\), got \(42,"),
+    (Classifier, ComputedRows(X[:, :0]), NAMES, r"X has shape \(42, 0\), and there is nothing to"),
+    (Classifier, csr_array(spoilt(np.nan)), NAMES, "contains NaN"),
+    (Classifier, csr_array(spoilt(np.inf)), NAMES, "contains infinity"),
+    (Classifier, csr_array((0, 4)), NAMES[:0], r"0 sample\(s\)"),
     (Classifier, dataset(INDEX), None, "n_features and n_outputs, .* no data yet, and a Dataset"),
     (Binary, X, NAMES, "Only binary classification is supported"),
     (Regressor, X, VALUES[:-1], "X has 42 samples, y has 41 labels"),
@@ -113,10 +121,7 @@ OF_TYPE = [
 ]
 OF_VALUE = [
     ({"flatness_weight": np.nan}, "must be a finite number, got nan"),
-    ({"flatness_weight": np.inf}, "flatness_weight must be a finite"),
-    ({"flatness_weight": "1"}, "flatness_weight must be a finite"),
     ({"flatness_warmup": -1}, "flatness_warmup must be a finite"),
-    ({"flatness_warmup": True}, "flatness_warmup must be a finite"),
     ({"flatness_probes": 0}, "flatness_probes must be a positive integer, got 0"),
     ({"flatness_layer": []}, "at least one layer"),
     ({"module__n_outputs": 2}, r"y has .* takes 3 output.*\(16, 2\) for a batch"),
@@ -184,7 +189,8 @@ def test_sizes_before_there_are_data():
 
 def test_predicting_and_measuring_check_the_data():
     net = make().fit(X, NAMES)
-    for inputs in (X[:, :3], torch.tensor(X[:, :3])):
+    for kind in (np.asarray, torch.tensor, csr_array, ComputedRows):
+        inputs = kind(X[:, :3])
         for call in (net.predict, lambda rows: relative_flatness(net, rows, NAMES)):
             with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
                 call(inputs)
