@@ -37,13 +37,17 @@ from relflat_sk.measures._names import number_names
 from relflat_sk.search import _provenance
 from relflat_sk.training import _batches
 from tests.data_kinds import ARRAYS, KINDS, SETS, ComputedRows, Stream, zarr_array
-from tests.training.common import Binary, Classifier, Regressor, same
+from tests.training.common import Binary, Classifier, same
 
 N = 90
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, 4)).astype(np.float32)
+X[RNG.uniform(size=(N, 4)) < 0.2] = 0
 Y = X[:, :3].argmax(axis=1)
-FORMATS = ["csr_array", "csr_matrix", "csc_array", "csc_matrix", "coo_array", "dok_matrix"]
+SPARSE_KINDS = {
+    name: lambda folder, X, y, name=name: (getattr(scipy.sparse, name)(X), y)
+    for name in ("csr_array", "csr_matrix", "csc_array", "csc_matrix", "coo_array", "dok_matrix")
+}
 
 
 def make(kind=Classifier, **params):
@@ -102,14 +106,14 @@ def trained_on_arrays(**params):
     return sized(**params).fit(X, Y)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | SPARSE_KINDS)
 @pytest.mark.usefixtures("own_loop")
 def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kind, tmp_path):
-    inputs, labels = KINDS[kind](tmp_path, X, Y)
+    inputs, labels = (KINDS | SPARSE_KINDS)[kind](tmp_path, X, Y)
     assert_allclose(relative_flatness(net, inputs, labels), relative_flatness(net, X, Y))
     assert_allclose(FlatnessScorer()(net, inputs, labels), FlatnessScorer()(net, X, Y))
     # chunks are shuffled in another order, and so are data sets
-    params = {"iterator_train__shuffle": kind in ARRAYS and kind != "zarr"}
+    params = {"iterator_train__shuffle": labels is not None and kind != "zarr"}
     params |= {"batch_size": 13} if kind == "loader" else {}
     trained, expected = sized(**params).fit(inputs, labels), trained_on_arrays(**params)
     assert trained.history[:, "train_loss"] == expected.history[:, "train_loss"]
@@ -117,7 +121,8 @@ def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kin
     assert_allclose(trained.constant_comparison_.loss, expected.constant_comparison_.loss)
     assert_array_equal(trained.predict_proba(inputs), expected.predict_proba(X))
     assert trained.score(inputs, Y) == expected.score(X, Y)
-    if kind in ARRAYS:
+    assert trained.__sklearn_tags__().input_tags.sparse
+    if labels is not None:
         assert trained.n_features_in_ == 4
 
 
@@ -288,32 +293,6 @@ def test_data_loaders_that_shuffle_and_plain_nets_of_skorch(net):
 DENSE = RNG.normal(size=(N, 20)) * (RNG.uniform(size=(N, 20)) < 0.2)
 SPARSE = scipy.sparse.csr_array(DENSE)
 Z = DENSE[:, :3].argmax(axis=1)
-SPARSE_TASKS = {
-    "classes": (Classifier, np.array(["a", "b", "c"])[Z]),
-    "binary": (Binary, Z > 0),
-    "regression": (Regressor, DENSE @ RNG.normal(size=20)),
-}
-
-
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [("classes", name) for name in FORMATS]
-    + [("binary", "csr_array"), ("regression", "dok_matrix")],
-)
-def test_sparse_data_give_what_dense_ones_do(task, name):
-    kind, y = SPARSE_TASKS[task]
-    sparse = getattr(scipy.sparse, name)(DENSE)
-    dense_net, net = make(kind).fit(DENSE, y), make(kind).fit(sparse, y)
-    assert net.n_features_in_ == 20
-    assert net.__sklearn_tags__().input_tags.sparse
-    # by formulas for dense data, and by torch's autograd for sparse ones
-    losses, expected = ([*one.history[:, "train_loss"]] for one in (net, dense_net))
-    assert_allclose(losses, expected, rtol=1e-10)
-    assert_same = assert_allclose if task == "regression" else assert_array_equal
-    assert_same(net.predict(sparse), dense_net.predict(DENSE))
-    assert_allclose(net.relative_flatness_, dense_net.relative_flatness_, rtol=1e-8)
-    assert_allclose(relative_flatness(net, sparse, y), relative_flatness(dense_net, DENSE, y))
-    assert_allclose(FlatnessScorer()(net, sparse, y), FlatnessScorer()(dense_net, DENSE, y))
 
 
 @pytest.mark.parametrize("kind", [scipy.sparse.csr_matrix, scipy.sparse.csc_array])
