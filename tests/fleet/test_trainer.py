@@ -26,6 +26,7 @@ from relflat_sk._engine.epoch import Member
 from relflat_sk.fleet import _vmapped
 from tests.engine.compare import assert_same, compare, curve, data, own_loop
 from tests.engine.test_any_engine import OPTIMIZERS
+from tests.training.common import Double
 
 # steps of 16 samples, the last one of fewer
 STEPS = {"batch_size": 16, "max_epochs": 5, "verbose": 0}
@@ -81,12 +82,6 @@ class Convolution(nn.Module):
 class Squared(nn.CrossEntropyLoss):
     def forward(self, output, target):
         return super().forward(output, target).square()
-
-
-class Double(MLP):
-    def __init__(self, n_features, n_outputs):
-        super().__init__(n_features, n_outputs)
-        self.double()
 
 
 class Configured(MLP):
@@ -241,22 +236,41 @@ def test_a_fleet_trains_each_net_as_by_itself(case):
     compare(make_each(settings), **arguments)
 
 
-class CurvedDropping(nn.Sequential):
+class Dropping(nn.Sequential):
     def __init__(self, n_features, n_outputs, drops=True):
         dropout = [nn.Dropout(0.3)] if drops else []
         super().__init__(nn.Linear(n_features, 9), nn.Tanh(), *dropout, nn.Linear(9, n_outputs))
         self.double()
 
 
-def test_penalties_at_earlier_layers_with_dropout(monkeypatch):
-    """Masks of ones train as no dropout; other masks do not depend on the other nets."""
-    settings = {"flatness_layer": 0, "module": CurvedDropping}
+class Wrapped(nn.Module):
+    def __init__(self, n_features, n_outputs):
+        super().__init__()
+        self.inside = Dropping(n_features, n_outputs)
+
+    def forward(self, x):
+        return 1.0 * self.inside(x)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"module": Dropping, "flatness_weight": 0},
+        {"module": Wrapped, "flatness_weight": 0},
+        {"module": Dropping, "flatness_layer": 0},
+    ],
+    ids=["chain", "module", "penalised"],
+)
+def test_dropout_has_a_stream_that_depends_on_the_seed_alone(settings):
     nets = classifiers(3, **settings)
-    trained = FleetTrainer(nets, fleet=3).fit(*data()).estimators_
-    assert_same(trained[2], FleetTrainer(nets[2:], fleet=1).fit(*data()).estimators_[0])
+    together = FleetTrainer(nets, fleet=3).fit(*data()).estimators_
+    assert_same(together[2], FleetTrainer(nets[2:], fleet=1).fit(*data()).estimators_[0])
+
+
+def test_masks_of_ones_train_as_no_dropout_does(monkeypatch):
     monkeypatch.setattr(_vmapped, "draw_mask", lambda streams, shape, rate, like: like.new_ones(1))
     monkeypatch.setattr(Member, "start_epoch", _draw_no_seed)
-    net = classifiers(1, **settings)[0]
+    (net,) = classifiers(1, flatness_layer=0, module=Dropping)
     plain = clone(net).set_params(module__drops=False)
     with own_loop():
         plain.fit(*data())
@@ -281,12 +295,6 @@ class HooksInSecondEpoch(Callback):
     def on_epoch_end(self, net, **kwargs):
         if len(net.history) == 2:
             self.hook_.remove()
-
-
-def test_nets_may_train_epochs_by_themselves_in_between(caplog):
-    caplog.reasons = ["its network has hooks"]
-    callbacks = [("hooks", HooksInSecondEpoch()), StopAtLoss(0.5)]
-    compare(classifiers(2, max_epochs=4, callbacks=callbacks), fleet=2)
 
 
 EQUAL = {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "lr": 0.02}
@@ -344,32 +352,6 @@ def test_labels_that_callbacks_change_must_be_classes(label):
     for one in (FleetTrainer(nets, fleet=2), FleetTrainer(nets, fleet=1), nets[0]):
         with pytest.raises(ValueError, match="class indices from 0 to 2, one per output"):
             one.fit(*data())
-
-
-class Dropping(nn.Sequential):
-    def __init__(self, n_features, n_outputs):
-        super().__init__(
-            nn.Linear(n_features, 40), nn.ReLU(), nn.Dropout(0.5), nn.Linear(40, n_outputs)
-        )
-        self.double()
-
-
-class Wrapped(nn.Module):
-    def __init__(self, n_features, n_outputs):
-        super().__init__()
-        self.inside = Dropping(n_features, n_outputs)
-
-    def forward(self, x):
-        return 1.0 * self.inside(x)
-
-
-@pytest.mark.parametrize("module", [Dropping, Wrapped])
-def test_dropout_has_a_stream_that_depends_on_the_seed_alone(module):
-    nets = classifiers(4, module=module, lr=0.003, flatness_weight=0)
-    X, y = data()
-    together = FleetTrainer(nets, fleet=4).fit(X, y).estimators_
-    alone = FleetTrainer(nets[2:3], fleet=1).fit(X, y).estimators_
-    np.testing.assert_allclose(curve(together[2]), curve(alone[0]), atol=1e-8)
 
 
 def test_a_trained_net_holds_its_own_tensors_only():
@@ -564,6 +546,20 @@ class Freezes(Callback):
         net.module_.hidden0.requires_grad_(len(net.history) != 2)
 
 
+class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+    pass
+
+
+def own(name):
+    """A class of nets with a method of its own, which does what it did."""
+    inherited = getattr(RelativeFlatnessRegularizedClassifier, name)
+
+    def method(self, *args, **kwargs):
+        return inherited(self, *args, **kwargs)
+
+    return type("Own", (RelativeFlatnessRegularizedClassifier,), {name: method})
+
+
 REFUSED_CRITERION = (
     "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, or "
     "CrossEntropyLoss of class indices without weights, with reduction='mean', got "
@@ -605,6 +601,11 @@ REASONS = [
         ],
         {"callbacks": [("freezes", Freezes())], "max_epochs": 4},
     ),
+    # in the second epoch; the others are trained together
+    (
+        ["its network has hooks"],
+        {"callbacks": [("hooks", HooksInSecondEpoch()), StopAtLoss(0.5)], "max_epochs": 4},
+    ),
     *(
         (["its network has hooks"], {"module": Hooked, "module__kind": kind})
         for kind in ("module", "parameter", "forward")
@@ -618,6 +619,11 @@ REASONS = [
     (["its network changes its attribute passes in each pass"], {"module": Anneals}),
     (["torch.func cannot stack it: vmap: called random..."], FREE | {"module": Noisy}),
     (["torch.func cannot..."], FREE | {"module": Counting}),
+    (["SAM has its own ..."], {"kind": SAM}),
+    *(
+        ([f"Own has its own {name}"], {"kind": own(name)})
+        for name in ("on_batch_end", "on_grad_computed", "_step_optimizer", "notify")
+    ),
 ]  # fmt: skip
 
 
@@ -629,7 +635,9 @@ REASONS = [
 def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_once(
     reasons, settings, caplog
 ):
-    compare(classifiers(3, **{"max_epochs": 2, **settings}))
+    kind = settings.get("kind", RelativeFlatnessRegularizedClassifier)
+    settings = {name: value for name, value in settings.items() if name != "kind"}
+    compare(make_each([{"max_epochs": 2, **settings}] * 3, kind))
     caplog.reasons = reasons
 
 
@@ -656,34 +664,6 @@ def test_penalties_of_many_classes_are_trained_one_by_one(layer, monkeypatch, ca
     monkeypatch.setattr("relflat_sk.fleet._vmapped.MANY", 2)
     compare(classifiers(2, max_epochs=2, flatness_layer=layer))
     caplog.reasons = ["with a penalty, it has too many classes"]
-
-
-class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
-    pass
-
-
-def own(name):
-    """A class of nets with a method of its own, which does what it did."""
-    inherited = getattr(RelativeFlatnessRegularizedClassifier, name)
-
-    def method(self, *args, **kwargs):
-        return inherited(self, *args, **kwargs)
-
-    return type("Own", (RelativeFlatnessRegularizedClassifier,), {name: method})
-
-
-OWN_STEPS = {
-    "...": SAM,
-    **{name: own(name) for name in ("on_batch_end", "on_grad_computed", "_step_optimizer")},
-    "notify": own("notify"),
-}
-
-
-@pytest.mark.parametrize("name", OWN_STEPS)
-def test_methods_of_a_step_may_be_a_subclasss_own(name, caplog):
-    kind = OWN_STEPS[name]
-    compare(make_each([{"max_epochs": 1}] * 2, kind))
-    caplog.reasons = [f"{kind.__name__} has its own {name}"]
 
 
 def test_arguments_of_the_network_are_passed_on(caplog):
