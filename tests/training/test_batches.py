@@ -6,7 +6,7 @@ import scipy.sparse
 import torch
 from skorch.dataset import Dataset as SkorchDataset
 from torch.testing import assert_close
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
 from relflat_sk.training._batches import Rows, make_loader, with_weights
 from tests.training.common import make
@@ -107,32 +107,24 @@ class _Doubled(SkorchDataset):
         return 2 * X, y
 
 
+SHUFFLED = {"shuffle": True}
 OTHERS = {
-    "own data set": _Doubled(X, Y),
-    "own subset": type("Own", (Subset,), {})(SkorchDataset(X, Y), ROWS),
-    "three tensors": TensorDataset(*[torch.tensor(X)] * 3),
-    "python labels": SkorchDataset(X, Y.tolist()),
-    "unequal lengths": SkorchDataset({"a": X}, Y, length=7),
+    "own data set": (_Doubled(X, Y), SHUFFLED),
+    "own subset": (type("Own", (Subset,), {})(SkorchDataset(X, Y), ROWS), SHUFFLED),
+    "three tensors": (TensorDataset(*[torch.tensor(X)] * 3), SHUFFLED),
+    "python labels": (SkorchDataset(X, Y.tolist()), SHUFFLED),
+    "unequal lengths": (SkorchDataset({"a": X}, Y, length=7), SHUFFLED),
+    "collate_fn": (DATA["matrix"], {"collate_fn": torch.utils.data.default_collate}),
+    "num_workers": (DATA["matrix"], {"num_workers": 0}),
+    "sampler": (DATA["matrix"], {"sampler": SequentialSampler(DATA["matrix"])}),
+    "generator": (DATA["matrix"], {"generator": torch.Generator()}),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_data_go_through_torchs_loader(name):
-    _same_batches(OTHERS[name], cut=False, batch_size=5, shuffle=True)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"collate_fn": torch.utils.data.default_collate},
-        {"num_workers": 0},
-        {"sampler": torch.utils.data.SequentialSampler(DATA["matrix"])},
-        {"generator": torch.Generator()},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
-)
-def test_arguments_of_the_user_go_to_torchs_loader(arguments):
-    _same_batches(DATA["matrix"], cut=False, batch_size=5, **arguments)
+def test_other_data_and_arguments_of_the_user_go_to_torchs_loader(name):
+    dataset, arguments = OTHERS[name]
+    _same_batches(dataset, cut=False, batch_size=5, **arguments)
 
 
 def test_batches_share_no_memory_with_the_data():

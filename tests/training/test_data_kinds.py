@@ -65,12 +65,6 @@ def net():
     return sized(max_epochs=10).fit(X, Y)
 
 
-@pytest.fixture(scope="module")
-def in_order():
-    """A net that was trained on arrays in their order."""
-    return sized(iterator_train__shuffle=False, batch_size=30).fit(X, Y)
-
-
 # -- measures, training and searches on each kind of data ----------------------------------
 
 
@@ -267,9 +261,10 @@ def test_callbacks_of_convergence_read_the_stream_again(callback):
     assert len(streamed.history) == len(fitted.history) < 60
 
 
-def test_a_stream_that_is_read_once_is_trained_and_not_measured(in_order):
-    net = sized(batch_size=30)
-    net.set_params(max_epochs=1)
+def test_a_stream_that_is_read_once_is_trained_and_not_measured():
+    params = {"batch_size": 30, "max_epochs": 1}
+    in_order = sized(**params, iterator_train__shuffle=False).fit(X, Y)
+    net = sized(**params)
     with pytest.warns(FlatnessWarning, match="X is a stream .* let its __iter__ return a new"):
         net.fit(Once())
     assert np.isnan(net.relative_flatness_)
