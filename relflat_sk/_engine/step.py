@@ -1,6 +1,6 @@
 """A training step of several networks: losses, penalties with their limits, gradients."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,13 +26,12 @@ class Batch(NamedTuple):
 class Own:
     """The tensors of one network and its own optimizer."""
 
-    def __init__(self, net: Any, unused: Collection[str] = ()) -> None:
+    def __init__(self, net: Any) -> None:
         self.weights, self.gradients = {}, {}
         for name, parameter in net.module_.named_parameters():
-            gradient = torch.zeros_like(parameter)
-            parameter.grad = None if name in unused else gradient
-            self.weights[name], self.gradients[name] = parameter.detach()[None], gradient[None]
-        self.buffers = {name: buffer[None] for name, buffer in net.module_.named_buffers()}
+            parameter.grad = torch.zeros_like(parameter)
+            self.weights[name] = parameter.detach()[None]
+            self.gradients[name] = parameter.grad[None]
         self.step: Callable[[], Any] = net.optimizer_.step
 
     def hand_over(self) -> None:

@@ -4,7 +4,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -96,11 +96,8 @@ class Fleet:
         self._waiting.clear()
 
     def _call(self, train: Callable[[], bool]) -> bool:
-        token = EPOCH_TRAINER.set(self)
-        try:
-            return train()
-        finally:
-            EPOCH_TRAINER.reset(token)
+        EPOCH_TRAINER.set(self)  # in the routine's own thread
+        return train()
 
     # -- called by nets, in their routines, where they wait for the others --------------------
 
@@ -137,10 +134,8 @@ class Fleet:
         reason = why_alone(member.module) if self.auto else None
         if reason is not None:
             return NeedsOwnLoop(reason)
-        try:
+        with suppress(NeedsOwnLoop):
             return ChainNets(member)
-        except NeedsOwnLoop:
-            pass
         try:
             return VmappedNets(member)
         except NeedsOwnLoop as refusal:

@@ -2,8 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from joblib import parallel_config
@@ -68,24 +68,6 @@ def fleet_training(fleet: int | str = "auto") -> Iterator[None]:
         yield
 
 
-@dataclass(eq=False)
-class _Job:
-    """A function that joblib has submitted."""
-
-    function: Callable[[], Any]
-    callback: Callable[["_Job"], None]
-    is_done: bool = False
-    result: Any = None
-    error: Exception | None = None
-
-    def run(self) -> None:
-        """Call the function, and hold what it returns or raises."""
-        try:
-            self.result = self.function()
-        except Exception as error:
-            self.error = error
-
-
 class _InTurns(ParallelBackendBase):
     """A backend of joblib that runs functions in turns, and trains the nets in them together."""
 
@@ -97,8 +79,9 @@ class _InTurns(ParallelBackendBase):
         super().__init__(nesting_level=0)
         self.size = size
         self.auto = auto
-        self._queue: deque[_Job] = deque()
-        self._ended: list[_Job] = []
+        # what joblib has submitted: the function's result to be, the function and its callback
+        self._queue: deque[tuple[Future[Any], Callable[[], Any], Any]] = deque()
+        self._ended: list[tuple[Future[Any], Any]] = []
         self._fleet: Fleet | None = None
 
     def effective_n_jobs(self, n_jobs: int | None) -> int:
@@ -112,36 +95,36 @@ class _InTurns(ParallelBackendBase):
         self._fleet = Fleet(self.size, auto=self.auto)
         return self.effective_n_jobs(n_jobs)
 
-    def submit(self, func: Callable[[], Any], callback: Any) -> _Job:
+    def submit(self, func: Callable[[], Any], callback: Any) -> Future[Any]:
         """Queue a function."""
-        job = _Job(func, callback)
-        self._queue.append(job)
-        return job
+        result: Future[Any] = Future()
+        self._queue.append((result, func, callback))
+        return result
 
-    def retrieve_result(self, out: _Job, timeout: float | None = None) -> Any:
+    def retrieve_result(self, out: Future[Any], timeout: float | None = None) -> Any:
         """Run functions until one of them has ended, and return its result."""
         assert self._fleet is not None
         self._fleet.run(self._run_next, lambda: self._note_ended(out))
-        if out.error is not None:
-            raise out.error
-        return out.result
+        return out.result()
 
     def _run_next(self) -> bool:
         """Run the next function of the queue; return whether there was one."""
         if not self._queue:
             return False
-        job = self._queue.popleft()
-        job.run()
-        self._ended.append(job)
+        result, function, callback = self._queue.popleft()
+        try:
+            result.set_result(function())
+        except Exception as error:
+            result.set_exception(error)
+        self._ended.append((result, callback))
         return True
 
-    def _note_ended(self, awaited: _Job) -> bool:
+    def _note_ended(self, awaited: Future[Any]) -> bool:
         """Tell joblib which functions have ended, so that it submits others."""
         ended, self._ended = self._ended, []
-        for job in ended:
-            job.is_done = True
-            job.callback(job)
-        return awaited.is_done
+        for result, callback in ended:
+            callback(result)
+        return awaited.done()
 
     def terminate(self) -> None:
         """End what still runs, and wait for the next call of joblib."""

@@ -100,16 +100,16 @@ class Stack:
         state = self._members[k].net.optimizer_.state
         states = [state.get(p, {}) for _, p in self._own[k]]
         found: dict[str, Any] = {}
+        is_even = all(one.keys() == states[0].keys() for one in states)
         for name in states[0]:
             values = [one.get(name) for one in states]
             if name != "step" and all(isinstance(value, Tensor) for value in values):
                 found[name] = torch.cat([value.reshape(-1) for value in values])
                 continue
             numbers = {None if value is None else float(value) for value in values}
-            if len(numbers) > 1:
-                raise NeedsOwnLoop("some of its parameters have made fewer steps than others")
+            is_even &= len(numbers) == 1
             found[name] = numbers.pop()
-        if any(one.keys() != states[0].keys() for one in states):
+        if not is_even:
             raise NeedsOwnLoop("some of its parameters have made fewer steps than others")
         return found
 

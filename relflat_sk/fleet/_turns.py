@@ -13,8 +13,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from relflat_sk._random import IN_TURN, seed_torch
+from relflat_sk._random import IN_TURN, get_states, seed_torch, set_states
 
 
 class Cancelled(BaseException):
@@ -28,7 +29,7 @@ class Routine:
         self._function = function
         # whose turn it is, rather than a signal, so that Ctrl-C while waiting loses nothing
         self._condition, self._turn = threading.Condition(), False
-        self._states: tuple[Any, Any] | None = None
+        self._states: list[Tensor] | None = None
         self._seed = seed
         self._error: BaseException | None = None
         self._cancelled = False
@@ -68,7 +69,7 @@ class Routine:
             self._first_state = torch.get_rng_state()
             self._thread.start()
         else:
-            _restore(self._states)
+            set_states("cuda", self._states)
         try:
             self._switch()
         except BaseException:  # Ctrl-C while the function runs
@@ -76,7 +77,7 @@ class Routine:
             raise
         finally:
             self._states = _random_states()
-            _restore(outside)
+            set_states("cuda", outside)
         if self.is_done:
             self._thread.join()
             if self._error is not None:
@@ -133,14 +134,7 @@ def seconds_used() -> float:
     return now if routine is None else routine.seconds + now - routine.resumed
 
 
-def _random_states() -> tuple[Any, Any]:
+def _random_states() -> list[Tensor]:
     """Return torch's random states, of the CPU and of the current CUDA device if it is in use."""
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if on_cuda else None
-
-
-def _restore(states: tuple[Any, Any]) -> None:
-    cpu, cuda = states
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
+    return get_states("cuda" if on_cuda else None)

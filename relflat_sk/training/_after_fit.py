@@ -20,11 +20,7 @@ from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.measures._measure_network import criterion_has_curvature, warn_of_saddle
-from relflat_sk.measures._minimum import (
-    ConstantComparison,
-    compare_with_constant,
-    epoch_losses,
-)
+from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, epoch_losses
 from relflat_sk.measures._results import Flatness
 from relflat_sk.training._batches import training_network
 from relflat_sk.training._convergence import missed_goal
@@ -40,8 +36,6 @@ _HARDLY = 0.05
 _NEARLY_ALL, _FIRST_STEPS = 0.95, 200
 # a stream that is read once, a criterion of the user's own: no reason for fit to fail
 _UNKNOWN = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
-
-_NO_COMPARISON = ConstantComparison(np.nan, np.nan)
 
 # what is left to do for nets that are fitted inside of `measured_later`
 _LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", default=None)
@@ -67,12 +61,6 @@ class Record:
     layer: Any
     normalize: bool
     weights: int
-
-    @classmethod
-    def of(cls, net: Any, value: float, comparison: ConstantComparison) -> "Record":
-        """Make the record of a net as it is."""
-        how = net.flatness_layer, net.flatness_normalize
-        return cls(value, comparison, *how, checksum(net.module_))
 
 
 def checksum(module: nn.Module) -> int:
@@ -109,32 +97,35 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
 def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
     """Measure a net, and check its training."""
     name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
+    measured: dict[tuple[str, str], Flatness] = {}
     try:
         network = training_network(net, dataset)
         measured = measure_layers(network, [name], net._layers(), random_state=seed)
     except (TypeError, ValueError) as error:
         warn(f"relative_flatness_ could not be measured: {error}")
-        net._record = Record.of(net, np.nan, _NO_COMPARISON)
-    else:
-        for (layer, _), one in measured.items():
-            warn_of_saddle(layer, name, one)
-        _record(net, list(measured.values()))
+    for (layer, _), one in measured.items():
+        warn_of_saddle(layer, name, one)
+    _record(net, list(measured.values()))
     if since is not None:
         _check_outcome(net, since)
 
 
 def _record(net: Any, found: Sequence[Flatness]) -> None:
-    """Record measurements at a net's layers; warn of a dead net, or a vain penalty.
+    """Record measurements at a net's layers, if there are any; warn of a dead net or vain penalty.
 
     The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
     """
-    value, network = sum(flatness.value for flatness in found), found[0].network
-    comparison, has_curvature = _NO_COMPARISON, True
-    with suppress(*_UNKNOWN):
-        comparison = compare_with_constant(found[0])
-    net._record = Record.of(net, value, comparison)
+    value, comparison, has_curvature = np.nan, ConstantComparison(np.nan, np.nan), True
+    if found:
+        value = sum(flatness.value for flatness in found)
+        with suppress(*_UNKNOWN):
+            comparison = compare_with_constant(found[0])
+    net._record = Record(
+        value, comparison, net.flatness_layer, net.flatness_normalize, checksum(net.module_)
+    )
     if not _is_flat(net):
         return
+    network = found[0].network
     with suppress(*_UNKNOWN):
         has_curvature = criterion_has_curvature(network)
     if not has_curvature:

@@ -247,14 +247,13 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
 def _kept_limit(net: Any) -> Iterator[None]:
     """Leave the limit of the penalty as it is, because these are no steps of the training."""
     limit = getattr(net, "_limit", None)  # nets of others have none
-    if limit is None:
-        yield
-        return
-    net._limit = limit.copy()
+    if limit is not None:
+        net._limit = limit.copy()
     try:
         yield
     finally:
-        net._limit = limit
+        if limit is not None:
+            net._limit = limit
 
 
 class StopAtDepth(StopAtLoss):

@@ -13,10 +13,7 @@ from skorch.callbacks import Callback
 from threadpoolctl import threadpool_info
 from torch import nn
 
-from relflat_sk import (
-    RelativeFlatnessRegularizedClassifier,
-    StopAtLoss,
-)
+from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss
 from relflat_sk._engine import epoch
 from relflat_sk._engine.step import Step
 from tests.engine.compare import assert_same, compare, curve, data, own_loop

@@ -22,13 +22,7 @@ from skorch.helper import SliceDataset
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import (
-    MLP,
-    FlatnessWarning,
-    LayerNotFoundError,
-    StopAtLoss,
-    relative_flatness,
-)
+from relflat_sk import MLP, FlatnessWarning, LayerNotFoundError, StopAtLoss, relative_flatness
 from relflat_sk.training._after_fit import _has_collapsed
 from tests.training.common import (
     INDEX,
