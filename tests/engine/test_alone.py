@@ -78,7 +78,6 @@ def assert_same_by_both(net, *args, **kwargs):
 CHAINS = {
     "nested": lambda: [nn.Sequential(nn.Linear(6, 5), nn.ReLU()), nn.Identity(), nn.Linear(5, 3)],
     "activation first": lambda: [nn.Tanh(), nn.Linear(6, 4), nn.Sigmoid(), nn.Linear(4, 3)],
-    "leaky": lambda: [nn.Linear(6, 4), nn.LeakyReLU(), nn.Linear(4, 3)],
     "flat already": lambda: [nn.Linear(6, 4), nn.Flatten(), nn.SiLU(), nn.Linear(4, 3)],
     "dropout of nothing": lambda: [nn.Linear(6, 4), nn.Dropout(0.0), nn.Linear(4, 3)],
     "images": lambda: [nn.ReLU(), nn.Flatten(), nn.Linear(6, 4), nn.SiLU(), nn.Linear(4, 3)],

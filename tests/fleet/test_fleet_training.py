@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from joblib import Parallel, delayed
-from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, cross_validate
 from skorch.callbacks import Callback
 
@@ -131,14 +130,6 @@ def test_nets_without_a_seed_are_different_and_can_be_reproduced():
     first, second = losses(), losses()
     assert first == second
     assert len(set(first[0])) == 5
-
-
-def test_other_estimators_are_fitted_as_ever():
-    with fleet_training():
-        found = cross_validate(LogisticRegression(), *data())["test_score"]
-    np.testing.assert_array_equal(
-        found, cross_validate(LogisticRegression(), *data())["test_score"]
-    )
 
 
 @pytest.mark.parametrize("n", [1, 4, 5, 9])

@@ -399,18 +399,6 @@ def test_a_notebook_shows_flatness_and_convergence_of_a_fitted_net():
         assert name in shown
 
 
-def test_random_state_makes_fits_repeatable_and_leaves_torch_alone():
-    params = {"flatness_layer": 0}
-    state = torch.get_rng_state()
-    first, second = make(**params).fit(X, NAMES), make(**params).fit(X, NAMES)
-    assert_close(torch.get_rng_state(), state)
-    same(first, second)
-    assert first.relative_flatness_ == second.relative_flatness_
-    same(first.fit(X, NAMES), second)  # a second fit starts from the beginning
-    with pytest.raises(AssertionError):
-        same(make(**params, random_state=1).fit(X, NAMES), second)
-
-
 class Meanwhile(Callback):
     """Does something in another thread, while training waits for its end, or for some seconds."""
 
