@@ -78,12 +78,6 @@ class Member:
         self.net._check_output(loss, output.expand(self.batch_size, *shape))
         return loss.read_target(output.expand(len(self.targets), *shape), self.targets).values
 
-    @property
-    def sizes(self) -> list[int]:
-        """The sizes of the batches."""
-        n, size = len(self.order), self.batch_size
-        return [min(size, n - first) for first in range(0, n, size)]
-
 
 def _cut_batches(
     members: Sequence[Member],
@@ -237,9 +231,8 @@ def make_generators(members: Sequence[Member], device: torch.device) -> list[tor
     return [torch.Generator(device).manual_seed(member.seed) for member in members]
 
 
-@cache
-def _controller() -> ThreadpoolController:
-    return ThreadpoolController()
+# made once, in the first epoch, because it searches the process for its libraries
+_controller = cache(ThreadpoolController)
 
 
 @contextmanager
@@ -257,7 +250,8 @@ def _record_epoch(members: Sequence[Member], recorded: Sequence[tuple[Any, ...]]
 
     `recorded` has the losses of a step, and with a penalty also penalties and their shares.
     """
-    sizes = members[0].sizes
+    n, size = len(members[0].order), members[0].batch_size
+    sizes = [min(size, n - first) for first in range(0, n, size)]
     if recorded and isinstance(recorded[0][0], Tensor):
         steps: Any = torch.stack([torch.stack(step) for step in recorded]).cpu().numpy()
     else:

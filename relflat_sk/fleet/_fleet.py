@@ -3,8 +3,8 @@
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -155,16 +155,18 @@ class Fleet:
         for routine, member in waiting.items():
             groups.setdefault(member.key, []).append(routine)
         for key, routines in groups.items():
-            with _shared(routines):
-                try:
-                    kind: Any = self._kinds[key]
-                    kind.train([waiting[one] for one in routines])
-                except NeedsOwnLoop as reason:  # in this epoch
-                    self._refused |= dict.fromkeys(routines, reason)
-                except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                    text = str(error).strip().split("\n")[0]
-                    self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")
-                    self._refused |= dict.fromkeys(routines, never)
+            started = time.perf_counter()
+            try:
+                kind: Any = self._kinds[key]
+                kind.train([waiting[one] for one in routines])
+            except NeedsOwnLoop as reason:  # in this epoch
+                self._refused |= dict.fromkeys(routines, reason)
+            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+                text = str(error).strip().split("\n")[0]
+                self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")
+                self._refused |= dict.fromkeys(routines, never)
+            for routine in routines:  # each has its share of the time
+                routine.seconds += (time.perf_counter() - started) / len(routines)
         return list(waiting)
 
 
@@ -194,12 +196,3 @@ def why_alone(module: nn.Module) -> str | None:
     if parameters[0].is_cpu and any(isinstance(part, kinds) for part in module.modules()):
         return "its convolutions are faster one by one on a CPU"
     return None
-
-
-@contextmanager
-def _shared(routines: Sequence[Routine]) -> Iterator[None]:
-    """Add to the seconds of each routine its share of the time inside the context."""
-    started = time.perf_counter()
-    yield
-    for routine in routines:
-        routine.seconds += (time.perf_counter() - started) / len(routines)

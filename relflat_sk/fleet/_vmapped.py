@@ -44,11 +44,12 @@ _OTHERWISE = (nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class PenaltyLayers:
     """The layers that a penalty needs; those before the last one with the number of their inputs.
 
-    `is_penalised` tells whether the last one is penalised as well.
+    `is_penalised` tells whether the last one is penalised as well. Without a penalty, there are
+    none.
     """
 
-    last: str
-    is_penalised: bool
+    last: str | None = None
+    is_penalised: bool = False
     earlier: Mapping[str, int] = field(default_factory=dict)
     is_piecewise_linear: bool = True
 
@@ -65,7 +66,7 @@ class Probe:
     target: Tensor
     unused: Set[str]
     masks: Mapping[str, tuple[int, ...]]
-    layers: PenaltyLayers | None
+    layers: PenaltyLayers
     ending: str | None
 
 
@@ -80,7 +81,7 @@ def probe(member: Member) -> Probe:
         masks = _find_masks(ran, x)
         _check_state(module, ran)
         # a network may hold results of its forward pass, and torch cannot copy it then
-        tried, layers = _copy(module), None
+        tried, layers = _copy(module), PenaltyLayers()
         if net.flatness_weight:
             layers = _find_layers(member, tried, x, y)
         output = primary_output(tried(x))
@@ -216,9 +217,7 @@ class Vmapped:
 
     def __init__(self, found: Probe) -> None:
         self._skeleton = copy.deepcopy(found.module).to("meta").train()
-        layers = found.layers
-        self._last = None if layers is None else layers.last
-        self._earlier = [] if layers is None else list(layers.earlier)
+        self._last, self._earlier = found.layers.last, list(found.layers.earlier)
         self.masks: Tensors = {}  # of layers of dropout, in the next step
         # in a call: the inputs of layers, what is added to their outputs, and the masks
         self._inputs: dict[str, Tensor] = {}
@@ -313,7 +312,7 @@ class VmappedNets:
         self._loss: ArrayLoss | None = None
         if found.output.ndim == 2:
             self._loss = find_array_loss(criterion, target, found.output.shape[1])
-        if found.layers is not None and self._loss is None:
+        if found.layers.last is not None and self._loss is None:
             raise NeedsOwnLoop(
                 "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, "
                 "or CrossEntropyLoss of class indices without weights, with reduction='mean', got "
@@ -334,7 +333,7 @@ class VmappedNets:
         streams = make_generators(members, like.device) if found.masks else []
         rates: dict[str, Any] = {name: found.module.get_submodule(name).p for name in found.masks}
         earlier = None
-        if found.layers is not None and found.layers.earlier:
+        if found.layers.earlier:
             assert self._loss is not None
             earlier = EarlierTerms(body, self._loss, found.layers, members)
         make_step = self._make_step(members[0], earlier)
@@ -364,9 +363,8 @@ class VmappedNets:
         """Return a function that makes a step."""
         if self._loss is None:
             return partial(_step_of_any, self._body, member)
-        layers = self._found.layers
-        at_last = layers is not None and layers.is_penalised
-        n_layers = at_last + (0 if layers is None else len(layers.earlier))
+        at_last = self._found.layers.is_penalised
+        n_layers = at_last + len(self._found.layers.earlier)
         return Step(self._body, self._loss, at_last=at_last, earlier=earlier, n_layers=n_layers)
 
 

@@ -190,13 +190,10 @@ class Rows(Dataset[Any]):
 
     def __getitems__(self, samples: list[int]) -> list[Any]:
         rows = self.rows[samples]
-        X, y = (map_arrays(lambda data: _take(data, rows), part) for part in self.parts)
+        X, y = (
+            map_arrays(lambda data: _take(data, rows), part) for part in (self.inputs, self.targets)
+        )
         return [X, y if self.weights is None else Weighted(y, self.weights[samples])]
-
-    @property
-    def parts(self) -> tuple[Any, Any]:
-        """Inputs and targets of all rows."""
-        return self.inputs, self.targets
 
     @property
     def n_numbers(self) -> int:
@@ -219,17 +216,13 @@ def rows_loader(rows: Rows, **arguments: Any) -> DataLoader[Any]:
     stored = [part for part in arrays_of(rows.inputs) if isinstance(part, StoredRows)]
     if stored and arguments.pop("shuffle", False):
         arguments["sampler"] = _ByChunks(stored[0], rows.rows)
-    return DataLoader(rows, collate_fn=_as_it_is, **arguments)
+    return DataLoader(rows, collate_fn=lambda batch: batch, **arguments)
 
 
 def rows_of(loader: Any) -> Rows | None:
     """Return what a loader cuts its batches out of; accelerate's makes them in its own way."""
     found = loader.dataset if type(loader) is DataLoader else None
     return found if isinstance(found, Rows) else None
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _find_rows(dataset: Any) -> Rows | None:
@@ -370,9 +363,7 @@ def read_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
     samples = rows_of(loader)
     if samples is None:
         raise NeedsOwnLoop("its batches are not cut out of arrays")
-    inputs, targets = (
-        _whole(part, name) for part, name in zip(samples.parts, ("inputs", "targets"), strict=True)
-    )
+    inputs, targets = _whole(samples.inputs, "inputs"), _whole(samples.targets, "targets")
     size, drop_last, n = int(loader.batch_size or 1), bool(loader.drop_last), len(samples)
     rows, in_order = torch.from_numpy(samples.rows), torch.arange(n)
     if samples.weights is not None and not torch.equal(rows, in_order):
