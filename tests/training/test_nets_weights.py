@@ -201,28 +201,23 @@ def test_in_pipelines_and_searches():
 
 
 def test_metadata_routing():
+    def first_fitted(net, **params):
+        found = cross_validate(net, X, NAMES, cv=2, return_estimator=True, **params)
+        return found["estimator"][0]
+
+    weighted = {"params": {"sample_weight": WEIGHTS}}
     with config_context(enable_metadata_routing=True):
-        params = {"cv": 2, "return_estimator": True, "params": {"sample_weight": WEIGHTS}}
         with pytest.raises(ValueError, match="sample_weight.* but are not explicitly set"):
-            cross_validate(make(), X, NAMES, **params)
-        nets = {
-            asked: cross_validate(
-                make()
-                .set_fit_request(sample_weight=asked)
-                .set_score_request(sample_weight=not asked),
-                X,
-                NAMES,
-                **params,
-            )["estimator"][0]
-            for asked in (True, False)
-        }
+            first_fitted(make(), **weighted)
+        asking, other = (
+            make().set_fit_request(sample_weight=asks).set_score_request(sample_weight=not asks)
+            for asks in (True, False)
+        )
+        asking, other = first_fitted(asking, **weighted), first_fitted(other, **weighted)
         requests = make().set_partial_fit_request(sample_weight=True).get_metadata_routing()
         assert "sample_weight" in str(requests)
-    half = cross_validate(
-        make(), X, NAMES, cv=2, return_estimator=True, params={"sample_weight": WEIGHTS}
-    )["estimator"][0]
-    same(nets[True], half)
-    same(nets[False], cross_validate(make(), X, NAMES, cv=2, return_estimator=True)["estimator"][0])
+    same(asking, first_fitted(make(), **weighted))
+    same(other, first_fitted(make()))
 
 
 def test_checkpoints_in_training_have_no_weights(tmp_path):
