@@ -55,7 +55,7 @@ class _Linear:
 
 
 class _Function:
-    """A function of single numbers, with its derivative from input and output."""
+    """A function without weights, with its derivative from input and output."""
 
     def __init__(
         self,
@@ -72,19 +72,6 @@ class _Function:
     def backward(self, outer: Any) -> Any:
         """Compute the gradient in the input, given that in the output."""
         return self._backward(outer, self._x, self._y)
-
-
-class _Flatten:
-    """The flattening of samples."""
-
-    def forward(self, x: Any) -> Any:
-        """Flatten samples."""
-        self._shape = x.shape
-        return x.reshape(*x.shape[:2], -1)
-
-    def backward(self, outer: Any) -> Any:
-        """Compute the gradient in the input, given that in the output."""
-        return outer.reshape(self._shape)
 
 
 class _Dropout:
@@ -116,6 +103,12 @@ def draw_mask(
         torch.rand(shape, dtype=like.dtype, device=like.device, generator=one) for one in generators
     ]
     return (torch.stack(drawn) >= rate).to(like) / max(1 - rate, 1e-30)
+
+
+def _flatten() -> _Function:
+    return _Function(
+        lambda x: x.reshape(*x.shape[:2], -1), lambda outer, x, y: outer.reshape(x.shape)
+    )
 
 
 def _sigmoid(x: Any) -> Any:
@@ -209,7 +202,7 @@ def find_chain(module: nn.Module, shape: tuple[int, ...]) -> Chain | None:
             last = layer
             layers.append(_Linear(name, layer))
         elif kind is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
-            layers.append(_Flatten())
+            layers.append(_flatten())
             flat = True
         elif kind is nn.Dropout and flat:
             layers += [_Dropout(layer)] if layer.p else []
