@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from relflat_sk import FlatnessScorer, measure
 from relflat_sk.training._after_fit import measured_later
-from tests.training.common import INDEX, Classifier, Stream, X, make
+from tests.training.common import INDEX, Classifier, X, make
 
 N = 20
 # each sample says its own number
@@ -74,25 +74,16 @@ class _OwnLoader:
         return iter(self.loader)
 
 
-class _Sized(Stream):
-    def __iter__(self):
-        return zip(NUMBERED, HALVES, strict=True)
-
-    def __len__(self):
-        return N
-
-
 @pytest.mark.parametrize(
     ("data", "arguments", "in_order"),
     [
         (SkorchDataset(NUMBERED), {"iterator_train__sampler": SequentialSampler(range(N))}, True),
-        (_Sized(), {}, True),
         (SkorchDataset(NUMBERED), {"iterator_train": _OwnLoader}, True),
         (SkorchDataset(NUMBERED), {"iterator_train": lambda d, **kw: DataLoader(d, **kw)}, False),
     ],
-    ids=["sampler", "stream", "loader", "function"],
+    ids=["sampler", "loader", "function"],
 )
-def test_samplers_streams_and_own_loaders_determine_the_order(data, arguments, in_order):
+def test_samplers_and_own_loaders_determine_the_order(data, arguments, in_order):
     batches = make(batch_size=4, **arguments).get_iterator(data, training=True)
     found = [i for x, _ in batches for i in x[:, 0].int().tolist()]
     assert (found == list(range(N))) == in_order
