@@ -48,9 +48,10 @@ class Member:
     order: Tensor = field(init=False)
     seed: int = field(init=False)
     random_state: Tensor = field(init=False)
-    # set by a fleet: what nets that train together have in common; formulas; checked targets
-    key: Any = None
+    # of a chain: its layers, the formulas of its loss, and the checked targets
     chain: Any = None
+    # set by a fleet: what nets that train together have in common; checked targets of no chain
+    key: Any = None
     values: Any = None
 
     @property
@@ -169,19 +170,15 @@ def find_chain_of(member: Member) -> tuple[Chain, ArrayLoss, Tensor]:
 
 def train_alone(member: Member) -> None:
     """Train a net for an epoch by written-out gradients, with its own optimizer."""
-    chain, loss, targets = find_chain_of(member)
+    member.chain = find_chain_of(member)
     member.start_epoch()
-    train_chain(chain, loss, [member], [targets], Own(member.net))
+    train_chain([member], Own(member.net))
 
 
-def train_chain(
-    chain: Chain,
-    loss: ArrayLoss,
-    members: Sequence[Member],
-    targets: Sequence[Tensor],
-    stack: Any,
-) -> None:
+def train_chain(members: Sequence[Member], stack: Any) -> None:
     """Train nets whose network is a chain for an epoch, and record their batches."""
+    chain, loss, _ = members[0].chain
+    targets = [member.chain[2] for member in members]
     like = next(iter(stack.weights.values()))
     small = like.device.type == "cpu" and chain.is_small(members[0].batch_size)
 

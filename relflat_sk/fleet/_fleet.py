@@ -182,9 +182,7 @@ class ChainNets:
 
     def train(self, members: Sequence[Member]) -> None:
         """Train nets for an epoch, and record their batches."""
-        chain, loss, _ = members[0].chain
-        targets = [member.chain[2] for member in members]
-        train_chain(chain, loss, members, targets, Stack(members))
+        train_chain(members, Stack(members))
 
 
 def why_alone(module: nn.Module) -> str | None:
