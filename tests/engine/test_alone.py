@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -42,22 +43,9 @@ def classifier(**arguments):
     })
 
 
-class Network(nn.Sequential):
-    """A chain of layers."""
-
-    def __init__(self, *layers, dtype=torch.float64):
-        super().__init__(*layers)
-        self.to(dtype)
-
-
-class Make:
-    """Makes the network anew for each net, from a function of no arguments."""
-
-    def __init__(self, layers, **settings):
-        self.layers, self.settings = layers, settings
-
-    def __call__(self):
-        return Network(*self.layers(), **self.settings)
+def network(layers, dtype=torch.float64):
+    """Make a chain of the layers that a function returns."""
+    return nn.Sequential(*layers()).to(dtype)
 
 
 def by_own_loop(net, *args):
@@ -88,16 +76,16 @@ CHAINS = {
 def test_chains_of_all_kinds(name, steps):
     X, y = data()
     X = X.reshape(-1, 1, 2, 3) if name == "images" else X
-    assert_same_by_both(classifier(module=Make(CHAINS[name])), X, y)
+    assert_same_by_both(classifier(module=partial(network, CHAINS[name])), X, y)
     assert steps == [np.ndarray] * 16
 
 
 def test_float32_and_large_layers(steps):
-    layers = Make(lambda: [nn.Linear(6, 3)], dtype=torch.float32)
-    assert_same_by_both(classifier(module=layers), atol=1e-5)
+    module = partial(network, lambda: [nn.Linear(6, 3)], dtype=torch.float32)
+    assert_same_by_both(classifier(module=module), atol=1e-5)
     X = np.random.default_rng(0).normal(size=(32, 4096))
-    layers = Make(lambda: [nn.Linear(4096, 80), nn.ReLU(), nn.Linear(80, 3)])
-    net = classifier(module=layers, batch_size=16, max_epochs=1, lr=1e-4)
+    module = partial(network, lambda: [nn.Linear(4096, 80), nn.ReLU(), nn.Linear(80, 3)])
+    net = classifier(module=module, batch_size=16, max_epochs=1, lr=1e-4)
     assert_same_by_both(net, X, np.arange(32) % 3, atol=1e-7)
     assert steps == [np.ndarray] * 16 + [torch.Tensor] * 2
 
@@ -105,11 +93,12 @@ def test_float32_and_large_layers(steps):
 @pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
 @pytest.mark.parametrize("factor", [1e-30, 1e30, np.inf, np.nan], ids=str)
 def test_extreme_weights_give_what_autograd_gives(factor, steps):
-    class Extreme(Network):
+    class Extreme(nn.Sequential):
         def __init__(self):
             super().__init__(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
             with torch.no_grad():
                 self[2].weight.mul_(factor)
+            self.double()
 
     net = classifier(module=Extreme, max_epochs=1, batch_size=50, optimizer=torch.optim.SGD)
     found, own = clone(net).fit(*data()), by_own_loop(net, *data())
