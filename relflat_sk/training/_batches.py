@@ -216,13 +216,18 @@ def rows_loader(rows: Rows, **arguments: Any) -> DataLoader[Any]:
     stored = [part for part in arrays_of(rows.inputs) if isinstance(part, StoredRows)]
     if stored and arguments.pop("shuffle", False):
         arguments["sampler"] = _ByChunks(stored[0], rows.rows)
-    return DataLoader(rows, collate_fn=lambda batch: batch, **arguments)
+    return DataLoader(rows, collate_fn=_as_it_is, **arguments)
 
 
 def rows_of(loader: Any) -> Rows | None:
     """Return what a loader cuts its batches out of; accelerate's makes them in its own way."""
     found = loader.dataset if type(loader) is DataLoader else None
     return found if isinstance(found, Rows) else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    """Return a batch: workers of a loader may need to pickle the function."""
+    return batch
 
 
 def _find_rows(dataset: Any) -> Rows | None:
