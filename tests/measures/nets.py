@@ -99,6 +99,22 @@ def reached(name, criterion, X, y):
     return criterion, y
 
 
+def best_constant(loss, *shape):
+    """The lowest loss of an array of a shape, which all samples have in common."""
+    z = torch.full(shape, 0.5, dtype=torch.float64, requires_grad=True)
+    tolerances = {"tolerance_grad": 1e-14, "tolerance_change": 1e-16}
+    optimizer = torch.optim.LBFGS([z], max_iter=300, line_search_fn="strong_wolfe", **tolerances)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(z)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return closure().item()
+
+
 def dense(net, name, X, y, criterion=CE):
     return oracles.weight_hessian(net, name, criterion, X, y)
 
@@ -168,17 +184,19 @@ def allowed():
 class FusedAttention(nn.Module):
     """A block with attention in one function, tokens pooled at the end."""
 
-    def __init__(self, causal=False, dropout=0.0):
+    def __init__(self, causal=False, dropout=0.0, at_the_end=False):
         super().__init__()
         self.qkv = nn.Linear(4, 3 * HEADS * SIZE)
-        self.out = nn.Linear(HEADS * SIZE, 4)
-        self.head = nn.Linear(4, 3)
-        self.causal, self.dropout, self.allowed = causal, dropout, []
+        if not at_the_end:
+            self.out = nn.Linear(HEADS * SIZE, 4)
+            self.head = nn.Linear(4, 3)
+        self.causal, self.dropout, self.at_the_end = causal, dropout, at_the_end
+        self.allowed = []
 
     def forward(self, x):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
         h = self.attend(q, k, v).transpose(1, 2).flatten(2)
-        return self.head((x + self.out(h)).tanh().mean(1))
+        return h.mean(1) if self.at_the_end else self.head((x + self.out(h)).tanh().mean(1))
 
     def attend(self, q, k, v):
         self.allowed.append(allowed())
@@ -201,14 +219,14 @@ class WrittenOutAttention(FusedAttention):
 KINDS = {"plain": {}, "causal": {"causal": True}, "dropout": {"dropout": 0.5}}
 
 
-def make_fused(kind):
+def make_fused(kind, **options):
     """The network, the same network written out, and data."""
     torch.manual_seed(0)
-    net = FusedAttention(**KINDS[kind]).double()
+    net = FusedAttention(**KINDS[kind], **options).double()
     with torch.no_grad():
         for weight in net.parameters():
             weight.mul_(2)  # attention that is far from a mean
-    written = WrittenOutAttention(**KINDS[kind]).double()
+    written = WrittenOutAttention(**KINDS[kind], **options).double()
     written.load_state_dict(net.state_dict())
     return net, written, torch.randn(6, 3, 4).double(), torch.arange(6) % 3
 
@@ -311,6 +329,19 @@ def fused(kind):
     return Problem(net, X, y, oracle=written.eval())
 
 
+def attention_at_the_end():
+    net, written, X, y = make_fused("plain", at_the_end=True)
+    return Problem(net, X, y, oracle=written.eval(), closed=())
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation="gelu")
+    net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double().eval()
+    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+    return Problem(net, X, y, layers=("0.linear1", "0.linear2", "2"))
+
+
 def gpt2():
     torch.manual_seed(0)
     net = GPT2().double()
@@ -392,6 +423,17 @@ def regression_on_tokens():
     net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)).double()
     X, y = torch.randn(6, 3, 4).double(), torch.randn(6, 3, 2).double()
     return Problem(net, X, y, nn.MSELoss(), closed=())
+
+
+def last_of_a_sequence(net, x):
+    return net.out(net.body(x)[0][:, -1])
+
+
+def lstm():
+    torch.manual_seed(0)
+    body = nn.LSTM(4, 5, batch_first=True)
+    net = Net(last_of_a_sequence, body=body, out=nn.Linear(5, 3)).double()
+    return Problem(net, torch.randn(7, 6, 4).double(), torch.arange(7) % 3, layers=("out",))
 
 
 class Cube(torch.autograd.Function):
@@ -478,6 +520,8 @@ PROBLEMS = {
     "packed attention": lambda: packed(Attends),
     "packed cross-attention": lambda: packed(AttendsAcross),
     **{f"fused attention, {kind}": lambda kind=kind: fused(kind) for kind in KINDS},
+    "attention at the end": attention_at_the_end,
+    "encoder": encoder,
     "GPT-2": gpt2,
     "computed weights": computed_weights,
     "squeeze and excitation": squeeze_and_excitation,
@@ -490,6 +534,7 @@ PROBLEMS = {
     },
     "regression on tokens": regression_on_tokens,
     "functions that cannot be vectorised": not_vectorised,
+    "lstm": lstm,
     **OF_CRITERIA,
 }
 HEADS_OF_CLASSES = {

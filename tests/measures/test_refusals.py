@@ -262,6 +262,7 @@ REFUSED = [
     (margin(2, lambda z, y: z.sum(dim=1).mean(), torch.ones(4)), V, "<lambda> is not known"),
     (margin(2, CE, None), V, "y is needed: the margin is that of the true class"),
     (margin(2, CE, ONES, sample_weight=np.ones(4)), V, "leave sample_w"),
+    (named("log_robustness", sample_weight=np.ones(7)), V, "leave sample_weight out"),
     (margin(2, CE, HALVES), V, "one label for each sample.*float"),
     (margin(1, CE, 0 * ONES), V, "two classes or more"),
     (margin(2, IGNORING, ONES), V, "the criterion ignores all labels"),

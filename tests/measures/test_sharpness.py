@@ -30,9 +30,8 @@ from relflat_sk.measures._sharpness import (
     weights_of,
 )
 from tests.cases import Net
+from tests.measures.nets import PROBLEMS, network
 from tests.measures.nets import make as make_kind
-from tests.measures.nets import network
-from tests.measures.test_weight_derivatives import recurrent
 
 CE, MSE, BCE = nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()
 
@@ -340,7 +339,8 @@ def test_random_states(name):
 @pytest.mark.parametrize("name", SHARPNESS_MEASURES)
 def test_recurrent_layers_keep_their_weights(name):
     """Recurrent layers hold a second list of their weights, beside the parameters."""
-    net, X = recurrent().double(), torch.randn(7, 6, 4).double()
+    problem = PROBLEMS["lstm"]()
+    net, X = problem.net, problem.X
     output, before = net(X), pickle.dumps(net)
     arguments = STOCHASTIC.get(name, {"n_steps": 2} if name == "keskar_sharpness" else {})
     assert np.isfinite(measure(name, net, X, output.argmax(dim=1), criterion=CE, **arguments))
