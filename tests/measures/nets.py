@@ -124,6 +124,15 @@ def network(net, criterion, X, y=None, **options):
     return Network(net, Loss(criterion), make_batches(X, y, **options))
 
 
+def count_runs(net, call):
+    """How often the network runs in a call."""
+    runs = []
+    handle = net.register_forward_hook(lambda *_: runs.append(1))
+    call()
+    handle.remove()
+    return len(runs)
+
+
 def measure_all(net, X, y, layer, *others, **options):
     """The rows of the measures in `TABLE_1`, and of others, which share their passes."""
     names = [*oracles.TABLE_1, *others]

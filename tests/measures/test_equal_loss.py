@@ -14,7 +14,7 @@ from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatne
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._api import evaluate
 from tests import oracles
-from tests.measures.nets import best_constant, measure_all
+from tests.measures.nets import best_constant, count_runs, measure_all
 
 RNG = torch.Generator().manual_seed(0)
 X = torch.randn(30, 4, generator=RNG, dtype=torch.float64)
@@ -207,13 +207,10 @@ def test_sample_weights(case, name):
 
 def test_a_pass_is_made_at_an_earlier_layer_and_none_at_the_last():
     net, criterion, y, _ = train("softmax")
-    calls = []
-    net.register_forward_hook(lambda *_: calls.append(1))
 
     def count(name, layer, **options):
-        calls.clear()
-        measure(name, net, X, y, layer=layer, criterion=criterion, batch_size=10, **options)
-        return len(calls)
+        options |= {"layer": layer, "criterion": criterion, "batch_size": 10}
+        return count_runs(net, lambda: measure(name, net, X, y, **options))
 
     for name in ("relative_flatness", "normalized_relative_flatness"):
         assert count(name, -1, at_loss=0.1) <= count(name, -1)
