@@ -1,8 +1,10 @@
 """Networks with every kind of layer, and problems in which measures have a dense oracle."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -490,6 +492,14 @@ def head(criterion, y, n_outputs, *parts, method="closed form"):
     return Problem(net, X, y, criterion, layers=("2",), closed=closed, is_mean=False)
 
 
+def head_of_classes(criterion, shape):
+    """Outputs of a shape, whose labels are the classes in turn."""
+    n_labels = math.prod(shape[1:])
+    y = (torch.arange(8)[:, None] + torch.arange(n_labels)).reshape(8, *shape[1:]) % 4
+    method = "closed form" if len(shape) == 1 else "exact"
+    return head(criterion, y, math.prod(shape), nn.Unflatten(1, shape), method=method)
+
+
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0]).double()
 CRITERIA = {
     "plain": CE,
@@ -515,9 +525,9 @@ def of_criterion(case, reduction=None):
 
 REDUCED = ("cross-entropy", "cross-entropy class weights", "squared error")
 OF_CRITERIA = {
-    **{case: lambda case=case: of_criterion(case) for case in cases.CASES},
+    **{case: partial(of_criterion, case) for case in cases.CASES},
     **{
-        f"{case}, {reduction}": lambda case=case, reduction=reduction: of_criterion(case, reduction)
+        f"{case}, {reduction}": partial(of_criterion, case, reduction)
         for case in REDUCED
         for reduction in ("sum", "none")
     },
@@ -525,19 +535,17 @@ OF_CRITERIA = {
 # of classes, of labels for each sample
 SHAPES = {"one label": (4,), "4 labels": (4, 4), "images": (4, 2, 2), "an axis": (4, 1)}
 PROBLEMS = {
-    **{kind: lambda kind=kind: of_kind(kind) for kind in NETS},
-    "packed attention": lambda: packed(Attends),
-    "packed cross-attention": lambda: packed(AttendsAcross),
-    **{f"fused attention, {kind}": lambda kind=kind: fused(kind) for kind in KINDS},
+    **{kind: partial(of_kind, kind) for kind in NETS},
+    "packed attention": partial(packed, Attends),
+    "packed cross-attention": partial(packed, AttendsAcross),
+    **{f"fused attention, {kind}": partial(fused, kind) for kind in KINDS},
     "attention at the end": attention_at_the_end,
     "encoder": encoder,
     "GPT-2": gpt2,
     "computed weights": computed_weights,
     "squeeze and excitation": squeeze_and_excitation,
     **{
-        f"language model, {name}, {axis}": lambda criterion=criterion, axis=axis: tokens(
-            axis == "classes second", criterion
-        )
+        f"language model, {name}, {axis}": partial(tokens, axis == "classes second", criterion)
         for name, criterion in {"plain": CE, "smoothed": CRITERIA["smoothed"]}.items()
         for axis in ("classes second", "mapping")
     },
@@ -548,21 +556,12 @@ PROBLEMS = {
 }
 HEADS_OF_CLASSES = {
     **{
-        f"{name}, {size}": lambda criterion=criterion, shape=shape: head(
-            criterion,
-            (torch.arange(8)[:, None] + torch.arange(torch.Size(shape[1:]).numel())).reshape(
-                8, *shape[1:]
-            )
-            % 4,
-            torch.Size(shape).numel(),
-            nn.Unflatten(1, shape),
-            method="closed form" if len(shape) == 1 else "exact",
-        )
+        f"{name}, {size}": partial(head_of_classes, criterion, shape)
         for name, criterion in CRITERIA.items()
         for size, shape in SHAPES.items()
     },
-    "its own loss, tied": lambda: own_loss(True),
-    "its own loss, untied": lambda: own_loss(False),
+    "its own loss, tied": partial(own_loss, True),
+    "its own loss, untied": partial(own_loss, False),
     "probabilities": lambda: head(CE, torch.rand(8, 4).double(), 4),
     "log-probabilities": lambda: head(nn.NLLLoss(), torch.arange(8) % 4, 4, nn.LogSoftmax(dim=1)),
     "log-probabilities of images": lambda: head(
