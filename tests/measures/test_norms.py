@@ -20,6 +20,7 @@ from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
 from tests.cases import Net
 from tests.measures.nets import network
+from tests.measures.test_every_measure import chain
 from tests.rescaling.test_folding import used
 
 CE = nn.CrossEntropyLoss()
@@ -266,19 +267,8 @@ SPECTRA = {"soft_rank", "spectral_exponent", "stable_rank"}  # of the weights as
 
 @pytest.mark.parametrize("name", sorted(set(NORM_MEASURES) - SPECTRA - {"parameter_count"}))
 def test_batch_norm_is_folded(name):
-    X = torch.randn(6, 2, 5, 5).double()
-    net = used(
-        nn.Sequential(
-            nn.Conv2d(2, 3, 3, bias=False),
-            nn.BatchNorm2d(3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(3 * 3 * 3, 4),
-            nn.BatchNorm1d(4),
-            nn.ReLU(),
-            nn.Linear(4, 3),
-        )
-    )
+    net, X, _ = chain()
+    net, X = used(net), X.double()
     y = net(X).argmax(dim=1)
     fuse = nn.utils.fusion
     folded = nn.Sequential(
