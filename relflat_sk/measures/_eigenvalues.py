@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,25 +26,33 @@ _MAX_PRODUCTS = 1000
 
 
 def largest_eigenvalue(
-    product: Callable[[Vector], Vector],
+    product: Callable[[Tensor], Tensor],
     size: int,
     *,
     rtol: float,
     random_state: RandomState,
     where: str,
 ) -> tuple[float, float]:
-    """Find the largest (algebraic) eigenvalue by Lanczos' iteration, and the residual's norm."""
+    """Find the largest (algebraic) eigenvalue by Lanczos' iteration, and the residual's norm.
+
+    The matrix is known by its products with vectors in float64 on the CPU.
+    """
+
+    def multiply(vector: Vector) -> Vector:
+        image: Vector = product(torch.from_numpy(vector)).double().cpu().numpy()
+        return image
+
     start = np.random.default_rng(seed_from(random_state)).standard_normal(size)
-    image = product(start)
+    image = multiply(start)
     if not np.isfinite(image).all():
         return np.nan, np.nan
     if not image.any():  # the matrix of a dead layer is zero, on which the iteration fails
         return 0.0, 0.0
     if size <= _SMALL:
-        dense = np.stack([product(row) for row in np.eye(size)])
+        dense = np.stack([multiply(row) for row in np.eye(size)])
         return float(np.linalg.eigvalsh((dense + dense.T) / 2)[-1]), 0.0
     operator = LinearOperator(
-        (size, size), matvec=lambda vector: product(vector.reshape(-1)), dtype=np.float64
+        (size, size), matvec=lambda vector: multiply(vector.reshape(-1)), dtype=np.float64
     )
     most = max(1, _MAX_PRODUCTS // 20)
     try:
@@ -59,7 +66,7 @@ def largest_eigenvalue(
         if len(values) == 0:
             return np.nan, np.nan
     value, vector = float(values[-1]), vectors[:, -1]
-    return value, float(np.linalg.norm(product(vector) - value * vector))
+    return value, float(np.linalg.norm(multiply(vector) - value * vector))
 
 
 # The largest eigenvalue of the Hessian in a layer's weight, and the measures made of it.
@@ -69,18 +76,10 @@ def largest_eigenvalue(
 # ``H V = mean_i sum_p (B_i (V phi_i))_p phi_ip^T``.
 
 
-class EigenvalueLike(NamedTuple):
-    """A measure that is a function of the largest eigenvalue and the weight."""
-
-    finish: Callable[[float, Tensor], float]
-    same: tuple[str, ...] = ()
-
-
-EIGENVALUE_LIKE: dict[str, EigenvalueLike] = {
-    "hessian_max_eigenvalue": EigenvalueLike(lambda value, weight: value),
-    "eigenvalue_flatness": EigenvalueLike(
-        lambda value, weight: value * float(column_squares(weight).sum()), ("layer",)
-    ),
+# the measures, and the changes of the weights under which they are invariant
+EIGENVALUE_LIKE: dict[str, tuple[str, ...]] = {
+    "hessian_max_eigenvalue": (),
+    "eigenvalue_flatness": ("layer",),
 }
 # numbers of features and closed forms that are stored, to spare further passes
 _MOST_STORED = 2**26
@@ -119,23 +118,19 @@ class EigenvalueMeasures:
         """
         found = {}
         for layer, weight in summary.layer_weights.items():
-            value, error = self._largest(layer, summary)
-            for name, measure in EIGENVALUE_LIKE.items():
-                found[layer, name] = Flatness(
-                    value=measure.finish(value + weight_decay, weight),
-                    stderr=measure.finish(error, weight),
-                    method="lanczos",
-                    network=self.network,
-                    summary=summary,
-                )
+            largest, error = self._largest(layer, summary)
+            square = float(column_squares(weight).sum())
+            for name, factor in zip(EIGENVALUE_LIKE, (1.0, square), strict=True):
+                value, stderr = factor * (largest + weight_decay), factor * error
+                found[layer, name] = Flatness(value, stderr, "lanczos", self.network, summary)
         return found
 
     def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:
         """Return the largest (algebraic) eigenvalue at a layer, and the error, which may be nan."""
         weight, stored = summary.layer_weights[layer], self._stored[layer]
 
-        def product(vector: Vector) -> Vector:
-            matrix = torch.from_numpy(vector).to(weight.device).reshape(weight.shape)
+        def product(vector: Tensor) -> Tensor:
+            matrix = vector.to(weight.device).reshape(weight.shape)
             total = torch.zeros_like(matrix)
             for known, weights in stored or ():
                 total += known.weight_product(matrix, weights)
@@ -146,9 +141,7 @@ class EigenvalueMeasures:
                     total.add_(found.weight_product(matrix, forward.row_weights(found)))
 
                 scan_again(self.network, [layer], add)
-            total = self.network.processes.sum(total) / summary.divisor
-            flat: Vector = total.flatten().cpu().numpy()
-            return flat
+            return (self.network.processes.sum(total) / summary.divisor).flatten()
 
         return largest_eigenvalue(
             product,

@@ -593,7 +593,7 @@ class GradientNorms:
 # the measures that belong to one layer, and the changes under which they are invariant
 LAYER_MEASURES: dict[str, tuple[str, ...]] = {
     **{name: measure.same for name, measure in TRACE_LIKE.items()},
-    **{name: measure.same for name, measure in EIGENVALUE_LIKE.items()},
+    **EIGENVALUE_LIKE,
     GRADIENT_NORM: (),
 }
 

@@ -284,20 +284,14 @@ def check_layers(names: Sequence[str], layers: Any) -> None:
 
 def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
     """Refuse arguments that none of the measures takes."""
-    known = known_arguments(names) - {"weight_decay"}
+    all_own = all(isinstance(name, OwnMeasure) for name in names)
+    of_library = set() if all_own else _OF_LAYERS | {"at_loss"}
+    known = _SEED.union(of_library, *map(_arguments, names)) - {"weight_decay"}
     for key in params:
         if key not in known:
             raise TypeError(
                 f"{key!r} is no argument of {', '.join(names)}. Expected some of {sorted(known)}."
             )
-
-
-def known_arguments(names: Sequence[str]) -> Set[str]:
-    """List the arguments that any of some measures takes."""
-    own = all(isinstance(name, OwnMeasure) for name in names)
-    return _SEED.union(
-        {"weight_decay"}, set() if own else _OF_LAYERS | {"at_loss"}, *map(_arguments, names)
-    )
 
 
 def _arguments(name: str) -> Set[str]:

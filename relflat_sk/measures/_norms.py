@@ -86,15 +86,13 @@ def operator_norm(layer: AffineLayer, rtol: float) -> float:
             matrix = layer.apply(basis, layer.weight).flatten(1)
         return float(torch.linalg.matrix_norm(matrix, ord=2))
 
-    def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    def product(vector: Tensor) -> Tensor:
         """Multiply with ``A^T A``: the gradient of ``|A x|^2 / 2``."""
-        x = torch.from_numpy(vector).to(layer.weight).reshape(1, *layer.input_shape)
+        x = vector.to(layer.weight).reshape(1, *layer.input_shape)
         x.requires_grad_()
         with torch.enable_grad():
             half = layer.apply(x, layer.weight).square().sum() / 2
-        (found,) = torch.autograd.grad(half, x)
-        array: NDArray[np.float64] = found.flatten().double().cpu().numpy()
-        return array
+        return torch.autograd.grad(half, x)[0].flatten()
 
     # an arbitrary start, but the same in every call
     square, _ = largest_eigenvalue(

@@ -36,14 +36,15 @@ _STANDARD_ERRORS = 2
 _Rows = tuple[Tensor, Any, Tensor]
 
 
-def _class_rows(loss: Loss, scores: Tensor, target: Tensor | None, weight: Tensor) -> _Rows:
+def _class_rows(scored: Outcome) -> _Rows:
     """Arrange classes' scores (n, c, ...) in a row for each label that counts, with its class."""
+    scores, target = scored.output, scored.target
     rows = scores.movedim(1, -1).flatten(0, -2)
-    weight = weight.repeat_interleave(len(rows) // len(weight))
+    weight = scored.weight.repeat_interleave(len(rows) // len(scores))
     if target is None:
         return rows, None, weight
     labels = target.argmax(dim=1) if target.shape == scores.shape else target  # probabilities
-    counts = labels.flatten() != getattr(loss.criterion, "ignore_index", -100)
+    counts = labels.flatten() != getattr(scored.loss.criterion, "ignore_index", -100)
     return rows[counts], labels.flatten()[counts], weight[counts]
 
 
@@ -52,12 +53,12 @@ def _class_rows(loss: Loss, scores: Tensor, target: Tensor | None, weight: Tenso
 
 def _score_rows(scored: Outcome) -> _Rows:
     """Arrange the scores of two classes or more in rows: a single one is that of class 1."""
-    scores, target = scored.output, scored.target
     if scored.loss.acts_on_each_output:
-        scores = scores.reshape(len(scores), 1, -1)
+        scores, target = scored.output.reshape(len(scored.output), 1, -1), scored.target
         scores = torch.cat([torch.zeros_like(scores), scores], dim=1)
         target = None if target is None else (target.reshape(len(target), -1) > 0.5).long()
-    return _class_rows(scored.loss, scores, target, scored.weight)
+        scored = replace(scored, output=scores, target=target)
+    return _class_rows(scored)
 
 
 def _scored_batches(network: Network, what: str) -> Iterator[Outcome]:
@@ -288,9 +289,7 @@ def _predicted_classes(outcome: Outcome) -> _Rows | None:
     """Return the classes with the largest output, none where one is nan; otherwise numbers."""
     if not _has_classes(outcome):
         return _number_rows(outcome)
-    scores, labels, weight = _class_rows(
-        outcome.loss, outcome.output, outcome.target, outcome.weight
-    )
+    scores, labels, weight = _class_rows(outcome)
     predicted = scores.argmax(dim=1).where(~scores.isnan().any(dim=1), -1)
     return predicted[:, None], labels[:, None], weight
 
@@ -301,9 +300,7 @@ def _class_columns(outcome: Outcome) -> _Rows | None:
         return _number_rows(outcome)
     if outcome.output.ndim != 2:
         return None
-    scores, labels, weight = _class_rows(
-        outcome.loss, outcome.output, outcome.target, outcome.weight
-    )
+    scores, labels, weight = _class_rows(outcome)
     positive = nn.functional.one_hot(labels, scores.shape[1]).double()
     return scores.double().softmax(dim=1), positive, weight
 

@@ -107,7 +107,8 @@ def _make_forward_pass(
         network.check_criterion(output, target.values)
         with torch.enable_grad():
             losses = loss.losses(output, target.values, each=batch.weight is not None)
-    tail = Tail(loss, output, target, records[-1], _precise)
+    # in float64, where probabilities close to one keep their distance from it
+    tail = Tail(loss, output, target, records[-1], lambda z: z.detach().double())
     chosen = choose_curvatures(tail, records)
     if target is None and (unknown := chosen.linear + chosen.others):
         raise _labels_missing(loss, unknown[0].name)
@@ -159,11 +160,6 @@ def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: 
     assert record.offset is not None
     features = full_precision(features)
     return LayerPass(record.name, record.map, features, record.offset, losses, **known)
-
-
-def _precise(z: Tensor) -> Tensor:
-    """Return outputs in float64, where probabilities close to one keep their distance from it."""
-    return z.detach().double()
 
 
 def _check_samples(record: LayerRecord, output: Tensor) -> None:

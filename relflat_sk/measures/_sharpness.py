@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from numpy.typing import NDArray
 from scipy.optimize import bisect
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -434,12 +433,10 @@ def joint_eigenvalue_flatness(
     is_weight = torch.cat([torch.full((part.numel(),), part.ndim >= 2) for part in parts])
     is_weight = is_weight.to(weights.device)
 
-    def product(vector: NDArray[np.float64]) -> NDArray[np.float64]:
+    def product(vector: Tensor) -> Tensor:
         direction = torch.zeros_like(weights)
-        direction[is_weight] = torch.from_numpy(vector).to(weights)
-        found = loss_gradient(network, weights, direction)[1][is_weight]
-        array: NDArray[np.float64] = found.double().cpu().numpy()
-        return array
+        direction[is_weight] = vector.to(weights)
+        return loss_gradient(network, weights, direction)[1][is_weight]
 
     value, error = largest_eigenvalue(
         product,

@@ -20,6 +20,7 @@ from relflat_sk._random import RandomState, as_random_state, draw_seeds
 from relflat_sk.measures._predictions import count_errors
 from relflat_sk.measures._sharpness import (
     draw_noise,
+    error_rate,
     parameters_of,
     square_norm,
     weights_of,
@@ -235,12 +236,8 @@ def _noisy_errors(
     network: Network, weights: Tensor, sigma: float, seeds: Sequence[int]
 ) -> np.ndarray:
     """Compute the error on the sample for each draw of noise."""
-    errors = []
-    for seed in seeds:
-        noisy = weights + sigma * draw_noise(weights, seed)
-        wrong, labels = count_errors(with_weights(network, noisy))
-        errors.append(wrong / labels)
-    return np.array(errors)
+    every = (weights + sigma * draw_noise(weights, seed) for seed in seeds)
+    return np.array([error_rate(with_weights(network, noisy)) for noisy in every])
 
 
 def _read_state(initial: nn.Module | Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -1,8 +1,10 @@
 """Networks with every kind of layer, and problems in which measures have a dense oracle."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,6 +101,22 @@ def reached(name, criterion, X, y):
     return criterion, y
 
 
+def best_constant(loss, *shape):
+    """The lowest loss of an array of a shape, which all samples have in common."""
+    z = torch.full(shape, 0.5, dtype=torch.float64, requires_grad=True)
+    tolerances = {"tolerance_grad": 1e-14, "tolerance_change": 1e-16}
+    optimizer = torch.optim.LBFGS([z], max_iter=300, line_search_fn="strong_wolfe", **tolerances)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(z)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return closure().item()
+
+
 def dense(net, name, X, y, criterion=CE):
     return oracles.weight_hessian(net, name, criterion, X, y)
 
@@ -106,6 +124,15 @@ def dense(net, name, X, y, criterion=CE):
 def network(net, criterion, X, y=None, **options):
     """The network on its data, which functions of one measure take."""
     return Network(net, Loss(criterion), make_batches(X, y, **options))
+
+
+def count_runs(net, call):
+    """How often the network runs in a call."""
+    runs = []
+    handle = net.register_forward_hook(lambda *_: runs.append(1))
+    call()
+    handle.remove()
+    return len(runs)
 
 
 def measure_all(net, X, y, layer, *others, **options):
@@ -168,17 +195,19 @@ def allowed():
 class FusedAttention(nn.Module):
     """A block with attention in one function, tokens pooled at the end."""
 
-    def __init__(self, causal=False, dropout=0.0):
+    def __init__(self, causal=False, dropout=0.0, at_the_end=False):
         super().__init__()
         self.qkv = nn.Linear(4, 3 * HEADS * SIZE)
-        self.out = nn.Linear(HEADS * SIZE, 4)
-        self.head = nn.Linear(4, 3)
-        self.causal, self.dropout, self.allowed = causal, dropout, []
+        if not at_the_end:
+            self.out = nn.Linear(HEADS * SIZE, 4)
+            self.head = nn.Linear(4, 3)
+        self.causal, self.dropout, self.at_the_end = causal, dropout, at_the_end
+        self.allowed = []
 
     def forward(self, x):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
         h = self.attend(q, k, v).transpose(1, 2).flatten(2)
-        return self.head((x + self.out(h)).tanh().mean(1))
+        return h.mean(1) if self.at_the_end else self.head((x + self.out(h)).tanh().mean(1))
 
     def attend(self, q, k, v):
         self.allowed.append(allowed())
@@ -201,14 +230,14 @@ class WrittenOutAttention(FusedAttention):
 KINDS = {"plain": {}, "causal": {"causal": True}, "dropout": {"dropout": 0.5}}
 
 
-def make_fused(kind):
+def make_fused(kind, **options):
     """The network, the same network written out, and data."""
     torch.manual_seed(0)
-    net = FusedAttention(**KINDS[kind]).double()
+    net = FusedAttention(**KINDS[kind], **options).double()
     with torch.no_grad():
         for weight in net.parameters():
             weight.mul_(2)  # attention that is far from a mean
-    written = WrittenOutAttention(**KINDS[kind]).double()
+    written = WrittenOutAttention(**KINDS[kind], **options).double()
     written.load_state_dict(net.state_dict())
     return net, written, torch.randn(6, 3, 4).double(), torch.arange(6) % 3
 
@@ -311,6 +340,19 @@ def fused(kind):
     return Problem(net, X, y, oracle=written.eval())
 
 
+def attention_at_the_end():
+    net, written, X, y = make_fused("plain", at_the_end=True)
+    return Problem(net, X, y, oracle=written.eval(), closed=())
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation="gelu")
+    net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double().eval()
+    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+    return Problem(net, X, y, layers=("0.linear1", "0.linear2", "2"))
+
+
 def gpt2():
     torch.manual_seed(0)
     net = GPT2().double()
@@ -394,6 +436,17 @@ def regression_on_tokens():
     return Problem(net, X, y, nn.MSELoss(), closed=())
 
 
+def last_of_a_sequence(net, x):
+    return net.out(net.body(x)[0][:, -1])
+
+
+def lstm():
+    torch.manual_seed(0)
+    body = nn.LSTM(4, 5, batch_first=True)
+    net = Net(last_of_a_sequence, body=body, out=nn.Linear(5, 3)).double()
+    return Problem(net, torch.randn(7, 6, 4).double(), torch.arange(7) % 3, layers=("out",))
+
+
 class Cube(torch.autograd.Function):
     """A user's own function, which torch cannot run for several vectors at once."""
 
@@ -439,6 +492,14 @@ def head(criterion, y, n_outputs, *parts, method="closed form"):
     return Problem(net, X, y, criterion, layers=("2",), closed=closed, is_mean=False)
 
 
+def head_of_classes(criterion, shape):
+    """Outputs of a shape, whose labels are the classes in turn."""
+    n_labels = math.prod(shape[1:])
+    y = (torch.arange(8)[:, None] + torch.arange(n_labels)).reshape(8, *shape[1:]) % 4
+    method = "closed form" if len(shape) == 1 else "exact"
+    return head(criterion, y, math.prod(shape), nn.Unflatten(1, shape), method=method)
+
+
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0]).double()
 CRITERIA = {
     "plain": CE,
@@ -464,9 +525,9 @@ def of_criterion(case, reduction=None):
 
 REDUCED = ("cross-entropy", "cross-entropy class weights", "squared error")
 OF_CRITERIA = {
-    **{case: lambda case=case: of_criterion(case) for case in cases.CASES},
+    **{case: partial(of_criterion, case) for case in cases.CASES},
     **{
-        f"{case}, {reduction}": lambda case=case, reduction=reduction: of_criterion(case, reduction)
+        f"{case}, {reduction}": partial(of_criterion, case, reduction)
         for case in REDUCED
         for reduction in ("sum", "none")
     },
@@ -474,41 +535,33 @@ OF_CRITERIA = {
 # of classes, of labels for each sample
 SHAPES = {"one label": (4,), "4 labels": (4, 4), "images": (4, 2, 2), "an axis": (4, 1)}
 PROBLEMS = {
-    **{kind: lambda kind=kind: of_kind(kind) for kind in NETS},
-    "packed attention": lambda: packed(Attends),
-    "packed cross-attention": lambda: packed(AttendsAcross),
-    **{f"fused attention, {kind}": lambda kind=kind: fused(kind) for kind in KINDS},
+    **{kind: partial(of_kind, kind) for kind in NETS},
+    "packed attention": partial(packed, Attends),
+    "packed cross-attention": partial(packed, AttendsAcross),
+    **{f"fused attention, {kind}": partial(fused, kind) for kind in KINDS},
+    "attention at the end": attention_at_the_end,
+    "encoder": encoder,
     "GPT-2": gpt2,
     "computed weights": computed_weights,
     "squeeze and excitation": squeeze_and_excitation,
     **{
-        f"language model, {name}, {axis}": lambda criterion=criterion, axis=axis: tokens(
-            axis == "classes second", criterion
-        )
+        f"language model, {name}, {axis}": partial(tokens, axis == "classes second", criterion)
         for name, criterion in {"plain": CE, "smoothed": CRITERIA["smoothed"]}.items()
         for axis in ("classes second", "mapping")
     },
     "regression on tokens": regression_on_tokens,
     "functions that cannot be vectorised": not_vectorised,
+    "lstm": lstm,
     **OF_CRITERIA,
 }
 HEADS_OF_CLASSES = {
     **{
-        f"{name}, {size}": lambda criterion=criterion, shape=shape: head(
-            criterion,
-            (torch.arange(8)[:, None] + torch.arange(torch.Size(shape[1:]).numel())).reshape(
-                8, *shape[1:]
-            )
-            % 4,
-            torch.Size(shape).numel(),
-            nn.Unflatten(1, shape),
-            method="closed form" if len(shape) == 1 else "exact",
-        )
+        f"{name}, {size}": partial(head_of_classes, criterion, shape)
         for name, criterion in CRITERIA.items()
         for size, shape in SHAPES.items()
     },
-    "its own loss, tied": lambda: own_loss(True),
-    "its own loss, untied": lambda: own_loss(False),
+    "its own loss, tied": partial(own_loss, True),
+    "its own loss, untied": partial(own_loss, False),
     "probabilities": lambda: head(CE, torch.rand(8, 4).double(), 4),
     "log-probabilities": lambda: head(nn.NLLLoss(), torch.arange(8) % 4, 4, nn.LogSoftmax(dim=1)),
     "log-probabilities of images": lambda: head(

@@ -14,7 +14,7 @@ from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatne
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._api import evaluate
 from tests import oracles
-from tests.measures.nets import measure_all
+from tests.measures.nets import best_constant, count_runs, measure_all
 
 RNG = torch.Generator().manual_seed(0)
 X = torch.randn(30, 4, generator=RNG, dtype=torch.float64)
@@ -88,19 +88,10 @@ def train(case, n_steps=200):
 def temperature(net, y, loss, share):
     """The largest temperature at which the loss is a share of a constant output's, by halving."""
     output = net(X)
-    z = torch.zeros(output.shape[1], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([z], max_iter=200, tolerance_grad=1e-14, tolerance_change=1e-16)
     to_output = {"LogSoftmax": lambda z: z.log_softmax(0), "Sigmoid": torch.sigmoid}
     last = to_output.get(type(net[-1]).__name__, lambda z: z)
-
-    def closure():
-        optimizer.zero_grad()
-        value = loss(last(z).expand_as(output), y, 1.0)
-        value.backward()
-        return value
-
-    optimizer.step(closure)
-    target = share * closure().item()
+    constant = best_constant(lambda z: loss(last(z).expand_as(output), y, 1.0), output.shape[1])
+    target = share * constant
     if y is VALUES:  # the temperature divides the loss
         return loss(output, y, 1.0).item() / target
     high = 1e9
@@ -216,13 +207,10 @@ def test_sample_weights(case, name):
 
 def test_a_pass_is_made_at_an_earlier_layer_and_none_at_the_last():
     net, criterion, y, _ = train("softmax")
-    calls = []
-    net.register_forward_hook(lambda *_: calls.append(1))
 
     def count(name, layer, **options):
-        calls.clear()
-        measure(name, net, X, y, layer=layer, criterion=criterion, batch_size=10, **options)
-        return len(calls)
+        options |= {"layer": layer, "criterion": criterion, "batch_size": 10}
+        return count_runs(net, lambda: measure(name, net, X, y, **options))
 
     for name in ("relative_flatness", "normalized_relative_flatness"):
         assert count(name, -1, at_loss=0.1) <= count(name, -1)

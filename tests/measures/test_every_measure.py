@@ -10,8 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from torch import nn
 
-from relflat_sk import flatness_report, measure, relative_flatness
-from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk import measure
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
@@ -187,17 +186,6 @@ def test_weights_of_relative_flatness(case, layer):
     assert tripled.value == pytest.approx(weighted.value, rel=1e-10)
 
 
-@pytest.mark.parametrize("normalize", [False, True], ids=["plain", "normalized"])
-def test_weights_of_probes(normalize):
-    problem, (X, y, counts), repeated = weighted_and_repeated("squared error")
-    options = {"layer": 0, "criterion": problem.criterion, "normalize": normalize}
-    exact = relative_flatness(problem.net, *repeated, method="exact", **options)
-    options |= {"method": "hutchinson", "n_probes": 400, "random_state": 0, "return_stderr": True}
-    estimate, stderr = relative_flatness(problem.net, X, y, sample_weight=counts, **options)
-    assert stderr < 0.1 * exact
-    assert abs(estimate - exact) < 4 * stderr
-
-
 @pytest.mark.parametrize(
     ("case", "name"),
     [
@@ -233,16 +221,3 @@ def test_tokens_with_ignored_labels_are_left_out(name):
     padded = measure(name, net, X, y.where(kept, -100), criterion=CE, batch_size=3)
     expected = measure(name, net, X[kept], y[kept], criterion=CE)
     assert padded == pytest.approx(expected, rel=1e-8)
-
-
-@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
-def test_the_margin_refuses_weights():
-    problem, (X, y, counts), _ = weighted_and_repeated("mlp relu")
-    options = {"criterion": CE, "sample_weight": counts}
-    for name in MARGINS:
-        with pytest.raises(ValueError, match="leave sample_weight out"):
-            measure(name, problem.net, X, y, **options)
-    with pytest.warns(FlatnessWarning, match="leave sample_weight out"):
-        report = flatness_report(problem.net, X, y, **options)
-    report = report.set_index("measure")["value"]
-    assert report[sorted(MARGINS)].isna().all()

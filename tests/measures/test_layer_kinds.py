@@ -25,6 +25,7 @@ from tests.measures.nets import (
     OF_CRITERIA,
     PROBLEMS,
     allowed,
+    count_runs,
     dense,
     make,
     measure_all,
@@ -121,8 +122,9 @@ def test_heads_of_few_and_of_many_classes(name, many, few_are_many):
     assert_measures(problem, problem.layers[0], top=many)
 
 
+# the last of these has a closed form
 PROBED = [("conv", "0"), ("conv tanh", "0"), ("mlp relu", "0"), ("mlp tanh", "0"),
-          ("transformer", "qkv")]  # fmt: skip
+          ("transformer", "qkv"), ("mlp relu", "4")]  # fmt: skip
 PLAIN = ["relative_flatness", "whitened_flatness", "neuron_flatness_sum", "neuron_flatness_max"]
 CURVED = [("conv tanh", "0"), ("grouped conv", "0"), ("mlp tanh", "0"), ("transformer", "qkv")]
 DEFLATED = ["relative_flatness", "normalized_relative_flatness", "whitened_flatness",
@@ -237,18 +239,13 @@ TRACES = [name for name, measure in TRACE_LIKE.items() if not measure.normalized
 NORMALIZED = ["normalized_relative_flatness"]
 
 
-def counted(kind, n=12, batch_size=4):
-    """A network, and a list with an entry for each batch it is run on."""
-    net, X, y = make(kind, n)
-    runs = []
-    net.register_forward_hook(lambda *_: runs.append(1))
-    return network(net.eval(), CE, X, y, batch_size=batch_size), runs
+def in_batches(kind):
+    net, X, y = make(kind, n=12)
+    return network(net.eval(), CE, X, y, batch_size=4)
 
 
-def count_passes(runs, measure):
-    runs.clear()
-    measure()
-    return len(runs) / 3  # batches
+def count_passes(at, measure):
+    return count_runs(at.module, measure) / 3  # batches
 
 
 @pytest.mark.parametrize(
@@ -262,16 +259,16 @@ def count_passes(runs, measure):
     ],
 )
 def test_measures_share_passes(kind, names, layers, n_passes):
-    at, runs = counted(kind)
-    assert count_passes(runs, lambda: measure_network(at, names, layers)) == n_passes
+    at = in_batches(kind)
+    assert count_passes(at, lambda: measure_network(at, names, layers)) == n_passes
 
 
 @pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("name", ["l2_norm", "fisher_rao_norm", "frobenius_product"])
 def test_measures_of_the_whole_network_need_no_pass_beside_their_own(name):
-    at, runs = counted("mlp relu")
-    own = count_passes(runs, lambda: NETWORK_WIDE[name](at))
-    both = count_passes(runs, lambda: measure_network(at, [name, *TRACES], [-1]))
+    at = in_batches("mlp relu")
+    own = count_passes(at, lambda: NETWORK_WIDE[name](at))
+    both = count_passes(at, lambda: measure_network(at, [name, *TRACES], [-1]))
     assert both == own + 1
 
 

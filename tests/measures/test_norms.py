@@ -20,6 +20,7 @@ from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
 from tests.cases import Net
 from tests.measures.nets import network
+from tests.measures.test_every_measure import chain
 from tests.rescaling.test_folding import used
 
 CE = nn.CrossEntropyLoss()
@@ -46,9 +47,6 @@ def data(net, n=40):
 
 def weights(net):
     return [layer.weight.detach().numpy() for layer in net if isinstance(layer, nn.Linear)]
-
-
-# ---- by hand
 
 
 # ---- products over the layers of a chain
@@ -125,7 +123,7 @@ CHAINS = {
     "mlp": (
         lambda: nn.Sequential(
             nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.LeakyReLU(), nn.Dropout(),
-            nn.Linear(3, 2)),
+            nn.Linear(3, 2), nn.Softmax(dim=1)),
         (3,),
     ),
     "max pooling": (
@@ -207,14 +205,6 @@ def test_functions_are_steps_like_modules():
         assert value(name, net, X) == pytest.approx(value(name, plain, X), rel=1e-9)
 
 
-@pytest.mark.parametrize("tail", [nn.LogSoftmax(dim=1), nn.Softmax(dim=1), nn.Identity()])
-def test_paths_end_in_logits(tail):
-    net = nn.Sequential(nn.Linear(3, 2, bias=False), tail).double()
-    expected = net[0].weight.square().sum().item()
-    found = value("l2_path_norm", net, torch.randn(4, 3).double())
-    assert found == pytest.approx(expected, rel=EXACT)
-
-
 # ---- convolutions as linear maps
 
 CONVOLUTIONS = {
@@ -227,12 +217,18 @@ CONVOLUTIONS = {
     "circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 4)),
     "one axis": (lambda: nn.Conv1d(3, 2, 4, stride=3), (3, 11)),
     "three axes": (lambda: nn.Conv3d(2, 2, 2), (2, 3, 4, 3)),
+    "tokens": (lambda: nn.Linear(3, 2), (5, 3)),
     "transposed": (lambda: nn.ConvTranspose2d(3, 2, 3, stride=2, padding=1), (3, 4, 3)),
 }
 
 
-@pytest.mark.parametrize("iterate", [False, True], ids=["written out", "iterated"])
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize(
+    ("kind", "iterate"),
+    [
+        *((kind, False) for kind in CONVOLUTIONS),
+        *((kind, True) for kind in CONVOLUTIONS if kind != "tokens"),
+    ],
+)
 def test_norms_of_a_convolution_are_those_of_the_map_between_images(kind, iterate, monkeypatch):
     if iterate:
         monkeypatch.setattr("relflat_sk.measures._norms._DENSE", 0)
@@ -263,13 +259,6 @@ def test_norms_of_a_convolution_are_those_of_the_map_between_images(kind, iterat
         assert value("group_norm_product", layer, X) == pytest.approx(sums.max().item() ** 2)
 
 
-def test_tokens_share_one_matrix():
-    layer = nn.Linear(3, 2).double()
-    largest = torch.linalg.svdvals(layer.weight)[0].item()
-    found = value("spectral_product", layer, torch.randn(4, 5, 3).double())
-    assert found == pytest.approx(2 * 5 * largest**2, rel=EXACT)
-
-
 # ---- batch norm
 
 
@@ -278,19 +267,8 @@ SPECTRA = {"soft_rank", "spectral_exponent", "stable_rank"}  # of the weights as
 
 @pytest.mark.parametrize("name", sorted(set(NORM_MEASURES) - SPECTRA - {"parameter_count"}))
 def test_batch_norm_is_folded(name):
-    X = torch.randn(6, 2, 5, 5).double()
-    net = used(
-        nn.Sequential(
-            nn.Conv2d(2, 3, 3, bias=False),
-            nn.BatchNorm2d(3),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(3 * 3 * 3, 4),
-            nn.BatchNorm1d(4),
-            nn.ReLU(),
-            nn.Linear(4, 3),
-        )
-    )
+    net, X, _ = chain()
+    net, X = used(net), X.double()
     y = net(X).argmax(dim=1)
     fuse = nn.utils.fusion
     folded = nn.Sequential(
@@ -538,6 +516,3 @@ def test_norms_too_large_for_a_number_are_infinite_without_an_error():
     nn.init.zeros_(net[0].weight)
     for name in [*PRODUCTS, *PATHS]:
         assert value(name, net, X, y, criterion=nn.MSELoss()) == 0
-
-
-# ---- through the public functions

@@ -255,59 +255,18 @@ def test_features_that_depend_on_each_other_count_once():
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-# -- mixings within attention and adapters -------------------------------------------------------
-
-HEADS, WIDTH, RANK = 2, 3, 2
-
-
-class Adapted(nn.Module):
-    """Attention of two heads with a low-rank adapter on a linear layer behind it."""
-
-    def __init__(self):
-        super().__init__()
-        m = HEADS * WIDTH
-        self.q, self.k, self.v, self.o = (nn.Linear(m, m) for _ in range(4))
-        self.up = nn.Linear(m, 5)
-        self.lora_A = nn.Linear(m, RANK, bias=False)
-        self.lora_B = nn.Linear(RANK, 5, bias=False)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        q, k, v = (
-            one(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for one in (self.q, self.k, self.v)
-        )
-        h = (q @ k.mT / WIDTH**0.5).softmax(dim=-1) @ v
-        h = x + self.o(h.transpose(1, 2).flatten(2))
-        h = self.up(h) + 0.5 * self.lora_B(self.lora_A(h))
-        return self.head(torch.tanh(h).mean(1))
-
-
-def mixed_inside(net):
-    """Mix what lies between q and k, v and o in each head, and between the adapter's factors."""
-    net = copy.deepcopy(net)
-    per_head = torch.block_diag(*torch.randn(HEADS, WIDTH, WIDTH).double())
-    per_head_of_v = torch.block_diag(*torch.randn(HEADS, WIDTH, WIDTH).double())
-    between = torch.randn(RANK, RANK).double()
+def test_mixing_the_values_of_an_attention_changes_the_flatness_at_its_projection():
+    """Whitened flatness alone survives what the next layer undoes."""
+    net, X, y = make("transformer")
+    other, matrix, values = copy.deepcopy(net), torch.randn(6, 6).double(), slice(12, 18)
     with torch.no_grad():
-        for layer, matrix in [
-            (net.q, per_head), (net.k, torch.linalg.inv(per_head).T), (net.v, per_head_of_v),
-            (net.lora_A, between),
-        ]:  # fmt: skip
-            layer.weight.copy_(matrix @ layer.weight)
-            if layer.bias is not None:
-                layer.bias.copy_(matrix @ layer.bias)
-        net.o.weight.copy_(net.o.weight @ torch.linalg.inv(per_head_of_v))
-        net.lora_B.weight.copy_(net.lora_B.weight @ torch.linalg.inv(between))
-    return net
-
-
-def test_no_mixing_within_attention_and_adapters_changes_it():
-    net, X, y = Adapted().double(), torch.randn(6, 4, HEADS * WIDTH).double(), torch.arange(6) % 3
-    other = mixed_inside(net)
-    torch.testing.assert_close(other(X), net(X), rtol=1e-10, atol=1e-10)
-    options = {"criterion": CE, "method": "exact"}
-    for layer in ("q", "k", "v", "o", "lora_A", "lora_B"):
+        for mixed, before in zip(other.qkv.parameters(), net.qkv.parameters(), strict=True):
+            mixed[values] = matrix @ before[values]
+        other.proj.weight.copy_(net.proj.weight @ torch.linalg.inv(matrix))
+    torch.testing.assert_close(other(X), net(X))
+    for layer in ("qkv", "proj"):
+        options = {"layer": layer, "criterion": CE, "method": "exact"}
         for name in ("whitened_flatness", "relative_flatness"):
-            one, two = (measure(name, each, X, y, layer=layer, **options) for each in (net, other))
-            changes = name == "relative_flatness" and layer in {"o", "lora_B"}
+            one, two = (measure(name, each, X, y, **options) for each in (net, other))
+            changes = name == "relative_flatness" and layer == "proj"
             assert (two != pytest.approx(one, rel=1e-8)) == changes, (name, layer)

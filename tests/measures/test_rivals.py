@@ -11,19 +11,17 @@ from torch import nn
 from relflat_sk import measure
 from tests import oracles
 from tests.cases import CASES
-from tests.measures.nets import make
+from tests.measures.nets import PROBLEMS, make
 
 CE = nn.CrossEntropyLoss()
 CLASSIFIERS = [name for name in CASES if name.startswith(("cross-entropy", "nll of log", "bce"))]
 
 
-def prepare(case, n=11):
-    torch.manual_seed(0)
-    build, make_criterion, make_target, _ = CASES[case]
-    net, X = build(), torch.randn(n, 5).double()
-    for parameter in net.parameters():
+def prepare(case):
+    problem = PROBLEMS[case]()
+    for parameter in problem.net.parameters():
         parameter.data *= 2  # some confidence
-    return net, X, make_target(n), make_criterion()
+    return problem.net, problem.X, problem.y, problem.criterion
 
 
 def predicted(net, X, y, criterion):

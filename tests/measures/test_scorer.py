@@ -123,29 +123,14 @@ def test_a_flatness_of_zero_gives_a_score_without_a_sign():
 # -- scikit-learn's tools -------------------------------------------------------------------
 
 
-SEVERAL = {"flat": SCORER, "first": FlatnessScorer(layer=0), "accuracy": "accuracy"}
-
-
-def test_scores_of_folds_are_those_of_their_samples():
-    found, parts = folds(net(), SEVERAL, y=Y, cv=STRATIFIED, return_train_score=True)
-    for name, layer in (("flat", -1), ("first", 0)):
-        for which in (0, 1):  # training and test
-            scores = found[f"{('train', 'test')[which]}_{name}"]
-            for (model, *rows), score in zip(parts, scores, strict=True):
-                at = rows[which]
-                assert score == -relative_flatness(model, X[at], Y[at], layer=layer)
-
-
 def test_importances_are_differences_of_scores():
     model, scoring = net().fit(X, Y), {"flat": FlatnessScorer(non_minimum="accept")}
+    with torch.no_grad():
+        model.module_.hidden0.weight[:, 1] = 0
     arguments = {"n_repeats": 2, "random_state": 0, "sample_weight": np.ones(len(Y))}
     found = permutation_importance(model, X, Y, scoring=scoring, **arguments)["flat"]
     assert found["importances"].shape == (4, 2)
-    # a feature that no weight reads changes nothing
-    with torch.no_grad():
-        model.module_.hidden0.weight[:, 1] = 0
-    found = permutation_importance(model, X, Y, scoring=scoring, **arguments)["flat"]
-    assert_allclose(found["importances"][1], 0, atol=1e-7)
+    assert_allclose(found["importances"][1], 0, atol=1e-7)  # of a feature that no weight reads
     assert (np.abs(found["importances"][0]) > 1e-4).all()
 
 
@@ -163,31 +148,19 @@ def test_grid_searches_rank_by_the_score(refit):
         assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
 
 
-def test_worker_processes_and_data_frames_give_the_same_scores():
+def test_scores_of_folds_are_those_of_their_samples_also_in_workers_and_data_frames():
     model = make_pipeline(FunctionTransformer(), LogisticRegression(max_iter=500))
     frame, labels = pd.DataFrame(X, columns=list("abcd")), pd.Series(NAMES, dtype="category")
-    one, workers, frames = (
-        folds(model, SEVERAL, data, y, n_jobs=n_jobs)[0]
+    scoring = {"flat": SCORER, "accuracy": "accuracy"}
+    (one, parts), (workers, _), (frames, _) = (
+        folds(model, scoring, data, y, n_jobs=n_jobs, return_train_score=True)
         for data, y, n_jobs in ((X, NAMES, None), (X, NAMES, 2), (frame, labels, None))
     )
-    for other in (workers, frames):
-        for name in ("test_flat", "test_first"):
+    for at, name in ((1, "train_flat"), (2, "test_flat")):
+        for part, score in zip(parts, one[name], strict=True):
+            assert score == -relative_flatness(part[0], X[part[at]], NAMES[part[at]])
+        for other in (workers, frames):
             assert_allclose(other[name], one[name], rtol=1e-5)  # float32, other thread counts
-
-
-# -- as an object ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("again", [clone, lambda s: pickle.loads(pickle.dumps(s))])
-def test_copies_and_repr_have_the_parameters(again):
-    options = {"layer": 0, "non_minimum": "warn", "measure_params": {"batch_size": 8}}
-    scorer = FlatnessScorer("normalized_relative_flatness", **options)
-    assert again(scorer).get_params() == scorer.get_params()
-    assert again(scorer) is not scorer
-    assert (repr(FlatnessScorer()), repr(FlatnessScorer(layer=0))) == (
-        "FlatnessScorer()",
-        "FlatnessScorer(layer=0)",
-    )
 
 
 # -- metadata routing -----------------------------------------------------------------------
@@ -239,11 +212,6 @@ def test_routing_refuses_weights_without_a_request(make, several):
     # before version 1.7, scikit-learn answers with an error of its own about the estimator
     errors = f"{caught.value} {caught.value.__context__}"
     assert "FlatnessScorer.score" in errors
-
-
-def test_requests_need_routing():
-    with pytest.raises(RuntimeError, match=r"set_config\(enable_metadata_routing=True\)"):
-        FlatnessScorer().set_score_request(sample_weight=True)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])

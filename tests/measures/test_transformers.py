@@ -21,23 +21,19 @@ from relflat_sk._network.borrowing import MathAttention, explicit_attention
 from relflat_sk._network.layers import weight_layers
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._sharpness import fisher_rao_norm
-from tests import oracles
 from tests.cases import Net, published_penalty
 from tests.hugging_face import Conv1D, GPT2LMHeadModel
 from tests.measures.nets import (
     CE,
-    HEADS,
     IDS,
     INPUTS,
     LABELS,
-    MASK,
-    SIZE,
-    Attends,
+    PROBLEMS,
     FusedAttention,
     LanguageModel,
     Problem,
-    WrittenOutAttention,
     allowed,
+    best_constant,
     gpt2,
     make_fused,
     own_loss_of,
@@ -92,53 +88,22 @@ def test_explicit_attention_drops_out_in_training_as_torch_does():
         assert_close(attention(x, x, x), expected)
 
 
-def test_packed_projections_are_layers_for_a_while():
-    net = Attends().double().eval()
-    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
-    names = [name for name, _ in net.named_modules()]
-    report = flatness_report(net, X, y, criterion=CE, measures=["hessian_trace"], method="exact")
-    assert report["layer"].tolist() == ["attention.in_proj", "attention.out_proj", "head"]
-    assert [name for name, _ in net.named_modules()] == names
-
-
-@pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
-def test_fused_encoder_layers_are_taken_apart():
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation="gelu").double()
-    net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3).double()).eval()
-    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+def test_fused_encoder_layers_are_taken_apart_for_a_while():
+    problem = PROBLEMS["encoder"]()
+    names = [name for name, _ in problem.net.named_modules()]
     fast = torch.backends.mha.get_fastpath_enabled()
-    report = flatness_report(
-        net, X, y, criterion=CE, measures=["relative_flatness"], rtol=0.2, random_state=0
-    )
-    assert len(report) == 5
-    expected = oracles.relative_flatness(net, "0.linear2", CE, X, y)
-    value = relative_flatness(net, X, y, layer="0.linear2", criterion=CE, method="exact")
-    assert value == pytest.approx(expected, rel=1e-8)
+    at, measured = (problem.net, problem.X, problem.y), {"measures": "hessian_trace"}
+    report = flatness_report(*at, criterion=CE, method="exact", **measured)
+    layers = "self_attn.in_proj", "self_attn.out_proj", "linear1", "linear2"
+    assert report["layer"].tolist() == [*(f"0.{layer}" for layer in layers), "2"]
+    assert [name for name, _ in problem.net.named_modules()] == names
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
-class AttendsAtTheEnd(FusedAttention):
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, SIZE).permute(2, 0, 3, 1, 4)
-        return self.attend(q, k, v).transpose(1, 2).flatten(2).mean(1)
-
-
-class WrittenOutAtTheEnd(AttendsAtTheEnd):
-    attend = WrittenOutAttention.attend
-    mask = 1.0
-
-
-def test_attention_behind_the_last_layer():
-    net, written = AttendsAtTheEnd().double(), WrittenOutAtTheEnd().double()
-    del net.out, net.head, written.out, written.head
-    written.load_state_dict(net.state_dict())
-    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 4
-    H, W = oracles.weight_hessian(written, "qkv", CE, X, y)
-    value = relative_flatness(net, X, y, criterion=CE, method="exact", batch_size=3)
-    assert value == pytest.approx(oracles.kappa_of(H, W), rel=1e-8)
-    penalty = published_penalty()
+def test_penalty_in_front_of_attention_at_the_end():
+    problem, penalty = PROBLEMS["attention at the end"](), published_penalty()
     for _ in range(3):
-        penalise(penalty, net, CE, X, y).backward()
+        penalise(penalty, problem.net, CE, problem.X, problem.y).backward()
 
 
 def test_attention_before_the_measured_layer_stays_fused():
@@ -235,12 +200,10 @@ def test_report_leaves_out_layers_that_share_a_weight():
         flatness_report(net, X, y, **arguments)
 
 
-def test_report_leaves_out_layers_that_compute_more_than_a_product():
-    class Scaled(nn.Linear):  # as that of DoRA
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    net, X, y = nn.Sequential(Scaled(4, 4), nn.Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["as that of DoRA", "conv1d"])
+def test_report_leaves_out_layers_that_compute_more_than_a_product(kind):
+    scaled = type("Scaled", (kind,), {"forward": lambda layer, x: 2 * kind.forward(layer, x)})
+    net, X, y = nn.Sequential(scaled(4, 4), nn.Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
     with pytest.warns(FlatnessWarning, match=r"^'0' left out: the layer does not compute W x \+ b"):
         report = flatness_report(net, X, y, criterion=CE, measures=["relative_flatness"])
     assert report["layer"].tolist() == ["1"]
@@ -252,34 +215,6 @@ def test_other_classes_of_that_name_are_no_layers():
     """A user's own module, which happens to have that name."""
     own = type("Conv1D", (Net,), {"nf": 3})(lambda net, x: net.inner(x), inner=nn.Linear(4, 3))
     assert list(weight_layers(nn.Sequential(own))) == ["0.inner"]
-
-
-def test_a_class_of_the_same_name_that_computes_something_else_is_refused():
-    class Scaled(Conv1D):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    net = nn.Sequential(Scaled(3, 4)).double()
-    nn.init.normal_(net[0].weight)
-    with pytest.raises(ValueError, match="layer '0' does not compute W x"):
-        measure("relative_flatness", net, torch.randn(6, 4).double(), torch.arange(6) % 3,
-                criterion=CE)  # fmt: skip
-
-
-@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
-def test_padding_does_not_count(many, few_are_many):
-    if many:
-        few_are_many()
-    torch.manual_seed(0)
-    net = GPT2LMHeadModel().double()
-    value = measure("relative_flatness", net, INPUTS, LABELS, layer="lm_head")
-    other = {**INPUTS, "input_ids": IDS.where(MASK.bool(), 6)}
-    assert measure("relative_flatness", net, other, LABELS, layer="lm_head") == pytest.approx(
-        value, rel=1e-12
-    )
-    assert measure("relative_flatness", net, INPUTS, IDS, layer="lm_head") != pytest.approx(
-        value, rel=1e-3
-    )
 
 
 @pytest.mark.parametrize("labels", [None, torch.zeros(3)], ids=["none", "one for each sample"])
@@ -299,17 +234,8 @@ def test_the_best_constant_of_tokens():
     criterion = nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)
     X, y = torch.randint(0, 6, (2, 5, 3))
     found = evaluate("relative_flatness", LanguageModel().double(), X, y, criterion=criterion)
-    shares = torch.zeros(6, 1).double().requires_grad_()
-    optimizer = torch.optim.LBFGS([shares], max_iter=300, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = criterion(shares.expand(5, 6, 3), y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    assert found.constant_risk() == pytest.approx(closure().item(), rel=1e-3)
+    expected = best_constant(lambda z: criterion(z.expand(5, 6, 3), y), 6, 1)
+    assert found.constant_risk() == pytest.approx(expected, rel=1e-3)
 
 
 # -- models of the library itself -----------------------------------------------------------------
