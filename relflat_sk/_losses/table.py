@@ -11,6 +11,7 @@ that sums of batches of any size can be added.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -275,23 +276,22 @@ def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     return target.reshape(output.shape).to(output.dtype)
 
 
-def _check_within(allowed: tuple[float, float], needs: str) -> CheckTarget:
-    """Return a check of the target like `_check_numbers`, which numbers in a range pass only."""
-
-    def check(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
-        target = _check_numbers(criterion, output, target)
-        _judge_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
-        return target
-
-    return check
+def _check_within(
+    allowed: tuple[float, float], needs: str, criterion: Any, output: Tensor, target: Tensor
+) -> Tensor:
+    """Check the target as `_check_numbers` does, and that its numbers are in a range."""
+    target = _check_numbers(criterion, output, target)
+    _judge_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
+    return target
 
 
-_check_shares = _check_within(
+_check_shares = partial(
+    _check_within,
     (0, 1),
     "targets from 0 to 1, got values from {low:g} to {high:g}. Encode the two classes as 0 and 1.",
 )
-_check_counts = _check_within(
-    (0, math.inf), "counts, which are not negative, as targets, got {low:g}."
+_check_counts = partial(
+    _check_within, (0, math.inf), "counts, which are not negative, as targets, got {low:g}."
 )
 
 

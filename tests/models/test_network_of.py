@@ -221,9 +221,10 @@ def test_a_module_is_no_layer_of_a_scikit_learn_estimator():
 def test_a_compiled_module_runs_uncompiled():
     module = Softmaxed(tail=None)
     compiled = torch.compile(module, backend="eager")
-    assert relative_flatness(compiled, X, Y, criterion=CE) == relative_flatness(
-        module, X, Y, criterion=CE
-    )
+    for layer in (-1, module[0]):
+        assert relative_flatness(compiled, X, Y, criterion=CE, layer=layer) == relative_flatness(
+            module, X, Y, criterion=CE, layer=layer
+        )
 
 
 @pytest.mark.parametrize("kind", ["module", "net", "pipeline", "search"])
