@@ -62,11 +62,6 @@ def test_packages_are_imported_when_they_are_used_and_without_side_effects(fresh
     assert not imported & OPTIONAL
 
 
-def test_all_lists_what_there_is():
-    for name in relflat_sk.__all__:
-        assert hasattr(relflat_sk, name)
-
-
 def test_doors_lead_to_every_public_name():
     behind = {"FlatnessWarning", "LayerNotFoundError"}
     for door in DOORS:
