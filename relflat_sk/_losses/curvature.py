@@ -291,7 +291,9 @@ class Softmax(ClosedForm):
         return self._scaled(self.p * spread)
 
     def diagonal(self) -> Tensor:
-        return self._scaled(self.p * self._others())
+        # 1 - p without cancellation: for the top class, the sum of the others
+        others = (1 - self.p).scatter(1, self._top, self._rest.sum(dim=1, keepdim=True))
+        return self._scaled(self.p * others)
 
     def times(self, factor: float) -> ClosedForm:
         scale = full_precision(self.z[:, 0]).new_ones(()) if self.scale is None else self.scale
@@ -334,10 +336,6 @@ class Softmax(ClosedForm):
             features * (term.of_phi * outer),
             term.weight * outer,
         )
-
-    def _others(self) -> Tensor:
-        """Compute 1 - p without cancellation: for the top class, the sum of the others."""
-        return (1 - self.p).scatter(1, self._top, self._rest.sum(dim=1, keepdim=True))
 
     def _scaled(self, array: Tensor) -> Tensor:
         """Multiply the rows of an array by the samples' scales."""

@@ -197,25 +197,22 @@ def _class_totals(criterion: Any, target: Tensor, weight: Tensor, n_classes: int
 
 
 def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
-    """Return the curvature of cross-entropy with the total weight of each sample's targets."""
-    weights = None if target is None else _target_weights(criterion, target, z)
-    return softmax_curvature(z, weights)
-
-
-def _target_weights(criterion: Any, target: Tensor, z: Tensor) -> Tensor:
-    """Return the total weight of each sample's targets, ``sum_k a_ik``: (n,)."""
+    """Return the curvature of cross-entropy with each sample's total weight ``sum_k a_ik``."""
+    if target is None:
+        return softmax_curvature(z)
     dtype = torch.promote_types(z.dtype, torch.float32)
     weight = z.new_ones(z.shape[1], dtype=dtype)
     if criterion.weight is not None:
         weight = criterion.weight.to(dtype)
     smoothing = getattr(criterion, "label_smoothing", 0.0)
     if target.is_floating_point():
-        return (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
+        each = (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
+        return softmax_curvature(z, each)
     # without an array of all classes, of which there may be many
     counts = target != criterion.ignore_index
     of_label = weight[target.where(counts, 0)]
-    found: Tensor = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
-    return found
+    each = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
+    return softmax_curvature(z, each)
 
 
 def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:

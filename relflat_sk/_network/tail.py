@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from relflat_sk._losses.curvature import ClosedForm
+from relflat_sk._losses.curvature import ClosedForm, Softmax
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.table import Target
@@ -310,9 +310,9 @@ class Tail:
         if not loss.has_closed_form(link):
             return None
         if z.shape[1] >= MANY:
-            many = ManyClasses.of(loss.closed_form(link, z, relevant))
-            if many is not None:
-                return features, many
+            found = loss.closed_form(link, z, relevant)
+            if isinstance(found, Softmax):
+                return features, ManyClasses(found.z, found.scale)
         curvature = loss.closed_form(link, self.precise(z), relevant)
         return None if curvature is None else (features, curvature)
 
