@@ -13,8 +13,8 @@ import pytest
 
 import relflat_sk
 from benchmarks.size import count_parameters
+from tests.contracts.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = Path(relflat_sk.__file__).parent
 DOORS = ("measures", "training", "fleet", "theory", "minima", "plots", "search")
 
