@@ -121,94 +121,37 @@ class ClosedForm(ABC):
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """Return the diagonals of the ``B_i``.
-
-        Returns
-        -------
-        Tensor of shape (n, d)
-            One diagonal for each sample.
-        """
+        """Return the diagonals of the ``B_i``. Shapes: returns (n, d)."""
 
     @abstractmethod
     def root(self) -> Tensor:
-        """Return matrices ``R_i`` with ``R_i R_i^T = B_i``.
-
-        Returns
-        -------
-        Tensor of shape (n, d, d)
-            One root for each sample; any root will do.
-        """
+        """Return any matrices ``R_i`` with ``R_i R_i^T = B_i``. Shapes: returns (n, d, d)."""
 
     @abstractmethod
     def root_product(self, vectors: Tensor) -> Tensor:
         """Compute products ``R_i v_i``, with their graph; the root may be another than `root`.
 
-        Parameters
-        ----------
-        vectors : Tensor of shape (n, d)
-            One vector for each sample.
-
-        Returns
-        -------
-        Tensor of shape (n, d)
-            One product for each sample.
+        Shapes: `vectors` (n, d); returns (n, d).
         """
 
     @abstractmethod
     def times(self, factor: float) -> "ClosedForm":
-        """Multiply the ``B_i`` by a number.
-
-        Parameters
-        ----------
-        factor : float
-            The number.
-
-        Returns
-        -------
-        ClosedForm
-            Of the same kind.
-        """
+        """Multiply the ``B_i`` by a number."""
 
     def trace(self, factor: Factor | None) -> Tensor:
-        """Sum the quadratic forms of the columns of a factor: ``Tr(F^T B_i F)``.
+        """Compute ``Tr(F^T B_i F)``, with the identity in place of no factor.
 
-        Parameters
-        ----------
-        factor : Factor of shape (d, k) or None
-            The matrix F; the identity if None.
-
-        Returns
-        -------
-        Tensor of shape (n,)
-            One number for each sample.
+        Shapes: `factor` (d, k); returns (n,).
         """
         return (self.diagonal() if factor is None else self(factor.matrix())).sum(dim=1)
 
-    def total(
-        self, factor: Tensor, features: Tensor, weights: Tensor | None, scale: float | Tensor
-    ) -> Tensor:
-        """Sum ``scale w_i |phi_i|^2 Tr(F^T B_i F)`` over samples, for training.
+    def total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
+        """Sum ``each_i |phi_i|^2 Tr(F^T B_i F)`` over samples, with its graph, for training.
 
-        Parameters
-        ----------
-        factor : Tensor of shape (d, k)
-            The matrix F.
-        features : Tensor of shape (n, m)
-            The layer's input.
-        weights : Tensor of shape (n,) or None
-            Weights of the samples, constants; ones if None.
-        scale : float or Tensor of shape ()
-            Multiplies the sum, a constant.
+        A constant `each` has the weights of the samples, or is one number for all of them.
 
-        Returns
-        -------
-        Tensor of shape ()
-            With its graph.
+        Shapes: `factor` (d, k), `features` (n, m); returns ().
         """
-        return self._total(factor, features, scale if weights is None else scale * weights)
-
-    def _total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
-        """Sum the samples' forms times `each`, by which their weights are joined: ()."""
         return (self(factor).sum(dim=1) * features.square().sum(dim=1) * each).sum()
 
 
@@ -348,7 +291,9 @@ class Softmax(ClosedForm):
         return self._scaled(self.p * spread)
 
     def diagonal(self) -> Tensor:
-        return self._scaled(self.p * self._others())
+        # 1 - p without cancellation: for the top class, the sum of the others
+        others = (1 - self.p).scatter(1, self._top, self._rest.sum(dim=1, keepdim=True))
+        return self._scaled(self.p * others)
 
     def times(self, factor: float) -> ClosedForm:
         scale = full_precision(self.z[:, 0]).new_ones(()) if self.scale is None else self.scale
@@ -372,9 +317,9 @@ class Softmax(ClosedForm):
         products = parts - common * parts.sum(dim=1, keepdim=True)
         return products if self.scale is None else products * self.scale.sqrt()[:, None]
 
-    def _total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
+    def total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
         if len(factor) > factor.shape[1] and not self._in_chunks:
-            return super()._total(factor, features, each)
+            return super().total(factor, features, each)
         each = each if self.scale is None else each * self.scale
         total: Tensor = _Total.apply(type(self), self.z, features, factor, each)  # type: ignore[no-untyped-call]
         return total
@@ -391,10 +336,6 @@ class Softmax(ClosedForm):
             features * (term.of_phi * outer),
             term.weight * outer,
         )
-
-    def _others(self) -> Tensor:
-        """Compute 1 - p without cancellation: for the top class, the sum of the others."""
-        return (1 - self.p).scatter(1, self._top, self._rest.sum(dim=1, keepdim=True))
 
     def _scaled(self, array: Tensor) -> Tensor:
         """Multiply the rows of an array by the samples' scales."""
@@ -426,7 +367,7 @@ class _Total(torch.autograd.Function):
         # were constants, since logits may depend on features and factor.
         tensors = [x.view_as(x) for x in ctx.saved_tensors]
         z, features, factor = map(full_precision, tensors)
-        total = ClosedForm._total(Softmax(z, None), factor, features, ctx.each)
+        total = ClosedForm.total(Softmax(z, None), factor, features, ctx.each)
         needs = ctx.needs_input_grad[1:4]
         needed = [x for x, is_needed in zip(tensors, needs, strict=True) if is_needed]
         found = iter(torch.autograd.grad(total, needed, outer, create_graph=True))

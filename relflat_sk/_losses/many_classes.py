@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from relflat_sk._losses.curvature import ClosedForm, Factor, Slopes, Softmax, chunks
+from relflat_sk._losses.curvature import Factor, Slopes, Softmax, chunks
 from relflat_sk._numerics import full_precision, without_autocast
 
 # number of classes from which on they are read in chunks
@@ -162,11 +162,6 @@ class ManyClasses(Softmax):
     """
 
     _in_chunks: ClassVar[bool] = True
-
-    @classmethod
-    def of(cls, curvature: ClosedForm | None) -> "ManyClasses | None":
-        """Return the curvature for chunks of the classes, if it is that of a softmax."""
-        return cls(curvature.z, curvature.scale) if isinstance(curvature, Softmax) else None
 
     def __call__(self, factor: Tensor) -> Tensor:
         return self._scaled(_Sums.over(self.z, Factor(factor), columns=True).variances())

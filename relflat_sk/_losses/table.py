@@ -11,6 +11,7 @@ that sums of batches of any size can be added.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -196,25 +197,22 @@ def _class_totals(criterion: Any, target: Tensor, weight: Tensor, n_classes: int
 
 
 def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
-    """Return the curvature of cross-entropy with the total weight of each sample's targets."""
-    weights = None if target is None else _target_weights(criterion, target, z)
-    return softmax_curvature(z, weights)
-
-
-def _target_weights(criterion: Any, target: Tensor, z: Tensor) -> Tensor:
-    """Return the total weight of each sample's targets, ``sum_k a_ik``: (n,)."""
+    """Return the curvature of cross-entropy with each sample's total weight ``sum_k a_ik``."""
+    if target is None:
+        return softmax_curvature(z)
     dtype = torch.promote_types(z.dtype, torch.float32)
     weight = z.new_ones(z.shape[1], dtype=dtype)
     if criterion.weight is not None:
         weight = criterion.weight.to(dtype)
     smoothing = getattr(criterion, "label_smoothing", 0.0)
     if target.is_floating_point():
-        return (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
+        each = (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
+        return softmax_curvature(z, each)
     # without an array of all classes, of which there may be many
     counts = target != criterion.ignore_index
     of_label = weight[target.where(counts, 0)]
-    found: Tensor = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
-    return found
+    each = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
+    return softmax_curvature(z, each)
 
 
 def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:
@@ -275,23 +273,22 @@ def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     return target.reshape(output.shape).to(output.dtype)
 
 
-def _check_within(allowed: tuple[float, float], needs: str) -> CheckTarget:
-    """Return a check of the target like `_check_numbers`, which numbers in a range pass only."""
-
-    def check(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
-        target = _check_numbers(criterion, output, target)
-        _judge_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
-        return target
-
-    return check
+def _check_within(
+    allowed: tuple[float, float], needs: str, criterion: Any, output: Tensor, target: Tensor
+) -> Tensor:
+    """Check the target as `_check_numbers` does, and that its numbers are in a range."""
+    target = _check_numbers(criterion, output, target)
+    _judge_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
+    return target
 
 
-_check_shares = _check_within(
+_check_shares = partial(
+    _check_within,
     (0, 1),
     "targets from 0 to 1, got values from {low:g} to {high:g}. Encode the two classes as 0 and 1.",
 )
-_check_counts = _check_within(
-    (0, math.inf), "counts, which are not negative, as targets, got {low:g}."
+_check_counts = partial(
+    _check_within, (0, math.inf), "counts, which are not negative, as targets, got {low:g}."
 )
 
 

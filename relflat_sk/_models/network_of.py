@@ -29,7 +29,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from skorch import NeuralNet, NeuralNetClassifier
 from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, is_integer
@@ -38,7 +37,7 @@ from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.transformed_rows import transform
 from relflat_sk._network.batches import Batch, Batches, LoadedBatches, RowSource, make_batches
-from relflat_sk._network.borrowing import uncompiled
+from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
 from relflat_sk._network.processes import join
@@ -249,9 +248,8 @@ def _digest(tensor: Tensor) -> str:
 
 @to_network.register
 def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Network:
-    module = getattr(model, "_orig_mod", model)  # a compiled module runs no hooks
-    if isinstance(module, DistributedDataParallel):
-        module = module.module  # each forward pass through the wrapper waits for the others'
+    # a compiled module runs no hooks, and data parallelism waits in each pass for other processes
+    module = unwrapped(model)
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise TypeError(
             "a module of torch.jit, scripted or traced, does not show its layers' inputs. Pass the "
@@ -354,7 +352,7 @@ def name_layer(model: Any, layer: Layer) -> Layer:
     module = getattr(estimator, "module_", estimator)
     if not isinstance(module, nn.Module):
         return layer  # scikit-learn's estimators hold no modules: no layer will be found
-    return find_layer(getattr(module, "_orig_mod", module), layer)
+    return find_layer(unwrapped(module), layer)
 
 
 def name_layers(model: Any, layers: Any) -> list[Layer] | str:

@@ -332,45 +332,31 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
 # -- classifiers ----------------------------------------------------------------------------
 
 
-def _logistic_regression(estimator: Any, y: Any) -> TorchModel:
-    """Use one logit for two classes, and softmax for more."""
-    weights = class_weights(estimator, y)
-    if len(estimator.classes_) == 2:
-        return _two_classes(estimator, nn.BCEWithLogitsLoss, weights)
-    criterion = nn.CrossEntropyLoss(weight=None if weights is None else torch.as_tensor(weights))
-    encode = partial(class_indices, classes=estimator.classes_)
-    return TorchModel(_to_module(estimator), criterion, encode)
+def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
+    """Use one output for two classes; for more, softmax or one output per class against the rest.
 
-
-def _sgd_classifier(estimator: Any, y: Any) -> TorchModel:
-    """Use one score for two classes, and one score per class, against the rest, for more."""
-    criterion, weights = _sgd_loss(estimator), class_weights(estimator, y)
-    if len(estimator.classes_) == 2:
-        return _two_classes(estimator, criterion, weights)
-    # class i weighs c_i in its own problem, in which all other classes weigh 1
-    pos_weight = None if weights is None else torch.as_tensor(weights)
-    summed = criterion(weight=_sum_of(len(estimator.classes_)), pos_weight=pos_weight)
-    encode = partial(class_columns, classes=estimator.classes_)
-    return TorchModel(_to_module(estimator), summed, encode)
-
-
-def _two_classes(
-    estimator: Any, criterion: Callable[..., nn.Module], weights: Array | None
-) -> TorchModel:
-    """Convert a linear classifier of two classes, which has one output."""
-    encode = partial(class_columns, classes=estimator.classes_)
-    options: dict[str, Tensor] = {}
-    if weights is not None:
+    Logistic regression is the one with softmax.
+    """
+    is_logistic = isinstance(estimator, LogisticRegression)
+    make = nn.BCEWithLogitsLoss if is_logistic else _sgd_loss(estimator)
+    array, classes = class_weights(estimator, y), estimator.classes_
+    weights = None if array is None else torch.as_tensor(array)
+    encode = partial(class_columns, classes=classes)
+    if len(classes) == 2 and weights is not None:
         if weights[0] == 0:
             raise ValueError(
                 "the first of two classes has class weight 0: a loss of positive samples alone "
                 "has no minimum to be flat or sharp at. Give both classes a positive weight."
             )
-        options = {
-            "weight": torch.as_tensor(weights[:1]),
-            "pos_weight": torch.as_tensor(weights[1:] / weights[0]),
-        }
-    return TorchModel(_to_module(estimator), criterion(**options), encode)
+        criterion = make(weight=weights[:1], pos_weight=weights[1:] / weights[0])
+    elif len(classes) == 2:
+        criterion = make()
+    elif is_logistic:
+        criterion, encode = nn.CrossEntropyLoss(weights), partial(class_indices, classes=classes)
+    else:
+        # class i weighs c_i in its own problem, in which all other classes weigh 1
+        criterion = make(weight=_sum_of(len(classes)), pos_weight=weights)
+    return TorchModel(_to_module(estimator), criterion, encode)
 
 
 def _one_vs_rest(estimator: Any, y: Any) -> TorchModel:
@@ -421,8 +407,8 @@ def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
 
 
 _CLASSIFIERS: dict[type, Callable[[Any, Any], TorchModel]] = {
-    LogisticRegression: _logistic_regression,
-    SGDClassifier: _sgd_classifier,
+    LogisticRegression: _linear_classifier,
+    SGDClassifier: _linear_classifier,
     OneVsRestClassifier: _one_vs_rest,
     MLPClassifier: _mlp_classifier,
 }

@@ -46,7 +46,9 @@ class Processes:
             return values
         self._meet(f"sum of shape {tuple(values.shape)}")
         # a copy on the device whose memory the group's backend can send
-        total = values.detach().to(self._device(), copy=True).contiguous()
+        on_cuda = dist.get_backend(self._group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu"
+        total = values.detach().to(device, copy=True).contiguous()
         with self._exchanging():
             dist.all_reduce(total, group=self._group)
         return total.to(values.device)
@@ -121,10 +123,6 @@ class Processes:
         self._is_exchanging = True
         yield
         self._is_exchanging = False
-
-    def _device(self) -> torch.device:
-        on_cuda = dist.get_backend(self._group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 ALONE = Processes()

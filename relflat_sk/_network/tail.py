@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from relflat_sk._losses.curvature import ClosedForm
+from relflat_sk._losses.curvature import ClosedForm, Softmax
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.table import Target
@@ -110,8 +110,9 @@ _PIECEWISE_LINEAR = {
 # linear in each of their inputs, so that only one of them may depend on the layer
 _MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnConvolution",
                 "PreluKernel", "Mv", "Dot"}  # fmt: skip
+_BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 # linear in the first input as long as the others do not depend on the layer
-_LINEAR_IN_FIRST = {"Div", "NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "_OfBatch"}
+_LINEAR_IN_FIRST = _BATCH_NORMS | {"Div", "_OfBatch"}
 
 
 def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
@@ -134,8 +135,7 @@ def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
 
 
 # torch's second derivatives of these take statistics of the input for constants
-_STATISTICS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm", "NativeLayerNorm",
-               "NativeGroupNorm", "FusedRmsNorm"}  # fmt: skip
+_STATISTICS = _BATCH_NORMS | {"NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm"}
 
 
 def check_thrice(base: Tensor, *nodes: Any) -> None:
@@ -219,8 +219,6 @@ def steps_behind(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
 # -- how fast the outputs change between the layers ----------------------------------------
 
 _AFFINE = {"Addmm", "Mm", "Convolution", "MkldnnConvolution"}
-_BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
-
 
 # steps whose outputs change at most as fast as their inputs, in the maximum norm
 _SLOW: dict[str, Callable[[Any], bool]] = {
@@ -312,9 +310,9 @@ class Tail:
         if not loss.has_closed_form(link):
             return None
         if z.shape[1] >= MANY:
-            many = ManyClasses.of(loss.closed_form(link, z, relevant))
-            if many is not None:
-                return features, many
+            found = loss.closed_form(link, z, relevant)
+            if isinstance(found, Softmax):
+                return features, ManyClasses(found.z, found.scale)
         curvature = loss.closed_form(link, self.precise(z), relevant)
         return None if curvature is None else (features, curvature)
 
@@ -345,7 +343,6 @@ def choose_curvatures(
 ) -> Curvatures:
     """Choose how the curvatures at some layers are computed."""
     closed: list[tuple[LayerRecord, Tensor, ClosedForm]] = []
-    linear: list[LayerRecord] = []
     others: list[LayerRecord] = []
     base = None
     for record in records:
@@ -356,22 +353,14 @@ def choose_curvatures(
             closed.append((record, *found))
     if others:
         base = tail.base()
-    if base is not None:
-        linear, others = _split_by_linearity(base[0], others, together)
-    return Curvatures(closed, linear, base, others)
-
-
-def _split_by_linearity(
-    base: Tensor, records: list[LayerRecord], together: bool
-) -> tuple[list[LayerRecord], list[LayerRecord]]:
-    """Tell the layers behind which the network is piecewise linear up to `base` from others."""
+    if base is None:
+        return Curvatures(closed, [], None, others)
     # a network that is piecewise linear in all outputs together is so in each of them
-    if is_piecewise_linear(base, *(record.node for record in records)):
-        return records, []
-    if together or len(records) == 1:
-        return [], records
-    linear = {record.name for record in records if is_piecewise_linear(base, record.node)}
-    return (
-        [record for record in records if record.name in linear],
-        [record for record in records if record.name not in linear],
-    )
+    if is_piecewise_linear(base[0], *(record.node for record in others)):
+        return Curvatures(closed, others, base, [])
+    linear: list[LayerRecord] = []
+    curved: list[LayerRecord] = []
+    for record in others:
+        is_linear = not together and is_piecewise_linear(base[0], record.node)
+        (linear if is_linear else curved).append(record)
+    return Curvatures(closed, linear, base, curved)

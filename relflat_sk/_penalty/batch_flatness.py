@@ -245,7 +245,8 @@ class _Terms:
             spread = self._spread(features, features)
             weight = weight * spread
             features = features * inverse_spread(spread)
-        return curvature.total(weight, features, weights, self.share / (2 * weight.shape[1]))
+        scale = self.share / (2 * weight.shape[1])
+        return curvature.total(weight, features, scale if weights is None else scale * weights)
 
     def gradients(
         self, records: Sequence[LayerRecord], base: Tensor, curvature: ClosedForm
@@ -312,24 +313,36 @@ class _Terms:
         self, records: Sequence[LayerRecord]
     ) -> tuple[list[GradientEdge], list[RandomChanges]]:
         """Return where gradients are taken, and the random changes of the layers."""
-        edges = [GradientEdge(record.node, record.output_nr) for record in records]
-        return edges, [self._changes(record) for record in records]
-
-    def _changes(self, record: LayerRecord) -> RandomChanges:
-        layer, features = record.map, full_precision(record.check()[0])
-        spread = None
-        if self.normalize:
-            spread = self._spread(features, layer.channels(features))
-        return RandomChanges(layer, features, full_precision(layer.matrix), spread)
+        edges, changes = [], []
+        for record in records:
+            layer, features = record.map, full_precision(record.check()[0])
+            spread = self._spread(features, layer.channels(features)) if self.normalize else None
+            edges.append(GradientEdge(record.node, record.output_nr))
+            changes.append(RandomChanges(layer, features, full_precision(layer.matrix), spread))
+        return edges, changes
 
     def _spread(self, features: Tensor, rows: Tensor) -> Tensor:
-        """Compute the spread of the rows of features, but for those with ignored labels only."""
+        """Compute standard deviations of features in the batch, 0 for what never varies.
+
+        Rows with ignored labels only, and those of samples of weight 0, do not count.
+
+        Shapes: `rows` (r, c); returns (c,).
+        """
         weights = self._weights_of(rows)
         counts = self.tail.loss.counting_rows(self.tail.relevant, len(features))
         if counts is not None:
             each = counts.to(rows).repeat_interleave(len(rows) // len(counts))
             weights = each if weights is None else weights * each
-        return _spread(rows, weights)
+        if weights is None:
+            variance = rows.var(dim=0, correction=0)
+        else:
+            shares = weights / or_one(weights.sum())
+            mean = shares @ rows
+            variance = shares @ (rows - mean).square()
+            rows = torch.where(weights[:, None] > 0, rows, mean)
+        low, high = rows.detach().aminmax(dim=0)
+        moves = varies(low, high, torch.finfo(rows.dtype).eps)
+        return safe_root(variance) * moves
 
     def _weights_of(self, rows: Tensor) -> Tensor | None:
         """Return the weights of rows of features: those of the samples, for each position."""
@@ -348,18 +361,3 @@ def _sum(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     if len(parts) == 1:  # each small operation is noticeable in a training step
         return parts[0]
     return torch.stack(list(parts)).sum() if parts else full_precision(like).new_zeros(())
-
-
-def _spread(rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Compute standard deviations of features in the batch, 0 for what never varies: (c,)."""
-    if weights is None:
-        variance = rows.var(dim=0, correction=0)
-    else:
-        shares = weights / or_one(weights.sum())
-        mean = shares @ rows
-        variance = shares @ (rows - mean).square()
-        # samples of weight 0 do not count
-        rows = torch.where(weights[:, None] > 0, rows, mean)
-    low, high = rows.detach().aminmax(dim=0)
-    moves = varies(low, high, torch.finfo(rows.dtype).eps)
-    return safe_root(variance) * moves

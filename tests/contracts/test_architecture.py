@@ -13,8 +13,8 @@ from sklearn.datasets import load_iris
 from torch import nn
 
 from relflat_sk import FlatnessScorer, RelativeFlatnessRegularizedClassifier
+from tests.contracts.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TOKENS = sorted(set(re.findall(r"`([^`]+)`", PAGE)))
 PATHS = [token for token in TOKENS if re.fullmatch(r"[\w./]+/[\w.]+|\w+\.(md|toml)", token)]

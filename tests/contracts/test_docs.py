@@ -3,7 +3,6 @@
 import re
 from inspect import isclass, isfunction, ismodule, signature
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,8 @@ from relflat_sk import get_measure_names
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._names import SAME
 from relflat_sk.measures._results import EVERY_CHANGE
+from tests.contracts.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 DEFINITIONS = (ROOT / "docs" / "definitions.md").read_text(encoding="utf-8")
 PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 PAGES = [

@@ -3,15 +3,13 @@
 import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import pytest
 
 import relflat_sk
 from relflat_sk import __main__ as command
+from tests.contracts.pages import ROOT
 from tests.processes import run_module
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_prints_versions_devices_and_extras():

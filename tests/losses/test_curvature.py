@@ -46,11 +46,11 @@ def test_closed_forms_are_those_of_dense_matrices(name):
     for root in (curvature.root(), torch.stack(columns, dim=2)):
         assert_close(root @ root.transpose(1, 2), B)
     totals = forms.sum(dim=1) * features.square().sum(dim=1)
-    assert_close(curvature.total(F, features, None, 1.0), totals.sum())
-    assert_close(curvature.total(F, features, SCALE, 3.0), 3 * SCALE @ totals)
+    assert_close(curvature.total(F, features, 1.0), totals.sum())
+    assert_close(curvature.total(F, features, 3 * SCALE), 3 * SCALE @ totals)
     narrow, share = F[:, :2], torch.tensor(0.2).double()
-    expected = curvature.total(narrow, 0.2**0.5 * features, None, 1.0)
-    assert_close(curvature.total(narrow, features, None, share), expected)
+    expected = curvature.total(narrow, 0.2**0.5 * features, 1.0)
+    assert_close(curvature.total(narrow, features, share), expected)
 
 
 def test_products_of_the_root_with_signs_are_exact_between_two_classes():
@@ -81,7 +81,7 @@ def test_nearly_one_hot_probabilities_keep_their_digits(gap):
     F = torch.tensor([[1.0], [4.0], [2.0]], dtype=torch.float64)
     expected = (9 * e).reshape(1, 1)
     assert_close(curvature(F), expected, rtol=1e-9, atol=0)
-    total = curvature.total(F.expand(3, 4), torch.tensor([[2.0]]).double(), None, 1.0)
+    total = curvature.total(F.expand(3, 4), torch.tensor([[2.0]]).double(), 1.0)
     assert_close(total, 16 * expected[0, 0], rtol=1e-9, atol=0)
     assert_close(curvature.diagonal()[:, :2], e.expand(1, 2), rtol=1e-9, atol=0)
     root = curvature.root()[0]
@@ -96,10 +96,11 @@ def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
     d = shape[0]
     z, features, F = (torch.randn(*shape).double() for shape in [(4, d), (4, 5), shape])
     weights = torch.rand(4).double() if weighted else None
+    each = 0.7 * weights if weighted else 0.7
     inputs = [x.requires_grad_(i not in frozen) for i, x in enumerate((z, features, F))]
 
     def total(z, features, F):
-        return softmax_curvature(z, weights).total(F, features, weights, 0.7)
+        return softmax_curvature(z, weights).total(F, features, each)
 
     B = dense_softmax(z.detach(), weights)
     forms = torch.einsum("sk,nst,tk->n", F, B, F) * features.square().sum(dim=1)
@@ -110,10 +111,10 @@ def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
 
 
 def test_logits_may_depend_on_the_features_and_the_factor():
-    features, F, weights = numbers(4, 5).requires_grad_(), numbers(3, 5).requires_grad_(), SCALE[:4]
+    features, F = numbers(4, 5).requires_grad_(), numbers(3, 5).requires_grad_()
 
     def total(features, F):
-        return softmax_curvature(features @ F.T).total(F, features, weights, 0.7)
+        return softmax_curvature(features @ F.T).total(F, features, 0.7 * SCALE[:4])
 
     assert torch.autograd.gradcheck(total, [features, F])
     assert torch.autograd.gradgradcheck(total, [features, F])
@@ -128,7 +129,7 @@ def test_totals_ignore_the_common_part_of_the_rows_of_the_weight(d):
 
     def total_and_slope(F, dtype):
         F = F.to(dtype).requires_grad_()
-        total = softmax_curvature(z.to(dtype)).total(F, features.to(dtype), None, 1.0)
+        total = softmax_curvature(z.to(dtype)).total(F, features.to(dtype), 1.0)
         return total.detach(), *torch.autograd.grad(total, F)
 
     far = F + 300 * torch.randn(200)  # in float32 it has lost two to three of seven digits

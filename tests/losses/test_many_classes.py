@@ -44,7 +44,7 @@ def total(z, W, spread=None, weights=None, features=None):
     """The weighted sum of ``|phi_i|^2 V_i``, with its graph."""
     features = torch.ones_like(z[:, :1]) if features is None else features
     W = W if spread is None else W * spread
-    return ManyClasses(z, None).total(W, features, weights, 0.5)
+    return ManyClasses(z, None).total(W, features, 0.5 if weights is None else 0.5 * weights)
 
 
 @pytest.fixture(params=[7, 2**23], ids=lambda size: f"chunks of {size}")
@@ -77,7 +77,7 @@ def test_any_chunks_give_the_same():
     scaled = class_by_class(z, W, spread).sum(dim=1) * scale
     assert_close(curvature.trace(Factor(W, spread)).double(), scaled, rtol=1e-5, atol=0)
     weights = torch.tensor([1.0, 2.0, 0.5, 1.0])
-    summed = curvature.total(W * spread, torch.full((4, 1), 3.0), weights, 2.0)
+    summed = curvature.total(W * spread, torch.full((4, 1), 3.0), 2.0 * weights)
     assert_close(summed.double(), 18 * (weights * scaled).sum(), rtol=1e-5, atol=0)
 
 

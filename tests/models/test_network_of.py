@@ -18,6 +18,7 @@ from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, Ne
 from skorch.dataset import Dataset
 from skorch.helper import SliceDict
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from relflat_sk import (
@@ -218,12 +219,23 @@ def test_a_module_is_no_layer_of_a_scikit_learn_estimator():
         relative_flatness(LogisticRegression().fit(X, Y), X, Y, layer=nn.Linear(4, 3), device="cpu")
 
 
-def test_a_compiled_module_runs_uncompiled():
+class InParallel(DistributedDataParallel):
+    """What the wrapper is without a group of processes."""
+
+    def __init__(self, module):
+        nn.Module.__init__(self)
+        self.module = module
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), InParallel])
+def test_the_module_inside_a_wrapper_is_measured(wrap):
     module = Softmaxed(tail=None)
-    compiled = torch.compile(module, backend="eager")
-    assert relative_flatness(compiled, X, Y, criterion=CE) == relative_flatness(
-        module, X, Y, criterion=CE
-    )
+    for layer in (-1, module[0]):
+        found, expected = (
+            relative_flatness(model, X, Y, criterion=CE, layer=layer)
+            for model in (wrap(module), module)
+        )
+        assert found == expected
 
 
 @pytest.mark.parametrize("kind", ["module", "net", "pipeline", "search"])

@@ -33,7 +33,7 @@ from sklearn.linear_model import (
 )
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neural_network import MLPClassifier, MLPRegressor
-from sklearn.utils import compute_class_weight
+from sklearn.utils import compute_sample_weight
 from torch import nn
 
 from relflat_sk import relative_flatness
@@ -288,12 +288,6 @@ WEIGHTS = {
 }
 
 
-def sample_weights(class_weight, y):
-    classes = np.unique(y)
-    weights = compute_class_weight(class_weight, classes=classes, y=y)
-    return weights[np.searchsorted(classes, y)]
-
-
 @pytest.mark.parametrize("balanced", [False, True], ids=["dict", "balanced"])
 @pytest.mark.parametrize("classes", WEIGHTS)
 def test_weighted_logistic_regression_is_at_a_minimum_of_its_criterion(classes, balanced):
@@ -304,7 +298,7 @@ def test_weighted_logistic_regression_is_at_a_minimum_of_its_criterion(classes, 
     model = to_torch(estimator, y)
     layer = model.module[-1]
     model.criterion(model.module(tensor(X)), tensor(model.encode_target(y))).backward()
-    weights = sample_weights(class_weight, y)
+    weights = compute_sample_weight(class_weight, y)
     total = weights.sum() if classes == "three" else len(y)
     # scikit-learn minimises sum_i c_i l_i + |W|^2 / 2, so the slopes of the two cancel
     assert_allclose(total * layer.weight.grad, -layer.weight.detach(), atol=1e-7)

@@ -85,6 +85,9 @@ def test_no_such_layer(layer, error, message):
     net.a = nn.Sequential(net.a, nn.ReLU())
     with pytest.raises(error, match=message):
         relative_flatness(net, X, Y, layer=layer, criterion=CE)
+    if layer != "all":  # a penalty adds up the terms of all layers
+        with pytest.raises(error, match=r"layer.* 0: .*\(Linear\)"):
+            penalise(net, X, Y, layer=layer)
 
 
 CALLS = {
@@ -123,7 +126,10 @@ def test_layers_with_other_weights_are_refused_by_name(layer):
 
 LINKS = {
     "identity": ("identity", lambda z: z),
-    "views": ("identity", lambda z: nn.Dropout().eval()(z.view(4, 3, 1)).squeeze(-1)),
+    "views": (
+        "identity",
+        lambda z: nn.Dropout().eval()(z.view(4, 3, 1)).squeeze(-1)[:, None].squeeze(1),
+    ),
     "softmax": ("softmax", lambda z: z.softmax(-1)),
     "softmax over axis 1": ("softmax", lambda z: F.softmax(z, 1)),
     "log_softmax": ("log_softmax", lambda z: nn.LogSoftmax(dim=-1)(z)),

@@ -47,23 +47,17 @@ def tokens(tie):
     return net, ids, ids.roll(1, dims=1).masked_fill(torch.arange(3) >= torch.tensor([[2]]), -100)
 
 
-def frozen(part):
-    """A network of which one part is frozen."""
+def of_six_classes(change=lambda net: None):
+    """A network in float64, which a function changes, and data."""
     net, X, y = make(6, 5, 2.0)
-    net[part].requires_grad_(False)
-    return net.double(), X.double(), y
-
-
-def without_bias():
-    net, X, y = make(6, 5, 2.0)
-    net[2] = nn.Linear(5, 6, bias=False)
+    change(net)
     return net.double(), X.double(), y
 
 
 def cooled(change):
-    """A network that changes its logits in place, and data."""
-    net, X, y = make(6, 5, 2.0)
-    return Net(lambda whole, X: change(whole.net(X)), net=net).double(), X.double(), y
+    """A network that changes its logits, and data."""
+    net, *data = of_six_classes()
+    return Net(lambda whole, X: change(whole.net(X)), net=net), *data
 
 
 def of_case(case):
@@ -71,19 +65,14 @@ def of_case(case):
     return net, X, y, criterion
 
 
-def summed():
-    net, X, y = make(6, 5, 2.0)
-    return net.double(), X.double(), y, nn.CrossEntropyLoss(reduction="sum")
-
-
 NETS = {
     **{case: partial(of_case, case) for case in SOFTMAX},
-    "sum": summed,
+    "sum": lambda: (*of_six_classes(), nn.CrossEntropyLoss(reduction="sum")),
     "tokens, tied": lambda: tokens(True),
     "tokens, untied": lambda: tokens(False),
-    "frozen body": lambda: frozen(0),
-    "frozen head": lambda: frozen(2),
-    "no bias": without_bias,
+    "frozen body": lambda: of_six_classes(lambda net: net[0].requires_grad_(False)),
+    "frozen head": lambda: of_six_classes(lambda net: net[2].requires_grad_(False)),
+    "no bias": lambda: of_six_classes(lambda net: net[2].register_parameter("bias", None)),
     "logits halved in place": lambda: cooled(lambda z: z.mul_(0.5)),
     "logits in another shape": lambda: cooled(lambda z: z.view(6, 6, 1).squeeze(2)),
 }
