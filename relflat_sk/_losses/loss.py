@@ -132,6 +132,9 @@ class Loss:
 
     criterion: Any
     temperature: float = 1.0
+    classes_last: bool = (
+        False  # outputs are (n, tokens, classes), also for as many tokens as classes
+    )
 
     @property
     def row(self) -> Row | None:
@@ -167,6 +170,13 @@ class Loss:
         """Whether the temperature divides the logits, and not the loss."""
         return self.row is not None and self.row.task != "regression"
 
+    @property
+    def weighs_outputs(self) -> bool:
+        """Whether some outputs of a sample count more than others, by their place on its axes."""
+        weights = (getattr(self.criterion, name, None) for name in ("weight", "pos_weight"))
+        binary = self.row is not None and self.row.task == "binary"
+        return binary and any(one is not None and one.numel() > 1 for one in weights)
+
     def logits(self, output: Tensor) -> Tensor:
         """Return logits, up to a constant for each sample, from what the criterion takes."""
         return output if self.row is None else LOGITS[self.row.link](output)
@@ -185,7 +195,7 @@ class Loss:
         if not over_classes or target is None or output.ndim < 3:
             return output
         second = (output.shape[0], *output.shape[2:])
-        if target.shape != second and target.shape == output.shape[:-1]:
+        if target.shape == output.shape[:-1] and (self.classes_last or target.shape != second):
             return output.movedim(-1, 1)
         return output
 

@@ -331,6 +331,7 @@ def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) ->
     share = _mean(y, weight)
     pos_weight = getattr(criterion, "pos_weight", None)
     if pos_weight is not None:
+        pos_weight = pos_weight.expand(shape).flatten()
         share = pos_weight * share / (pos_weight * share + 1 - share)
     tiny = torch.finfo(weight.dtype).eps
     return share.clamp(tiny, 1 - tiny)

@@ -269,7 +269,8 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
         present = next((p.device for p in module.parameters()), None)
         if present is not None and present != torch.device(options.device):
             module = copy.deepcopy(module).to(options.device)
-    return Network(module, options.loss(own), batches)
+    # transformers has the classes of a token on the last axis
+    return Network(module, replace(options.loss(own), classes_last=own is not None), batches)
 
 
 @to_network.register

@@ -301,7 +301,11 @@ class Tail:
         loss, relevant = self.loss, self.relevant
         if z.ndim == 2:
             link = self._link(record)
-        elif loss.has_closed_form("identity") and only_moves_axes(self.output, record.node, z):
+        elif (
+            loss.has_closed_form("identity")
+            and not loss.weighs_outputs  # along axes that have moved
+            and only_moves_axes(self.output, record.node, z)
+        ):
             link, relevant = "identity", loss.per_token(relevant)
             z = z.reshape(-1, z.shape[-1])
             features = features.reshape(len(z), -1)

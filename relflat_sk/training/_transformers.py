@@ -184,9 +184,13 @@ class TransformersFlatnessCallback(TrainerCallback):
         )
         criterion = self._criterion(model)
         labels = next_labels(labels) if self._is_causal(model) else labels
+        if logits.ndim == 3 and labels.shape == logits.shape[:-1]:
+            logits = logits.movedim(-1, 1)  # where torch's criteria take the classes of tokens
         penalty = self._training.penalty(criterion, logits, labels)
         with torch.no_grad():
-            plain, mean = loss.detach(), _mean_loss(criterion, logits, labels)
+            known = Loss(as_criterion(criterion))
+            target = known.read_target(logits, labels).values
+            plain, mean = loss.detach(), weighted_loss(known, logits, target, None)
         if not self._checked:
             _check_loss(criterion, float(plain), float(mean), labels, inputs)
             self._checked = True
@@ -243,13 +247,6 @@ def _split_labels(batch: Any) -> tuple[dict[str, Any], Any]:
     """Return inputs and labels of a batch of the trainer's collator."""
     inputs = dict(batch)
     return inputs, inputs.pop("labels")
-
-
-def _mean_loss(criterion: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the criterion, which may take the classes of tokens on the second axis."""
-    loss = Loss(as_criterion(criterion))
-    output = loss.classes_second(logits, labels)
-    return weighted_loss(loss, output, loss.read_target(output, labels).values, None)
 
 
 def _check_loss(

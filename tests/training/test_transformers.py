@@ -51,10 +51,10 @@ def classifier(num_labels=3, hidden_dropout_prob=0.0, **kwargs):
     return BertForSequenceClassification(config)
 
 
-def language_model():
+def language_model(vocab_size=20):
     torch.manual_seed(1)
     config = GPT2Config(
-        vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5,
+        vocab_size=vocab_size, n_positions=8, n_embd=8, n_layer=1, n_head=2, initializer_range=0.5,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
@@ -169,6 +169,18 @@ def test_the_steps_are_those_of_a_plain_loop_with_the_penalty(kind):
     for name in ("flatness_penalty", "relative_flatness"):
         assert [row[name] for row in report.heard if name in row] == entries(trainer, name)
     assert not model._forward_hooks
+
+
+def test_a_language_model_may_read_as_many_tokens_as_it_has_classes():
+    ids = IDS % IDS.shape[1]
+    data = [{"input_ids": x, "labels": x} for x in ids]
+    callback = TransformersFlatnessCallback(weight=1.0, clip=None)
+    model = language_model(vocab_size=ids.shape[1])
+    trainer = fit(model, data, callback, learning_rate=0.0, per_device_train_batch_size=len(ids))
+    (penalty, *_), (flatness, *_) = (
+        entries(trainer, name) for name in ("flatness_penalty", "relative_flatness")
+    )
+    assert penalty == pytest.approx(flatness / (2 * 8), rel=1e-5)
 
 
 def test_measuring_changes_neither_the_training_nor_its_random_state():
