@@ -364,7 +364,8 @@ def choose_curvatures(
         return Curvatures(closed, others, base, [])
     linear: list[LayerRecord] = []
     curved: list[LayerRecord] = []
+    one_by_one = not together and len(others) > 1
     for record in others:
-        is_linear = not together and is_piecewise_linear(base[0], record.node)
+        is_linear = one_by_one and is_piecewise_linear(base[0], record.node)
         (linear if is_linear else curved).append(record)
     return Curvatures(closed, linear, base, curved)
