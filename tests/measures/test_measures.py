@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.testing import assert_close
 
 import relflat_sk
@@ -213,6 +214,27 @@ def test_labels_may_be_left_out_where_they_do_not_matter(case):
     else:
         with pytest.raises(ValueError, match="y is needed: the curvature of"):
             relative_flatness(net, X, criterion=criterion)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 3)])
+@pytest.mark.parametrize("name", ["weight", "pos_weight"])
+def test_weights_of_outputs_whose_axes_have_moved(name, shape):
+    net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    net.register_forward_hook(lambda module, args, output: output.transpose(1, 2))
+    X, y = torch.randn(6, 3, 2).double(), torch.rand(6, 3, 3).double().round()
+    criterion = nn.BCEWithLogitsLoss(**{name: torch.rand(shape).double() + 0.1})
+    weight = net[2].weight.detach()
+
+    def loss(weight):
+        return criterion(functional_call(net, {"2.weight": weight}, (X,)), y)
+
+    hessian = torch.autograd.functional.hessian(loss, weight)
+    found = evaluate("relative_flatness", net, X, y, criterion=criterion)
+    assert found.value == pytest.approx(
+        torch.einsum("sj,tj,sktk->", weight, weight, hessian).item(), rel=1e-9
+    )
+    expected = best_constant(lambda z: criterion(z.expand(6, 3, 3), y), 3, 3)
+    assert found.constant_risk() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
