@@ -90,11 +90,11 @@ def check_rows(
 
 
 def warn_of_other_head(
-    output: Tensor, last: LayerRecord, module: nn.Module, called: Iterable[nn.Module] = ()
+    output: Tensor, last: LayerRecord, module: nn.Module, called: Iterable[nn.Module]
 ) -> None:
     """Warn if the last layer, which was asked for by its position, is no head.
 
-    In training, the graph also shows the weights of other layers that were `called`.
+    The graph also shows the weights of other layers that were `called`.
     """
     head = find_multiplier(output, last.node)
     if head is None or any(head is one for layer in called for one in layer.parameters()):

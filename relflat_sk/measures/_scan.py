@@ -316,7 +316,8 @@ class _Runner:
             check_uses(record.name, elsewhere)
             check_unmixed(record.name, mixed)
         if self.checked and self.layers != "all" and -1 in self.layers:
-            warn_of_other_head(output, records[-1], module)
+            called = [named[name] for name in recorder.order]
+            warn_of_other_head(output, records[-1], module, called)
         return output, records
 
     def _linear(self, records: list[LayerRecord]) -> list[LayerRecord]:

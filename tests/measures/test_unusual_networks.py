@@ -269,12 +269,15 @@ def test_a_product_of_two_layers_has_no_other_head():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.a, self.b = nn.Linear(X.shape[1], 9), nn.Linear(X.shape[1], 3)
+            self.body = nn.Linear(X.shape[1], 4)
+            self.a, self.b = nn.Linear(4, 9), nn.Linear(4, 3)
 
         def forward(self, x):
+            x = self.body(x).tanh()
             return torch.einsum("nij,nj->ni", self.a(x).reshape(-1, 3, 3), self.b(x))
 
     penalty_of(RelativeFlatnessPenalty(), Two(), nn.CrossEntropyLoss(), X, Y)
+    report_of(Two(), layers=[0, -1], measures="hessian_trace")
 
 
 def test_a_vector_can_be_a_head():
