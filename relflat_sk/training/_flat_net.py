@@ -721,11 +721,12 @@ class FlatNet(SkorchNet):
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:
         """Run the module for its output alone, without keeping a graph for the penalty."""
         own = self._criterion_task is None
-        self._is_unseen = own and not training and self._ending == UNSEEN
+        if own and not training and self._ending == UNSEEN:
+            vars(self)["_is_unseen"] = True  # skorch's own setattr is for parts of the net
         try:
             return movable(super().evaluation_step(batch, training=training))
         finally:
-            self._is_unseen = False
+            vars(self).pop("_is_unseen", None)
             state = self._training
             if state is not None and state.recorded:
                 state.recorded, state.penalty = False, None
