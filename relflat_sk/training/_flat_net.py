@@ -722,11 +722,11 @@ class FlatNet(SkorchNet):
         """Run the module for its output alone, without keeping a graph for the penalty."""
         own = self._criterion_task is None
         if own and not training and self._ending == UNSEEN:
-            vars(self)["_is_unseen"] = True  # skorch's own setattr is for parts of the net
+            self.__dict__["_is_unseen"] = True  # skorch's own setattr is for parts of the net
         try:
             return movable(super().evaluation_step(batch, training=training))
         finally:
-            vars(self).pop("_is_unseen", None)
+            self.__dict__.pop("_is_unseen", None)
             state = self._training
             if state is not None and state.recorded:
                 state.recorded, state.penalty = False, None
