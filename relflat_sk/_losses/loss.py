@@ -132,9 +132,8 @@ class Loss:
 
     criterion: Any
     temperature: float = 1.0
-    classes_last: bool = (
-        False  # outputs are (n, tokens, classes), also for as many tokens as classes
-    )
+    # outputs are (n, tokens, classes), also where there are as many tokens as classes
+    classes_last: bool = False
 
     @property
     def row(self) -> Row | None:

@@ -257,7 +257,8 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
             "scripted.state_dict())."
         )
     own, batches = None, options.batches(X, y)
-    if options.criterion is None and is_causal_language_model(module):
+    is_causal = is_causal_language_model(module)
+    if options.criterion is None and is_causal:
         own, batches = nn.CrossEntropyLoss(), next_tokens(batches)
     elif options.criterion is None:
         raise ValueError(
@@ -270,7 +271,7 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
         if present is not None and present != torch.device(options.device):
             module = copy.deepcopy(module).to(options.device)
     # transformers has the classes of a token on the last axis
-    return Network(module, replace(options.loss(own), classes_last=own is not None), batches)
+    return Network(module, replace(options.loss(own), classes_last=is_causal), batches)
 
 
 @to_network.register

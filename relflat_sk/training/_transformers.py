@@ -184,11 +184,10 @@ class TransformersFlatnessCallback(TrainerCallback):
         )
         criterion = self._criterion(model)
         labels = next_labels(labels) if self._is_causal(model) else labels
-        if logits.ndim == 3 and labels.shape == logits.shape[:-1]:
-            logits = logits.movedim(-1, 1)  # where torch's criteria take the classes of tokens
+        known = Loss(as_criterion(criterion), classes_last=True)  # as transformers has them
+        logits = known.classes_second(logits, labels)
         penalty = self._training.penalty(criterion, logits, labels)
         with torch.no_grad():
-            known = Loss(as_criterion(criterion))
             target = known.read_target(logits, labels).values
             plain, mean = loss.detach(), weighted_loss(known, logits, target, None)
         if not self._checked:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    BertForTokenClassification,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -181,6 +182,20 @@ def test_a_language_model_may_read_as_many_tokens_as_it_has_classes():
         entries(trainer, name) for name in ("flatness_penalty", "relative_flatness")
     )
     assert penalty == pytest.approx(flatness / (2 * 8), rel=1e-5)
+
+
+def test_a_criterion_of_ones_own_takes_the_logits_of_tokens_as_the_model_returns_them():
+    def of_tokens(logits, labels):
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    for criterion in (None, of_tokens):
+        model = BertForTokenClassification(classifier().config)
+        callback = TransformersFlatnessCallback(criterion=criterion)
+        trainer = fit(model, rows(IDS % 3), callback, learning_rate=0.0)
+        again = relative_flatness(
+            model, {"input_ids": IDS}, IDS % 3, criterion=nn.CrossEntropyLoss()
+        )
+        assert entries(trainer, "relative_flatness") == pytest.approx([again, again], rel=1e-5)
 
 
 def test_measuring_changes_neither_the_training_nor_its_random_state():
