@@ -165,8 +165,9 @@ class Fleet:
                 text = str(error).strip().split("\n")[0]
                 self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")
                 self._refused |= dict.fromkeys(routines, never)
-            for routine in routines:  # each has its share of the time
-                routine.seconds += (time.perf_counter() - started) / len(routines)
+            share = (time.perf_counter() - started) / len(routines)
+            for routine in routines:
+                routine.seconds += share
         return list(waiting)
 
 

@@ -330,8 +330,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     -----
     A candidate that raises, diverges, runs out of memory or is no better than a constant
     prediction is recorded as failed, with its reason, and not tried again. A candidate that did
-    not reach its goal is recorded as not converged. Both rank behind every minimum. If there is no
-    minimum, the search warns, and the deepest network ranks first. With `n_jobs`, a candidate
+    not reach its goal, or whose flatness cannot be compared, is recorded as not converged. Both
+    rank behind every minimum. If there is no minimum, the search warns, and the deepest network
+    ranks first. With `n_jobs`, a candidate
     whose process is killed is tried once more, while nothing else trains.
 
     Minima rank together if their depths differ by at most a factor of 3, and all of them if the
