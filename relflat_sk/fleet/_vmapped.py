@@ -38,6 +38,8 @@ Tensors = Mapping[str, Tensor]
 
 # layers that run in another way if a penalty differentiates them twice
 _OTHERWISE = (nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# the part of a step of Adam by which rounding errors may change it
+_ROUNDING = 0.01
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def probe(member: Member) -> Probe:
             raise NeedsOwnLoop(problem)  # its own fit raises the error
         net._check_output(loss, output)
         target = loss.read_target(output, y).values
+        _check_rounding(module, tried, output, net.optimizer_)
         unused = _find_unused(tried, output)
     return Probe(module, output.detach()[:1], target, unused, masks, layers, ending)
 
@@ -141,6 +144,31 @@ def _is_same(value: Any, other: Any) -> bool:
     with suppress(Exception):  # what cannot be pickled may have changed
         return value is other or bool(joblib.hash(value) == joblib.hash(other))
     return False
+
+
+def _check_rounding(module: nn.Module, ran: nn.Module, output: Tensor, optimizer: Any) -> None:
+    """Refuse a network with parameters whose gradients are rounding errors that Adam amplifies.
+
+    A bias in front of batch normalisation changes nothing in training, but does in evaluation,
+    where the running mean lags behind. Adam moves it by full steps, and a stack, which rounds in
+    another way, by other ones.
+    """
+    eps = optimizer.param_groups[0].get("eps")  # by which sizes are divided
+    is_same = all(map(torch.equal, module.buffers(), ran.buffers()))
+    if eps is None or is_same or not output.requires_grad:
+        return
+    draws = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+    cotangent = draws.to(output) / len(output)
+    steps = []
+    for factor in (1, 3):  # so that the second rounds in another way
+        found = torch.autograd.grad(
+            output, list(ran.parameters()), cotangent / factor, retain_graph=True, allow_unused=True
+        )
+        sizes = [0.0 if one is None else factor * one for one in found]
+        steps.append([one / (abs(one) + eps) for one in sizes])
+    for (name, _), one, other in zip(ran.named_parameters(), *steps, strict=True):
+        if torch.as_tensor(one - other).square().mean() > _ROUNDING**2:
+            raise NeedsOwnLoop(f"{type(optimizer).__name__} amplifies rounding errors of {name}")
 
 
 def _find_unused(module: nn.Module, output: Tensor) -> set[str]:
