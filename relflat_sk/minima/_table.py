@@ -28,7 +28,7 @@ FIXED = ("trial", *LOSSES, DEPTH, *SCORES, STATUS[0], "comparable", *STATUS[1:],
 # what a trial records beside its columns, and columns that only some tables have
 _OTHERS = (
     "artifact_id", "weights_hash", "details", "curves", "failed", "seed", "in_fleet", "measures",
-    "candidate", "process", "sweep", "killed", "pareto",
+    "candidate", "process", "sweep", "killed", "pareto", "constant_loss", "n_samples",
 )  # fmt: skip
 
 
@@ -291,7 +291,7 @@ def table_of_rows(
     """Return the unranked table of rows whose other entries than its columns are measures."""
     names = dict.fromkeys([*map(str, measures), *(name for row in rows for name in row)])
     params = [name for name in names if name.startswith(PARAM_PREFIX)]
-    measures = [name for name in names if name not in FIXED and name not in params]
+    measures = [name for name in names if not is_reserved(name)]
     ranking, others = measures[:1], measures[1:]
     columns = ["trial", *params, *ranking, *LOSSES, DEPTH, *SCORES, *others, *STATUS]
     table = pd.DataFrame(rows, columns=columns)

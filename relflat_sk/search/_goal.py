@@ -155,11 +155,14 @@ def record_verdict(
     a network may predict well. Others may have failed, which is recorded, too.
     """
     train_loss, values = record["train_loss"], [record[name] for name in ranking]
-    constant_loss = next(iter(found.values())).constant_risk()
+    ranked = next(iter(found.values()))
+    constant_loss = ranked.constant_risk()
+    record["n_samples"] = ranked.n_samples
+    if np.isfinite(constant_loss):
+        record["constant_loss"] = constant_loss
     depth = depth_of(train_loss, constant_loss)
     if np.isfinite(depth):
         record["depth"] = depth
-    ranked = next(iter(found.values()))
     # at equal loss, it does not matter what the loss itself leaves of other curvatures
     judged = {key: one for key, one in found.items() if ranked.own is None or one.own is not None}
     ended_by = ""

@@ -244,8 +244,8 @@ def measure_held_out(
 
 
 _DETAIL = re.compile(
-    "curves|depth|ended_by|in_fleet|measures|param_scaled_.*|reason|seconds|seed|test_score"
-    "|train_score|weights_hash"
+    "constant_loss|curves|depth|ended_by|in_fleet|measures|n_samples|param_scaled_.*|reason"
+    "|seconds|seed|test_score|train_score|weights_hash"
 )
 
 

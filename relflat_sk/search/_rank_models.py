@@ -388,7 +388,6 @@ def _measure_model(
         trained = model if has_record else next(iter(networks.values())).module
         record_verdict(record, trained, None, found, ranking)
         record["lowest"] = found[ranking[0]].lowest
-        record["constant"] = found[ranking[0]].constant_risk()
     return record
 
 
@@ -473,7 +472,7 @@ def _rank(
     """Return the ranked table; warn of models that are no minima or have no value."""
     labels = [row.pop("model") for row in rows]
     kinds = [row.pop("kind") for row in rows]
-    constants = [row.pop("constant", nan) for row in rows]
+    constants = [row.get("constant_loss", nan) for row in rows]
     for row in rows:
         row.pop("lowest", None)
     if all(row["state"] == "failed" for row in rows):

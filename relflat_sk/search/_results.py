@@ -188,30 +188,32 @@ def _losses(table: pd.DataFrame) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def is_averaged(minima: pd.DataFrame) -> NDArray[np.bool_]:
+def is_averaged(minima: pd.DataFrame, trials: Sequence[FrozenTrial]) -> NDArray[np.bool_]:
     """Return which rows the mean is of: networks that have learned, on the best of the data.
 
-    They have learned if they lower a constant's loss at least half as far as the best of them: the
-    worst that benchmarks.worth.selection averages. Without depths, all that converged have. The
-    best data have the fewest random labels and the most samples. It is the first row if there are
-    none.
+    The best data have the fewest random labels and the most samples. Networks have learned if they
+    lower a constant's loss at least half as far as the best of them: the worst that
+    benchmarks.worth.selection averages. Where a constant has no loss, all that converged have. It
+    is the first row if there are none.
     """
-    depth = minima["depth"].where(is_complete(minima)).to_numpy(dtype=float)
-    drop = 1 - 1 / depth
-    kept = np.where(
-        np.isnan(drop), minima["converged"], drop >= np.fmax.reduce(drop, initial=0.0) / 2
-    ).astype(bool)
-    kept = kept if kept.any() else np.arange(len(minima)) == 0
+    found = [attributes_of(trials[number]) for number in minima["trial"].tolist()]
+
+    def recorded(name: str) -> NDArray[np.float64]:
+        return np.array([one.get(name, np.nan) for one in found], dtype=float)
 
     def varied(name: str) -> NDArray[np.float64]:
         column = minima.get(f"{PARAM_PREFIX}{PREFIX}{name}", pd.Series(0.0, minima.index))
         return pd.to_numeric(column).fillna(0).to_numpy(dtype=float)
 
-    size = varied("train_size")
-    size = np.where((size == 0) | (size == 1), np.inf, size)  # all samples
+    kept = is_complete(minima).copy()
+    # sizes may be numbers, shares and None; a net may hold samples out as well
+    size = recorded("n_samples") * (f"{PARAM_PREFIX}{PREFIX}train_size" in minima)
     for amount in (varied("random_labels"), varied("confusion_size"), -size):
-        kept = kept & (amount == amount[kept].min())
-    return kept
+        kept &= amount == amount[kept].min(initial=np.inf)
+    drop = recorded("constant_loss") - minima["train_loss"].to_numpy(dtype=float)
+    far = drop >= np.fmax.reduce(drop[kept], initial=0.0) / 2
+    kept &= np.where(np.isnan(drop), minima["converged"], far).astype(bool)
+    return kept if kept.any() else np.arange(len(minima)) == 0
 
 
 def cv_results(

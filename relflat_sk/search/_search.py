@@ -714,7 +714,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Return the trials of the first k minima; if None, of those that are averaged."""
         trained = (self.minima_["state"] == "complete").to_numpy(dtype=bool)
         if k is None:
-            kept = is_averaged(self.minima_)
+            kept = is_averaged(self.minima_, self.study_.get_trials(deepcopy=False))
         elif k <= trained.sum():
             kept = trained & (trained.cumsum() <= k)
         else:

@@ -292,18 +292,18 @@ def test_a_resumed_search_leaves_out_damaged_weights(kept):
 
 
 @pytest.mark.parametrize(
-    "space",
+    ("space", "best"),
     [
-        {"data__random_labels": [0.1, 0.0]},
-        {"data__confusion_size": [30, 0], "data__train_size": [0.5]},
-        {"data__train_size": [60, 1.0]},
+        ({"data__random_labels": [0.1, 0.0]}, 0.0),
+        ({"data__confusion_size": [30, 0], "data__train_size": [0.5]}, 0),
+        ({"data__train_size": [60, 1.0]}, 1.0),
+        ({"data__train_size": [60, 0.9]}, 0.9),
     ],
 )
-def test_the_mean_is_of_minima_on_the_best_data(space):
+def test_the_mean_is_of_minima_on_the_best_data(space, best):
     """Others would predict what random labels or few samples have taught them."""
     search = logistic({**space, "C": [0.3, 0.5]}).fit(X, Y)
-    column = f"param_{next(iter(space))}"
-    good = search.minima_[column] == (1.0 if "train_size" in column else 0)
+    good = search.minima_[f"param_{next(iter(space))}"] == best
     assert members_of(search) == {f"trial{number}" for number in search.minima_["trial"][good]}
     assert good.sum() == 2
 
@@ -347,12 +347,13 @@ def test_what_candidates_differ_in_decides_how_to_choose(estimator, space, goal,
 
 
 @pytest.mark.parametrize(
-    ("depth", "columns", "averaged"),
+    ("losses", "columns", "averaged"),
     [
-        ([20, 2.0, 1.8], {"converged": [True, False, True]}, [True, True, False]),
-        ([1.4, 1.2, 1.1], {}, [True, True, False]),  # much noise
+        ([0.1, 0.4, 0.7], {"converged": [True, False, True]}, [True, True, False]),
+        ([0.7, 0.8, 0.9], {}, [True, True, False]),  # much noise
+        ([-5.0, -2.1, -1.9], {}, [True, True, False]),  # of counts
         (
-            [500, 1.2, 1.1],
+            [0.001, 0.8, 0.9],
             {"state": ["failed", *["complete"] * 2], "converged": False},
             [False, True, True],
         ),
@@ -361,10 +362,13 @@ def test_what_candidates_differ_in_decides_how_to_choose(estimator, space, goal,
     ],
 )
 def test_a_mean_is_of_networks_that_lower_the_loss_half_as_far_as_the_best(
-    depth, columns, averaged
+    losses, columns, averaged
 ):
-    table = pd.DataFrame({"depth": depth, "converged": True, "state": "complete", **columns})
-    assert is_averaged(table).tolist() == averaged
+    table = {"trial": range(3), "train_loss": losses, "converged": True, "state": "complete"}
+    trials = [
+        create_trial(value=0.0, user_attrs={"constant_loss": 1.0, "n_samples": 9}) for _ in losses
+    ]
+    assert is_averaged(pd.DataFrame(table | columns), trials).tolist() == averaged
 
 
 def test_an_ensemble_needs_trained_minima():
