@@ -413,7 +413,9 @@ def main() -> int:
     print(environment())
     if not arguments.report:
         study(arguments, store)
-    selection_report.report(read(arguments.results), arguments.figure)
+    rows = read(arguments.results)
+    rows = rows[rows["data"].isin(arguments.only or TASKS)]
+    selection_report.report(rows, arguments.figure)
     return 0
 
 

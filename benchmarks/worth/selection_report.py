@@ -14,6 +14,7 @@ from benchmarks._harness.ways import FEW, FORM, FORMS, SHARE, SHARES
 __all__ = ["compare", "critical_difference", "report"]
 
 BASE = "20%, log loss, refit"
+IF_MOST_FIT = "flattest if most fit, else 20%"
 REGRESSIONS = ("friedman", "diabetes")
 FLAT = f"{FORM} at {SHARE:g}"
 GROUPS = {
@@ -62,7 +63,7 @@ MAIN = {
 RULES = {
     "flattest, as in a search": ("relative_flatness, as in a search",) * 2,
     "flattest per feature at equal loss": (FLAT,) * 2,
-    "the same if most fit, else hold-out": ("flattest if most fit, else 20%", BASE),
+    "the same if most fit, else hold-out": (IF_MOST_FIT, BASE),
     "nearest to the mean of all": ("nearest to the mean of all",) * 2,
     "mean rank; hold-out": ("mean rank of flatness and 20%", BASE),
     "5 flattest; hold-out": ("5 flattest", BASE),
@@ -141,6 +142,8 @@ def _print_splits(rows: pd.DataFrame) -> None:
 def _print_constants(rows: pd.DataFrame) -> None:
     """Print the mean regret by form and share on the data sets of the choice."""
     some = rows[rows["data"].isin(CHOSEN_ON) & ~rows["data"].isin(REGRESSIONS)]
+    if some.empty:
+        return
     names = ", ".join(dict.fromkeys(some["data"]))
     print(f"\nregret and tau by form and loss share, on {names}: both spaces\n")
     cells = [["form", "as trained", *(f"at {share:g}" for share in SHARES)]]
@@ -179,6 +182,10 @@ def _print_by_data(rows: pd.DataFrame, space: str) -> None:
     if FLAT in means:
         tau = rows[rows["way"] == FLAT].groupby("data")["tau"].mean()
         cells.append([f"tau of {FLAT}", *(f"{tau[name]:.2f}" for name in names)])
+    if IF_MOST_FIT in means:
+        own = rows[rows["way"] == IF_MOST_FIT]
+        few = (own["cost"] > 1).groupby(own["data"]).sum()  # it took the hold-out
+        cells.append(["splits in which few reach 0.1", *(str(few[name]) for name in names)])
     print(table(cells))
 
 

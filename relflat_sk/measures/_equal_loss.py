@@ -65,9 +65,9 @@ def _explain_criterion(loss: Loss) -> str:
         return ""
     return (
         f"equal loss needs a loss at a temperature, and {name_criterion(loss.criterion)} has none. "
-        "Cross-entropy and the logistic loss have one, which divides the logits, and so has "
-        "MSELoss, which the variance of the residuals divides. Leave at_loss out, or pass one of "
-        "these as criterion"
+        "CrossEntropyLoss, NLLLoss, BCELoss and BCEWithLogitsLoss have one, which divides the "
+        "logits, and so has MSELoss, which the variance of the residuals divides. Leave at_loss "
+        "out, or pass one of these as criterion"
     )
 
 

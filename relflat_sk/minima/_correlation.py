@@ -280,7 +280,8 @@ def correlate_measures(
     if strata is None:
         return selected.tabulate(columns, coefficients)
     axes = find_axes(selected.table, strata, argument="strata")
-    groups, labels = pd.MultiIndex.from_frame(selected.table[axes].astype(str)).factorize()
+    named = selected.table[axes].map(str)  # what is missing is a group of its own
+    groups, labels = pd.MultiIndex.from_frame(named).factorize()
     # equal draws in groups of equal size would not average out; sorted, whatever the order of rows
     seeds = [[seed, int(place)] for place in labels.argsort().argsort()]
 

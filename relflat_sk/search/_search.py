@@ -602,7 +602,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if not _has_mean(self.estimator, y):
             return Choice("best held out", "predictions of this estimator have no mean")
         net = last_step(self.estimator)
-        names = {name.rpartition("__")[2] for name in space.entries}
+        single = {name for name, one in space.distributions().items() if one.single()}
+        names = {name.rpartition("__")[2] for name in space.entries if name not in single}
         if space.function is not None or not names <= _OF_STEPS:
             reason = "candidates that differ in more than their steps can be much worse than others"
         elif isinstance(net, NeuralNet) and self.goal is None and not own_goals(net):

@@ -120,14 +120,14 @@ def test_groups_are_resampled_independently():
 
 def test_groups_without_a_coefficient_do_not_count_within():
     minima = simpson()
-    minima.loc[0, "method"] = "other"  # one minimum
+    minima.loc[0, "method"] = None  # one minimum, without the parameter
     minima.loc[minima["method"] == "sam", "relative_flatness"] = 1.0  # constant
     minima["train_loss"] = np.nan
     table = correlate_measures(minima, strata=["method"], n_bootstrap=10, random_state=0)
     rows = table[table["measure"] == "relative_flatness"].set_index("stratum")
     assert rows.loc["within", "n"] == rows.loc["sgd", "n"] == 24
     assert rows.loc["within", "kendall"] == pytest.approx(rows.loc["sgd", "kendall"])
-    assert rows.loc[["other", "sam"], "kendall"].isna().all()
+    assert rows.loc[[str(minima.loc[0, "method"]), "sam"], "kendall"].isna().all()
     unknown = table[table["measure"] == "train_loss"].set_index("stratum")
     assert unknown.loc["within", "n"] == 0
     assert unknown["kendall"].isna().all()

@@ -329,7 +329,7 @@ TWO_SIZES = {"batch_size": [8, 16]}
 @pytest.mark.parametrize(
     ("estimator", "space", "goal", "arguments", "way"),
     [
-        (make_net(), TWO_SIZES | {"random_state": [0, 1]}, "auto", {}, "mean"),
+        (make_net(), TWO_SIZES | {"random_state": [0, 1], "max_epochs": [9]}, "auto", {}, "mean"),
         (make_net(), TWO_SIZES | {"max_epochs": [9, 20]}, "auto", {}, "mean of the best held out"),
         (make_net(), lambda trial: {"lr": 0.1}, "auto", {}, "mean of the best held out"),
         (make_net(), TWO_SIZES, "auto", {"one_network": True}, "best held out"),
