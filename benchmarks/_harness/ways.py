@@ -233,10 +233,11 @@ def averages(fits: Fits) -> dict[str, NDArray[np.bool_]]:
     """
     depth = fits.constant / fits.losses
     state = np.where(np.isfinite(fits.losses), "complete", "failed")
-    table = pd.DataFrame({"depth": depth, "converged": fits.converged, "state": state})
+    table = {"train_loss": fits.losses, "converged": fits.converged, "state": state}
+    records = [{"constant_loss": fits.constant}] * len(state)
     return {
         "average of all": fits.converged,
-        "average, as in a search": fits.converged & is_averaged(table),
+        "average, as in a search": fits.converged & is_averaged(pd.DataFrame(table), records),
         "average of those at a search's goal": fits.converged & (depth >= 20),
     }
 

@@ -1,6 +1,6 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -188,18 +188,17 @@ def _losses(table: pd.DataFrame) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def is_averaged(minima: pd.DataFrame, trials: Sequence[FrozenTrial]) -> NDArray[np.bool_]:
+def is_averaged(minima: pd.DataFrame, records: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
     """Return which rows the mean is of: networks that have learned, on the best of the data.
 
     The best data have the fewest random labels and the most samples. Networks have learned if they
     lower a constant's loss at least half as far as the best of them: the worst that
     benchmarks.worth.selection averages. Where a constant has no loss, all that converged have. It
-    is the first row if there are none.
+    is the first row if there are none. `records` are what the trials of the rows recorded.
     """
-    found = [attributes_of(trials[number]) for number in minima["trial"].tolist()]
 
     def recorded(name: str) -> NDArray[np.float64]:
-        return np.array([one.get(name, np.nan) for one in found], dtype=float)
+        return np.array([one.get(name, np.nan) for one in records], dtype=float)
 
     def varied(name: str) -> NDArray[np.float64]:
         column = minima.get(f"{PARAM_PREFIX}{PREFIX}{name}", pd.Series(0.0, minima.index))
@@ -207,7 +206,8 @@ def is_averaged(minima: pd.DataFrame, trials: Sequence[FrozenTrial]) -> NDArray[
 
     kept = is_complete(minima).copy()
     # sizes may be numbers, shares and None; a net may hold samples out as well
-    size = recorded("n_samples") * (f"{PARAM_PREFIX}{PREFIX}train_size" in minima)
+    varies = f"{PARAM_PREFIX}{PREFIX}train_size" in minima
+    size = recorded("n_samples") if varies else np.zeros(len(minima))
     for amount in (varied("random_labels"), varied("confusion_size"), -size):
         kept &= amount == amount[kept].min(initial=np.inf)
     drop = recorded("constant_loss") - minima["train_loss"].to_numpy(dtype=float)

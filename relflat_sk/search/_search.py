@@ -31,7 +31,7 @@ from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.measures._names import hold_functions
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._table import mark_depth_band, shorten_parameters
+from relflat_sk.minima._table import attributes_of, mark_depth_band, shorten_parameters
 from relflat_sk.search._claims import Draws, Plan, failed_trials
 from relflat_sk.search._goal import own_goals
 from relflat_sk.search._objective import MinimaObjective, find_trial, measure_what_is_new, remeasure
@@ -715,7 +715,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Return the trials of the first k minima; if None, of those that are averaged."""
         trained = (self.minima_["state"] == "complete").to_numpy(dtype=bool)
         if k is None:
-            kept = is_averaged(self.minima_, self.study_.get_trials(deepcopy=False))
+            trials = self.study_.get_trials(deepcopy=False)
+            records = [attributes_of(trials[number]) for number in self.minima_["trial"]]
+            kept = is_averaged(self.minima_, records)
         elif k <= trained.sum():
             kept = trained & (trained.cumsum() <= k)
         else:

@@ -364,11 +364,9 @@ def test_what_candidates_differ_in_decides_how_to_choose(estimator, space, goal,
 def test_a_mean_is_of_networks_that_lower_the_loss_half_as_far_as_the_best(
     losses, columns, averaged
 ):
-    table = {"trial": range(3), "train_loss": losses, "converged": True, "state": "complete"}
-    trials = [
-        create_trial(value=0.0, user_attrs={"constant_loss": 1.0, "n_samples": 9}) for _ in losses
-    ]
-    assert is_averaged(pd.DataFrame(table | columns), trials).tolist() == averaged
+    table = {"train_loss": losses, "converged": True, "state": "complete", **columns}
+    records = [{"constant_loss": 1.0}] * 3
+    assert is_averaged(pd.DataFrame(table), records).tolist() == averaged
 
 
 def test_an_ensemble_needs_trained_minima():
