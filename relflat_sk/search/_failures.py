@@ -97,8 +97,8 @@ def is_of_storage(error: BaseException) -> bool:
 def has_storage_failed(error: BaseException) -> bool:
     """Return whether a search ends with an error because its storage failed.
 
-    A candidate's own errors are recorded and end no search, so that files that cannot be read or
-    written are those of a journal.
+    A candidate's own errors are recorded and end no search, and `StorageGuard` lets those of
+    callbacks pass, so that files that cannot be read or written are those of a journal.
     """
     of_files = OSError, json.JSONDecodeError
     of_journal = any(isinstance(one, of_files) for one in _chain(error))

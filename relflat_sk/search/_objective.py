@@ -29,7 +29,7 @@ from relflat_sk.search._data import (
     split_params,
     vary_data,
 )
-from relflat_sk.search._failures import failure_record
+from relflat_sk.search._failures import blame_storage, failure_record
 from relflat_sk.search._fit import (
     check_early_stopping,
     check_lr_scaling,
@@ -523,7 +523,8 @@ def _complete(
                 estimator, found["train_loss"], data.only(trained_rows(estimator)),
                 objective.X_test, objective.y_test,
             )  # fmt: skip
-        study.set_user_attr(remeasured_key(trial), before | values)
+        with blame_storage():
+            study.set_user_attr(remeasured_key(trial), before | values)
     if problems:
         warn(
             "\n".join(problems)

@@ -489,15 +489,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             )
             own_sampler = self.sampler is not None
             check_resumable(study, storage, objective, n_objectives, own_sampler=own_sampler)
-            measure_what_is_new(study, objective)
+            guard.let_pass(measure_what_is_new)(study, objective)
             guard.remember(study)
             plan = plan_candidates(self, objective.space, seeds[1])
             if retry_failed:
                 plan.released = failed_trials(study.get_trials(deepcopy=False))
             sweep = Sweep(
                 SearchStudy(study, uuid.uuid4().hex), storage, objective, plan,
-                quiet=quiet, fleet=self.fleet, deadline=deadline, callbacks=called,
-                file=file_of(self.storage),
+                quiet=quiet, fleet=self.fleet, deadline=deadline,
+                callbacks=list(map(guard.let_pass, called)), file=file_of(self.storage),
             )  # fmt: skip
             averages = self.refit == MEAN and _has_mean(self.estimator, y)
             held = HeldEstimators(objective.names[0], objective.depth_band, averages)

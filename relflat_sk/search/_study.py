@@ -5,7 +5,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from random import SystemRandom
@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from relflat_sk._warnings import warn
 from relflat_sk.minima._table import MADE_WITH, remeasured_key
 from relflat_sk.search._claims import give_up_abandoned
-from relflat_sk.search._failures import explain, has_storage_failed
+from relflat_sk.search._failures import StorageFailedError, explain, has_storage_failed
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._space import check_space, new_choices
@@ -306,6 +306,21 @@ class StorageGuard(AbstractContextManager["StorageGuard"]):
         self.study: optuna.Study | None = None
         self.known: dict[int, FrozenTrial] = {}  # finished trials, by number
         self.attributes: dict[str, Any] = {}
+        self.of_user: Exception | None = None
+
+    def let_pass(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls code of the user, whose errors are not the storage's."""
+
+        def call(*args: Any) -> None:
+            try:
+                function(*args)
+            except StorageFailedError:
+                raise
+            except Exception as error:
+                self.of_user = error
+                raise
+
+        return call
 
     def remember(self, study: optuna.Study) -> None:
         """Read what a study holds before training."""
@@ -313,7 +328,7 @@ class StorageGuard(AbstractContextManager["StorageGuard"]):
         self.known = {one.number: one for one in study.get_trials() if one.state.is_finished()}
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not has_storage_failed(error):
+        if error is None or error is self.of_user or not has_storage_failed(error):
             return
         storage, reason = self.search.storage, explain(error)
         if self.study is None:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import optuna
 import pytest
 
+from relflat_sk import FlatMinimaSearch
 from relflat_sk.search import _workers as stopping_module
-from tests.search.examples import Slow, X, Y, logistic
+from tests.search.examples import Slow, X, Y, logistic, make_net
 
 C = [0.5, 0.6, 0.7, 0.8]
 make = partial(logistic, {"C": C})
@@ -51,9 +52,13 @@ def test_a_callback_stops_all_processes_of_its_search_only(stored):
     assert len(many.set_params(n_jobs=1).fit(X, Y).minima_) == 12
 
 
-def test_errors_of_callbacks_are_the_users():
-    def fails(study, trial):
-        raise RuntimeError("in the callback")
+@pytest.mark.parametrize("fleet", [None, 2])
+def test_errors_of_callbacks_are_the_users(fleet):
+    """A file of the user is not the storage's."""
 
-    with pytest.raises(RuntimeError, match="in the callback"):
-        make().fit(X, Y, callbacks=[fails])
+    def fails(study, trial):
+        raise OSError("in the callback")
+
+    search = FlatMinimaSearch(make_net(max_epochs=2), {"batch_size": [32, 64]}, fleet=fleet)
+    with pytest.raises(OSError, match="^in the callback"):
+        search.fit(X, Y, callbacks=[fails])
