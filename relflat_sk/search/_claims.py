@@ -11,7 +11,7 @@ would fail in SQLite, which cannot lock rows: two processes can take the same tr
 If the process of a running trial is gone, the trial is given up and its candidate is free again.
 The operating system tells about processes on the same machine (except on Windows). For other
 machines Optuna's heartbeat does, if the storage has one:
-``RDBStorage(url, heartbeat_interval=60)``.
+``RDBStorage(url, heartbeat_interval=60)``. Who claims it next trains the same values.
 
 User attributes of a trial that this package reads again:
 
@@ -147,9 +147,8 @@ class Draws:
     """Draws by TPE that repeat no combination of choices, and of which any can be repeated.
 
     A draw depends on the seed, its number and the results before it. A search that was
-    interrupted therefore goes on as it would have, and if the process of a draw dies, the same
-    values are drawn again. If the space has choices only, the first draws follow a random order
-    of all combinations, whichever process asks for them.
+    interrupted therefore goes on as it would have. If the space has choices only, the first draws
+    follow a random order of all combinations, whichever process asks for them.
     """
 
     n_random = 10
@@ -217,7 +216,22 @@ class Plan:
         numbers = [number_of(trial) for trial in holders]
         # trials without a number are of a grid, or were made by something other than a search
         n_trials, held = self.n_trials - numbers.count(None), set(numbers)
-        return [Candidate({}, number) for number in range(n_trials) if number not in held]
+        left = [Candidate({}, number) for number in range(n_trials) if number not in held]
+        if self.draws is not None and self.draws.points:
+            taken = {_key(trial.params) for trial in holders}
+            left = left[: sum(_key(point) not in taken for point in self.draws.points)]
+        return left
+
+    def begun(self, number: int | None, trials: Iterable[FrozenTrial]) -> FrozenTrial | None:
+        """Return the trial of a draw whose values are to be trained again, if there is one."""
+        again = [
+            trial
+            for trial in trials
+            if (is_cut_short(trial) or trial.number in self.released)
+            and (trial.params and number is not None and number == number_of(trial))
+            and all(self.choices.get(name, d) == d for name, d in trial.distributions.items())
+        ]
+        return again[-1] if again else None
 
     def split(self, trials: Sequence[FrozenTrial]) -> tuple[list[Candidate], list[Candidate]]:
         """List the candidates left, and separately those that a process died of."""
@@ -243,10 +257,14 @@ def claim(
         # processes that begin at once would otherwise all try the same candidate, then the next
         candidate = left[_RANDOM.randrange(2 ** min(lost, 10)) % len(left)]
         number, draws = candidate.number, plan.draws
+        again = plan.begun(number, trials)
         if number is not None and draws is not None and draws.points:
             taken = {_key(trial.params) for trial in plan.holders(trials)}
-            candidate = Candidate(draws.point(study, number, taken), number)
-        own = _add_trial(study, plan, candidate, sweep)
+            if again is not None and _key(again.params) in taken:
+                again = None
+            point = draws.point(study, number, taken) if again is None else again.params
+            candidate = Candidate(point, number)
+        own = _add_trial(study, plan, candidate, sweep, again)
         trials = study.get_trials(deepcopy=False)
         trial = max(
             (trial for trial in trials if trial.user_attrs.get("process") == own),
@@ -263,20 +281,28 @@ def claim(
     return None
 
 
-def _add_trial(study: optuna.Study, plan: Plan, candidate: Candidate, sweep: str) -> list[Any]:
-    """Add a running trial for a candidate, and return how its process is described."""
+def _add_trial(
+    study: optuna.Study,
+    plan: Plan,
+    candidate: Candidate,
+    sweep: str,
+    again: FrozenTrial | None,
+) -> list[Any]:
+    """Add a running trial for a candidate, and return how its process is described.
+
+    A trial that is to be trained again gives it its values, and what a sampler noted of them.
+    """
     process = this_process()
     attributes = {"process": process, "sweep": sweep}
     if candidate.number is not None:
         attributes["candidate"] = str(candidate.number)
-    study.add_trial(
-        create_trial(
-            state=TrialState.RUNNING,
-            params=candidate.params,
-            distributions={name: plan.choices[name] for name in candidate.params},
-            user_attrs=attributes,
-        )
-    )
+    values: dict[str, Any] = {
+        "params": candidate.params,
+        "distributions": {name: plan.choices[name] for name in candidate.params},
+    }
+    if again is not None:
+        values = {name: getattr(again, name) for name in (*values, "system_attrs")}
+    study.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=attributes, **values))
     return process
 
 

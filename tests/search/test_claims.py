@@ -15,7 +15,7 @@ import numpy as np
 import optuna
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.samplers import TPESampler
+from optuna.samplers import GridSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState, create_trial
 from sklearn.linear_model import LogisticRegression
@@ -106,6 +106,19 @@ def test_draws_are_numbered(study):
     # and so do trials that something other than a search has made
     study.add_trial(create_trial(value=1.0))
     assert [one.number for one in Plan(CHOICES, n_trials=5).left(study.trials)] == [2, 3]
+
+
+def test_draws_end_when_every_combination_is_held(study):
+    """Draws died, a search of all combinations trained theirs, and draws are asked for again."""
+    for attributes, point in [({"candidate": "1"}, 0), ({}, 1), ({}, 2)]:
+        study.add_trial(
+            create_trial(
+                value=1.0, params=POINTS[point], distributions=CHOICES, user_attrs=attributes
+            )
+        )
+    plan = Plan(CHOICES, n_trials=3, draws=Draws(0, CHOICES, POINTS))
+    assert plan.left(study.trials) == []
+    assert claim(study, plan, "a") is None
 
 
 @pytest.mark.parametrize(
@@ -213,6 +226,26 @@ def test_a_draw_whose_process_died_is_drawn_again(storage):
     # which this thread gives up: it has moved on
     died = partial(claim, plan=plan, sweep="a")
     assert draw_all(optuna.create_study(storage=storage), died) == expected
+
+
+@pytest.mark.parametrize("sampler", [None, GridSampler({"C": C}), RandomSampler()])
+@pytest.mark.parametrize("failed", [False, True], ids=["died", "failed"])
+def test_a_candidate_is_trained_again(storage, sampler, failed):
+    """Not another one in its place, whichever way it was drawn."""
+    study = SearchStudy(optuna.create_study(storage=storage, sampler=sampler))
+    plan = Plan({}, n_trials=3, draws=None if sampler else Draws(None, {}))
+    while trial := claim(study, plan, sweep=f"{len(study.trials)}"):
+        trial.suggest_float("C", 0.3, 1.0)
+        if trial.number != 1:
+            study.tell(trial, 1.0)
+        elif failed:
+            trial.set_user_attr("failed", True)
+            study.tell(trial, state=TrialState.FAIL)
+            plan.released = frozenset({1})
+        # else this thread gives it up: it has moved on
+    assert states(study) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+    assert study.trials[1].params in [trial.params for trial in study.trials[2:]]
+    assert len({trial.params["C"] for trial in study.trials}) == 3
 
 
 def test_candidates_that_a_process_died_of_come_last_and_not_beside_others(study):
