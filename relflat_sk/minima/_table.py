@@ -28,7 +28,7 @@ FIXED = ("trial", *LOSSES, DEPTH, *SCORES, STATUS[0], "comparable", *STATUS[1:],
 # what a trial records beside its columns, and columns that only some tables have
 _OTHERS = (
     "artifact_id", "weights_hash", "details", "curves", "failed", "seed", "in_fleet", "measures",
-    "candidate", "process", "sweep", "killed", "pareto", "constant_loss", "n_samples",
+    "n_iter", "candidate", "process", "sweep", "killed", "pareto", "constant_loss", "n_samples",
 )  # fmt: skip
 
 

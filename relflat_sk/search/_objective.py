@@ -56,6 +56,7 @@ from relflat_sk.search._provenance import check_made_with
 from relflat_sk.search._space import Space
 from relflat_sk.search._weights import (
     ARTIFACT,
+    N_ITER,
     DamagedWeightsError,
     as_store,
     check_store,
@@ -313,7 +314,7 @@ class MinimaObjective:
             record[MEASURES] = list(found)
             record |= measure_held_out(estimator, record["train_loss"], data, *held_out)
         module = next(iter(networks.values())).module
-        save_weights(self.artifact_store, trial, module, record)
+        save_weights(self.artifact_store, trial, estimator, module, record)
         return record_verdict(record, estimator, self.goal, found, ranking)
 
     @in_isolation
@@ -336,7 +337,7 @@ class MinimaObjective:
         data, seed = self._data(params), self._seed_of(trial)
         estimator = self._prepare(params, seed)
         with split_recorded(estimator, data.X_fit):
-            return restore(estimator, weights, data, seed)
+            return restore(estimator, weights, data, seed, attributes_of(trial).get(N_ITER, [None]))
 
     @in_isolation
     def _measure(

@@ -631,8 +631,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         -------
         estimator
             With the predictions that it had. It is restored from its weights if they were saved
-            (`artifact_store`). Otherwise it is trained again with the same seed; the same within
-            rounding after a search with a `fleet`.
+            (`artifact_store`); an estimator of scikit-learn has its `n_iter_`, but its
+            `loss_curve_` is that of one step. Otherwise it is trained again with the same seed; the
+            same within rounding after a search with a `fleet`.
 
         Raises
         ------

@@ -36,6 +36,7 @@ from relflat_sk.training._after_fit import measured_later
 
 ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
 CHECKSUM = "weights_hash"  # and the one with the checksum of the weights
+N_ITER = "n_iter"  # and the one with the iterations of a solver, a list
 
 Weights = Mapping[str, Tensor]
 
@@ -115,7 +116,7 @@ def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
 
 
 def save_weights(
-    store: Any, trial: optuna.Trial, module: nn.Module, record: dict[str, Any]
+    store: Any, trial: optuna.Trial, estimator: Any, module: nn.Module, record: dict[str, Any]
 ) -> None:
     """Save the weights of a network to a store, and record the name of their file."""
     if store is None:
@@ -129,6 +130,8 @@ def save_weights(
         artifact = upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=trial)
     record[CHECKSUM] = _checksum(weights)
     record[ARTIFACT] = artifact
+    n_iter: Any = getattr(final_estimator(estimator), "n_iter_", None)
+    record[N_ITER] = np.ravel(n_iter).tolist()
 
 
 def replace_weights(store: Any, trial: FrozenTrial, module: nn.Module) -> None:
@@ -170,7 +173,13 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
     return weights
 
 
-def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | None) -> Any:
+def restore(
+    estimator: Any,
+    weights: Weights,
+    data: TrainingData,
+    seed: int | None,
+    n_iter: Sequence[int | None],
+) -> Any:
     """Fit an estimator without training its network, which gets its weights from a file.
 
     The other steps of a pipeline are fitted, classes are learned and the network gets its size
@@ -190,6 +199,10 @@ def restore(estimator: Any, weights: Weights, data: TrainingData, seed: int | No
         getattr(fitted.module_, "_orig_mod", fitted.module_).load_state_dict(weights)
     else:
         _set_coefficients(fitted, [tensor.numpy() for tensor in weights.values()])
+        if n_iter[0] is not None:
+            of_one_step = fitted.n_iter_
+            as_array = isinstance(of_one_step, np.ndarray)
+            fitted.n_iter_ = np.array(n_iter, of_one_step.dtype) if as_array else n_iter[0]
     for one in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
         vars(one).update(before)
     for measure in later:

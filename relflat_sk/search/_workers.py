@@ -395,7 +395,8 @@ def optimize_study(
 
     Several trials are in training at a time, in turns and in this process. Their nets take their
     steps as one stacked model, see `FleetTrainer`. The study gets the trials, attributes and
-    weights that ``study.optimize(objective)`` gives it, up to rounding.
+    weights that ``study.optimize(objective)`` gives it, up to rounding and to what its pruner
+    stops, see `fleet`.
 
     Parameters
     ----------
@@ -416,7 +417,9 @@ def optimize_study(
         trials in training; the study that they get is a view of yours.
     fleet : int, "auto" or None, default="auto"
         Number of trials at a time, see `FlatMinimaSearch`; None for one after the other. A sampler
-        that learns from results knows fewer of them.
+        that learns from results knows fewer of them, and so does a pruner that compares with
+        finished trials, as Optuna's default does: it stops fewer nets, and later, some at
+        their last epoch. A study with ``pruner=NopPruner()`` keeps all.
 
     Raises
     ------

@@ -101,6 +101,9 @@ def test_restored_candidates_are_those_that_were_trained(kind, tmp_path):
         name = "relative_flatness"
         assert_allclose(measure(name, restored, X, y), trial.user_attrs[name], rtol=1e-6)
         assert settings(restored) == settings(one)
+        n_iter, before = (getattr(final_estimator(x), "n_iter_", None) for x in (restored, one))
+        assert_array_equal(n_iter, before)
+        assert type(n_iter) is type(before)
         assert len(pickle.dumps(restored)) < 1.1 * len(pickle.dumps(one)) + 1000
 
 
