@@ -226,6 +226,7 @@ MAX_LEVELS = 12  # a numeric column with more values gets a continuous color sca
 HELD_OUT = {"test_loss", "generalization_gap", "test_score"}  # columns that need held-out data
 MARGIN = 0.06  # of the axis, around the minima
 DOT: dict[str, Any] = {"s": 42, "edgecolors": "black", "linewidths": 0.6}
+LARGEST = 1e150  # a number that is drawn; ticks beyond larger ones would overflow
 CROSS: dict[str, Any] = {"marker": "x", "color": "0.35", "s": 42, "linewidths": 1.5}
 
 
@@ -238,9 +239,16 @@ def color_column(minima: pd.DataFrame, color_by: str | None) -> str | None:
         return None
     if color_by != "auto":
         return find_axis(minima, color_by, argument="color_by")
-    varied = [name for name in parameter_columns(minima) if minima[name].nunique() > 1]
+    varied = [name for name in parameter_columns(minima) if _plain(minima[name]).nunique() > 1]
     batch_sizes = [name for name in varied if name.endswith("batch_size")]
     return next(iter([*batch_sizes, *varied]), None)
+
+
+def _plain(values: "pd.Series[Any]") -> "pd.Series[Any]":
+    """Return values that can be compared: lists and dicts as text."""
+    if values.dtype != object:
+        return values
+    return values.map(lambda one: one if pd.api.types.is_scalar(one) else str(one))
 
 
 class Colors:
@@ -253,7 +261,7 @@ class Colors:
         if column is None:
             return
         self.cmap = colormaps[cmap].with_extremes(bad="0.8")
-        values = minima[column]
+        values = _plain(minima[column])
         self.levels = sorted(values.dropna().unique(), key=_order)
         self.is_scale = pd.api.types.is_numeric_dtype(values) and len(self.levels) > MAX_LEVELS
         if self.is_scale:
@@ -311,7 +319,7 @@ class Points:
     """Minima as points in a plane. Shapes: `x, y` (n,)."""
 
     def __init__(self, minima: pd.DataFrame, x: Floats, y: Floats) -> None:
-        self.x, self.y = x, y
+        self.x, self.y = (np.sign(v) * np.clip(abs(v), 1 / LARGEST, LARGEST) for v in (x, y))
         finite = np.isfinite(x) & np.isfinite(y) & is_complete(minima)
         self.converged = finite & is_converged(minima)
         self.unconverged = finite & ~self.converged

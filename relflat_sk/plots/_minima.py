@@ -528,7 +528,7 @@ class HyperparameterDisplay(MinimaDisplay):
         x, names = self._positions(np.isfinite(y))
         points = Points(self.minima, x, y)
         points.require_minima(self.axis, self.measure)
-        ax, good = make_axes(ax), points.converged
+        x, y, ax, good = points.x, points.y, make_axes(ax), points.converged
         levels = np.unique(x[good])
         few = 1 < len(levels) <= MAX_DISTINCT
         if names:

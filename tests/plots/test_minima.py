@@ -106,6 +106,23 @@ def test_many_numbers_get_a_color_scale_and_names_a_label_each():
     assert ticks(names.figure_.axes[-1].yaxis) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    "display",
+    [FlatnessGapDisplay, MinimaRankingDisplay, HyperparameterDisplay, MeasurePanelsDisplay],
+)
+def test_lists_are_drawn_as_text_and_numbers_of_any_size(display, recwarn):
+    minima = table(3, relative_flatness=[1e-300, 1.0, 1e300])
+    minima["param_batch_size"] = [[8], {"of": 1}, (1, [2])]
+    made = display.from_minima(minima)
+    made.figure_.canvas.draw()
+    assert not recwarn.list
+    assert len(points(made.ax_)) == 3
+    if display is HyperparameterDisplay:
+        assert ticks(made.ax_.xaxis) == ["[8]", "{'of': 1}", "(1, [2])"]
+    else:
+        assert set(ticks(made.figure_.axes[-1].yaxis)) == {"[8]", "{'of': 1}", "(1, [2])"}
+
+
 @GAP_AND_RANKING
 @pytest.mark.parametrize("layout", ["constrained", None])
 def test_candidates_that_did_not_converge_are_crosses_and_failed_ones_are_counted(display, layout):
