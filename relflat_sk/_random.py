@@ -74,7 +74,7 @@ def make_generator(random_state: RandomState, device: torch.device) -> torch.Gen
 # Fleets take no lock, because what they fit may have threads of its own.
 _LOCK = RLock()
 _PATIENCE = 60.0  # seconds that a thread waits before it says so
-# whether this thread is a routine of a fleet, of which no two run at the same time
+# whether this thread computes alone, or is a routine of a fleet, of which no two run at a time
 IN_TURN: ContextVar[bool] = ContextVar("IN_TURN", default=False)
 
 
@@ -93,9 +93,11 @@ def alone() -> Iterator[None]:
             "callback that measures in threads does, both wait for ever: measure without threads."
         )
         lock.acquire()
+    outside = IN_TURN.set(True)
     try:
         yield
     finally:
+        IN_TURN.reset(outside)
         lock.release()
 
 

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar
@@ -27,7 +27,7 @@ from relflat_sk._checks import is_number
 from relflat_sk._engine.epoch import EPOCH_TRAINER
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.layers import find_layer
-from relflat_sk._random import seeded
+from relflat_sk._random import IN_TURN, seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.fleet._turns import seconds_used
 from relflat_sk.measures._scorer import flatness_columns
@@ -139,12 +139,13 @@ def isolated(n_threads: int | None) -> Iterator[None]:
 
     A fleet computes alone as a whole: the trainings in it take turns. A context within one of the
     same number of threads changes nothing: threadpoolctl takes 5 ms to find the libraries loaded.
-    With None, the number of threads stays what it is.
+    With None, the number of threads stays what it is. A search inside of a fit, as by a callback,
+    does not wait for a candidate in another thread, which may wait for that fit.
     """
     if in_fleet() or n_threads == _N_THREADS.get():
         yield
         return
-    with _LOCK, ExitStack() as stack:
+    with nullcontext() if IN_TURN.get() else _LOCK, ExitStack() as stack:
         if n_threads is not None:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(n_threads)  # also of MKL inside torch, which has its own limit

@@ -1,6 +1,7 @@
 """Tests that a candidate's result does not depend on what else is trained, and on where."""
 
 import pickle
+import threading
 
 import numpy as np
 import optuna
@@ -12,6 +13,7 @@ from threadpoolctl import threadpool_info
 from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
+from relflat_sk._random import alone
 from relflat_sk.minima._table import attributes_of
 from relflat_sk.search import _fit
 from relflat_sk.search._fit import isolated
@@ -113,6 +115,30 @@ def test_number_of_threads_is_a_candidates_own():
     objective = MinimaObjective(net, X, Y, {"lr": [0.01]}, n_threads=None)
     objective(optuna.trial.FixedTrial({"lr": 0.01}))
     assert seen == {2}
+
+
+def test_a_search_inside_of_a_fit_and_a_candidate_do_not_wait_for_each_other():
+    """Each holds what the other one needs."""
+    fits, trains = threading.Barrier(2, timeout=30), []
+
+    def fit():
+        with alone():
+            fits.wait()
+            with isolated(None):
+                trains.append("the search")
+
+    def candidate():
+        with isolated(None):
+            fits.wait()
+            with alone():
+                trains.append("the candidate")
+
+    threads = [threading.Thread(target=one, daemon=True) for one in (fit, candidate)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert trains == ["the search", "the candidate"]
 
 
 def test_libraries_are_looked_for_once_per_candidate(monkeypatch):
