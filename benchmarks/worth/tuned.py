@@ -202,14 +202,16 @@ def judge(
     return _saved(study, keys, training, method, best.params, parts)
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
+def interval(values: np.ndarray, sign: str = "") -> str:
     """Return the mean and half the width of its 95% interval (Student's t), in percent.
 
-    Dead networks, whose accuracy is nan, are left out.
+    Dead networks, whose accuracy is nan, are left out. With fewer than two others, there is none.
     """
     values = values[np.isfinite(values)]
+    if len(values) < 2:
+        return f"too few networks ({len(values)})"
     width = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return 100 * values.mean(), 100 * float(width)
+    return f"{100 * values.mean():{sign}.1f} +- {100 * width:.1f}"
 
 
 def main() -> None:
@@ -241,11 +243,10 @@ def main() -> None:
         found = judge(study, best, method, training, problem, seeds)
         results[name] = np.where(found > DEAD * largest_class, found, np.nan)
         n_dead = int(np.isnan(results[name]).sum())
-        mean, width = interval(results[name])
         # an interrupted trial has none
         durations = [trial.duration for trial in study.trials if trial.duration]
         seconds = np.mean([one.total_seconds() / N_SPLITS for one in durations])
-        row = [name, f"{mean:.1f} +- {width:.1f}", str(n_dead), f"{100 * validation:.1f}"]
+        row = [name, interval(results[name]), str(n_dead), f"{100 * validation:.1f}"]
         rows.append([*row, _setting(best.params), f"{seconds:.1f}"])
         print("  ".join(rows[-1]), flush=True)
     print()
@@ -261,8 +262,7 @@ def _compare_with_sam(results: dict[str, np.ndarray]) -> None:
         return
     print("Difference to SAM with the same seeds, in points:")
     for name in [name for name in results if name != "SAM"]:
-        mean, width = interval(results[name] - results["SAM"])
-        print(f"  {name}: {mean:+.1f} +- {width:.1f}")
+        print(f"  {name}: {interval(results[name] - results['SAM'], sign='+')}")
 
 
 def _parse() -> argparse.Namespace:

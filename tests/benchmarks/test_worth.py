@@ -1,8 +1,10 @@
 """Smoke runs of the benchmarks of worth, each night: they print, draw and go on."""
 
+import numpy as np
 import optuna
 import pytest
 
+from benchmarks.worth.tuned import interval
 from tests.benchmarks.commands import run
 
 pytestmark = pytest.mark.scale
@@ -55,6 +57,11 @@ def test_an_interrupted_tuning_continues(tmp_path):
     for method in methods:
         assert f"\n{method} " in text
     assert "Difference to SAM with the same seeds" in text
+
+
+def test_dead_networks_leave_no_number_that_is_none():
+    assert interval(np.array([0.5, np.nan, 0.7]), sign="+") == "+60.0 +- 127.1"
+    assert interval(np.array([0.5, np.nan])) == "too few networks (1)"
 
 
 def test_an_interrupted_study_of_weights_continues(tmp_path):
