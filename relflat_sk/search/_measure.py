@@ -245,6 +245,7 @@ def measure_held_out(
 
 _DETAIL = re.compile(
     "constant_loss|curves|depth|ended_by|in_fleet|measures|n_iter|n_samples|param_scaled_.*|reason"
+    "|seconds|seed|test_score|train_score|weights_hash"
 )
 
 
