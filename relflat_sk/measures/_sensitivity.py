@@ -305,7 +305,7 @@ def layer_sensitivity(  # noqa: PLR0913
     predicted: the loss has higher orders, and units of ReLU change sides, which no derivative
     shows. Standard errors do not count this. In a convolutional network at 3 bits, the rise on
     other samples was within two standard errors of the prediction in 59% of cases, in place of 95%
-    (``docs/measures.md``). ``measured=True`` shows the difference; its own standard errors are
+    (guide, Measure). ``measured=True`` shows the difference; its own standard errors are
     right at all numbers of bits.
 
     References

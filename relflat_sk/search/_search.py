@@ -242,7 +242,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     pruner : optuna pruner, optional
         Stops hopeless candidates early, by their training loss after each epoch.
     n_jobs : int, optional
-        Number of processes that train, here or on a cluster (``docs/scaling.md``); None or 1
+        Number of processes that train, here or on a cluster (guide, Scale); None or 1
         trains in the calling process. A `sampler` of your own is reseeded in each process.
     n_threads : int or None, default=1
         Number of CPU threads that train and measure each candidate; None for as many as torch
@@ -268,7 +268,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     refit : bool or "mean", default="mean"
         What the search predicts with. "mean": `ensemble_`, the mean prediction of all networks
         that have learned, which on most data generalises better than the best of a hold-out
-        (``docs/does_it_help.md``). A network has learned if it lowers the loss of the best
+        (guide, Does it help?). A network has learned if it lowers the loss of the best
         constant prediction at least half as far as the best network does; it need not be a
         minimum. The mean takes the time and memory of all networks. Estimators whose predictions
         have no mean predict as with True: classifiers without `predict_proba`, with a threshold
@@ -565,7 +565,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     def suggest_choice(self, y: Any = None, *, one_network: bool = False) -> Choice:
         """Suggest how to choose among the candidates, before any is trained.
 
-        The study of ``docs/does_it_help.md`` compared ways to choose on twelve data sets, with and
+        The study of the page Does it help? compared ways to choose on twelve data sets, with and
         without wrong labels, classes and values, 90 to 800 samples. These made no difference to
         the rule; what the candidates differ in did. The rule never suggests the flattest
         (``refit=True``): held-out data choose a better network.
