@@ -18,7 +18,7 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.processes import ALONE, Processes
 from relflat_sk._network.recording import record_order
-from relflat_sk._numerics import full_precision, read_numbers
+from relflat_sk._numerics import full_precision, read_numbers, without_autocast
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 
@@ -111,37 +111,66 @@ def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
 # -- criteria that the table of losses does not know ---------------------------------------
 
 # by how much a mean of samples may differ from that of its parts, as a share of them
-_ROUNDING = 1e-3
-_N_CHECKED = 8
+_ROUNDING = 1e-4
 
 
-def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Warn if a criterion of a user is no mean of losses of single samples."""
-    if loss.row is not None or len(output) < 4:
-        return
-    n = min(_N_CHECKED, len(output))
-    rows = torch.linspace(0, len(output) - 1, n, device=output.device).long()
-    with torch.no_grad(), fork_rng(output.device):
+def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> bool:
+    """Warn if a criterion of a user is no mean of losses of single samples.
+
+    Return whether the samples could show it: weights of classes need samples of several.
+    """
+    n = len(output)
+    if loss.row is not None or n < 2:
+        return loss.row is not None
+    with (
+        torch.no_grad(),
+        without_autocast(output),
+        fork_rng(output.device),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of the shape of a single sample, for example
         try:
-            output, target = output[rows], target[rows]
+            # in the order of targets or one-hot classes, whose parts differ most in their classes
+            columns = target.reshape(n, -1).float()
+            place = columns @ torch.arange(1.0, columns.shape[1] + 1, device=columns.device)
+            values, order = place.sort()
+            _, counts = torch.unique_consecutive(values, return_counts=True)
+            several = len(counts) > 1
+            # some of different targets, of rare classes too, before others
+            few = torch.cat([_spread(order[counts.cumsum(0) - 1], 4), _spread(order, 8)])[:8]
             # two samples show batch statistics better than many; not all losses take one alone
+            splits = [few.tensor_split(max(2, len(few) // 2))]
+            if several:  # many classes may have weights that the few do not show
+                splits.append(order.tensor_split([(n + 2) // 3]))
             apart = Loss(copy.deepcopy(loss.criterion))  # it may count its calls
-            parts: Any = torch.arange(n, device=output.device).tensor_split(n // 2)
-            together, *pairs = (
-                float(full_precision(apart.losses(output[part], target[part])).sum())
-                for part in (slice(None), *parts)
-            )
+            for parts in splits:
+                rows = torch.cat(parts)
+                together, *each = (
+                    float(full_precision(apart.losses(output[part], target[part])).sum())
+                    for part in (rows, *parts)
+                )
+                size = max(map(abs, (together, *each)))
+                equal = abs(together - sum(each)) <= _ROUNDING * size
+                if not equal and math.isfinite(together):
+                    break
+            else:
+                return several
         except Exception:  # of a user's code; where it matters, it raises again
-            return
-    size = max(abs(one) for one in (together, *pairs))
-    if abs(together - sum(pairs)) > _ROUNDING * size:  # false where one of them is nan
-        warn(
-            f"{name_criterion(loss.criterion)} is no mean of losses of single samples: for {n} "
-            f"samples it is {together / n:.6g}, and {sum(pairs) / n:.6g} as the mean of two at a "
-            "time. Flatness counts the curvature of each sample's loss in its own output alone, so "
-            "that the value is not that of this criterion, and depends on batch_size. Use a "
-            "criterion that averages over samples."
-        )
+            return True
+    warn(
+        f"{name_criterion(loss.criterion)} is no mean of losses of single samples: for "
+        f"{len(rows)} samples it is {together / len(rows):.6g}, and {sum(each) / len(rows):.6g} as "
+        f"the mean of {len(each)} parts. Flatness counts the curvature of each sample's loss in "
+        "its own output alone, so that the value is not that of this criterion, and depends on "
+        "batch_size. Use a criterion that averages over samples."
+    )
+    return True
+
+
+def _spread(rows: Tensor, most: int) -> Tensor:
+    """Choose at most so many rows at equal distances, the first and the last among them."""
+    n = min(most, len(rows))
+    return rows[torch.linspace(0, len(rows) - 1, n, device=rows.device).long()]
 
 
 @dataclass(frozen=True)
@@ -157,6 +186,8 @@ class Network:
     _checked: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
     # what the module returned last, until `check_criterion` has seen it
     _whole: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    # output and target of a sample that `check_criterion` has seen
+    _held: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def device(self) -> torch.device:
@@ -181,12 +212,19 @@ class Network:
         return self.loss.row is None and not self._checked
 
     def check_criterion(self, output: Tensor, target: Tensor) -> None:
-        """Check on the first batch, after it was run, that a user's criterion can be measured."""
-        if not self._must_check:
+        """Check on the first batches, after they were run, that a user's criterion can be measured.
+
+        One is enough, unless it has one sample or one class.
+        """
+        if not (self._must_check and self._whole):
             return
-        self._checked.add(True)
         check_part(self.loss, self._whole.pop(), target, "measure")
-        warn_unless_mean(self.loss, output, target)
+        rows = [output, target]
+        if [one.shape[1:] for one in self._held] == [one.shape[1:] for one in rows]:
+            rows = [torch.cat(both) for both in zip(self._held, rows, strict=True)]
+        self._held[:] = [one[:1].detach() for one in rows]
+        if warn_unless_mean(self.loss, rows[0], rows[1]):
+            self._checked.add(True)
 
     def prepare(self, x: Any) -> Any:
         """Check inputs, and bring them to the module's device and type."""

@@ -1,6 +1,7 @@
 """Networks whose criterion, batch norm or last layer is not what measures suppose."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -98,6 +99,19 @@ def chain():
 def test_a_criterion_that_is_no_mean_over_samples_warns(data, chain, name):
     with pytest.warns(FlatnessWarning, match="is no mean of losses of single samples: for 8"):
         relative_flatness(chain, *data, criterion=NO_MEAN[name])
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_weighted_mean_warns_at_any_batch_size(batch_size, ordered):
+    torch.manual_seed(1)
+    X, y = torch.randn(200, 4), (torch.rand(200) < 0.03).long()  # classes of very different size
+    net, weight = nn.Linear(4, 2), torch.tensor([1.0, 9.0])
+    y = y.sort()[0] if ordered else y
+    with pytest.warns(FlatnessWarning, match="is no mean of losses of single samples"):
+        relative_flatness(
+            net, X, y, criterion=partial(F.cross_entropy, weight=weight), batch_size=batch_size
+        )
 
 
 def test_a_penalty_warns_of_it_in_the_first_step(data, chain):
