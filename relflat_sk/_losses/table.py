@@ -10,7 +10,7 @@ that sums of batches of any size can be added.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -262,6 +262,25 @@ CLASS_LOSSES: dict[type, Row] = {
 # Rows of the table for criteria that are sums over outputs: logistic, squared, Poisson.
 
 
+class WeightedLogisticLoss(nn.BCEWithLogitsLoss):
+    """A logistic loss that divides by the weights of the samples' classes, as cross-entropy does.
+
+    Shapes: `weight`, `pos_weight` (1,).
+    """
+
+    weight: Tensor
+    pos_weight: Tensor
+
+    def weights(self, target: Tensor) -> Tensor:
+        """Return the weights of targets 0 and 1, in their shape."""
+        return self.weight * (1 + (self.pos_weight - 1) * target)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Compute the loss of logits. Shapes: `input`, `target` (n, 1)."""
+        loss: Tensor = super().forward(input, target)
+        return loss / self.weights(target).mean() if self.reduction == "mean" else loss
+
+
 def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target in the shape and type of the output; axes of length 1 may differ."""
     own, wanted = ([size for size in one.shape[1:] if size != 1] for one in (target, output))
@@ -294,6 +313,12 @@ _check_counts = partial(
 
 def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
     return 1 if criterion.reduction == "sum" else output.numel() / len(output)
+
+
+def _weights_of_classes(criterion: Any, output: Tensor, target: Tensor | None) -> Tensor:
+    assert target is not None  # needs_target says so
+    each: Tensor = criterion.weights(target)
+    return each.reshape(len(output))
 
 
 def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
@@ -415,6 +440,9 @@ OUTPUT_LOSSES: dict[type, Row] = {
     nn.SmoothL1Loss: _output_row("regression", _check_numbers, None, {}, has_temperature=False),
     nn.HuberLoss: _output_row("regression", _check_numbers, None, {}, has_temperature=False),
 }
+OUTPUT_LOSSES[WeightedLogisticLoss] = replace(
+    OUTPUT_LOSSES[nn.BCEWithLogitsLoss], divisors=_weights_of_classes
+)
 
 
 TABLE: dict[type, Row] = {**CLASS_LOSSES, **OUTPUT_LOSSES}

@@ -16,7 +16,8 @@ HuberRegressor      huber                        ``HuberLoss(delta=epsilon * sca
 PoissonRegressor,   ``mu = exp(z)``              ``PoissonNLLLoss(log_input=True)``
 GammaRegressor,     ``mu = exp(z)``              `FormulaLoss` of half the deviance
 TweedieRegressor
-LogisticRegression  two classes                  ``BCEWithLogitsLoss``
+LogisticRegression  two classes                  ``BCEWithLogitsLoss``, divided by the sum
+\                                                of class weights if there are any
 \                   more classes                 ``CrossEntropyLoss``
 SGDClassifier       log_loss                     ``BCEWithLogitsLoss``
 \                   modified_huber, …            `FormulaLoss` of the margin ``(2t - 1) z``
@@ -71,6 +72,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from relflat_sk._losses.table import WeightedLogisticLoss
 
 Array = npt.NDArray[Any]
 LossT = TypeVar("LossT")
@@ -348,7 +351,8 @@ def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
                 "the first of two classes has class weight 0: a loss of positive samples alone "
                 "has no minimum to be flat or sharp at. Give both classes a positive weight."
             )
-        criterion = make(weight=weights[:1], pos_weight=weights[1:] / weights[0])
+        weighted = WeightedLogisticLoss if is_logistic else make  # SGD divides by their number
+        criterion = weighted(weight=weights[:1], pos_weight=weights[1:] / weights[0])
     elif len(classes) == 2:
         criterion = make()
     elif is_logistic:
@@ -381,6 +385,8 @@ def _one_vs_rest(estimator: Any, y: Any) -> TorchModel:
         )
     ])
     criterion: Any = copy.copy(models[0].criterion)
+    if isinstance(criterion, WeightedLogisticLoss):
+        criterion = nn.BCEWithLogitsLoss()  # one divisor for all classes
     for name in ("weight", "pos_weight"):
         each = [getattr(model.criterion, name) for model in models]
         found = [torch.ones(1, dtype=torch.float64) if one is None else one for one in each]

@@ -299,10 +299,22 @@ def test_weighted_logistic_regression_is_at_a_minimum_of_its_criterion(classes, 
     layer = model.module[-1]
     model.criterion(model.module(tensor(X)), tensor(model.encode_target(y))).backward()
     weights = compute_sample_weight(class_weight, y)
-    total = weights.sum() if classes == "three" else len(y)
     # scikit-learn minimises sum_i c_i l_i + |W|^2 / 2, so the slopes of the two cancel
-    assert_allclose(total * layer.weight.grad, -layer.weight.detach(), atol=1e-7)
-    assert_allclose(total * layer.bias.grad, 0, atol=1e-7)
+    assert_allclose(weights.sum() * layer.weight.grad, -layer.weight.detach(), atol=1e-7)
+    assert_allclose(weights.sum() * layer.bias.grad, 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("at_loss", [None, 0.5])
+@pytest.mark.parametrize("classes", WEIGHTS)
+def test_class_weights_count_like_sample_weights(classes, at_loss):
+    y, class_weight = WEIGHTS[classes]
+    weighted = LogisticRegression(class_weight=class_weight).fit(X, y)
+    plain = copy.copy(weighted).set_params(class_weight=None)
+    found, expected = (
+        relative_flatness(model, X, y, sample_weight=weight, at_loss=at_loss, batch_size=7)
+        for model, weight in ((weighted, None), (plain, compute_sample_weight(class_weight, y)))
+    )
+    assert found == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("balanced", [False, True], ids=["dict", "balanced"])
