@@ -13,7 +13,7 @@ from relflat_sk._losses.curvature import product_curvature, pull_back
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.layers import Layer, find_non_finite
+from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
 from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._random import RandomState, draw_seed, make_generator, rademacher, seed_from
 from relflat_sk._warnings import warn
@@ -28,7 +28,7 @@ from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.measures._predictions import PREDICTION_MEASURES
 from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
-from relflat_sk.measures._scan import scan
+from relflat_sk.measures._scan import scan, scan_losses
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.measures._takeuchi import TAKEUCHI
 from relflat_sk.minima._table import AT_EQUAL_LOSS
@@ -313,7 +313,8 @@ def _measure_whole(
         summary = next(iter(known.values())).summary
     else:
         with borrowed(network.module):
-            summary = scan(network)
+            has_layers = bool(weight_layers(network.module))
+            summary = scan(network) if has_layers else scan_losses(network)
     diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
     found = {}
     for name in names:

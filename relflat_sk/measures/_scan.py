@@ -4,6 +4,7 @@ Memory does not grow with the number of samples: nothing of a batch is alive whi
 runs on the next one.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,7 +36,7 @@ from relflat_sk._network.layers import (
     sharing_modules,
     weight_layers,
 )
-from relflat_sk._network.network import Network, sample_weight
+from relflat_sk._network.network import Network, outcome_of, sample_weight
 from relflat_sk._network.recording import LayerRecord, record_order, record_tail
 from relflat_sk._network.tail import (
     Tail,
@@ -44,7 +45,7 @@ from relflat_sk._network.tail import (
     find_ending,
     find_link,
 )
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk._warnings import warn
 from relflat_sk.measures._quantities import Gradients, LayerPass
 from relflat_sk.measures._results import Summary
@@ -194,6 +195,26 @@ def scan(
     summary = Summary()
     _visit_batches(network, runner.run, *visits, partial(_add_totals, summary))
     summary.order = list(network.order if isinstance(network, RecordedNetwork) else runner.order)
+    return _over_processes(network, summary)
+
+
+def scan_losses(network: Network) -> Summary:
+    """Make the same pass for a network without layers that can be measured."""
+    summary = Summary()
+    with torch.no_grad(), gather_checks():
+        for batch in network.batches():
+            output = network(batch.x)
+            loss, divisor = math.nan, float(len(output))
+            summary.has_labels = batch.y is not None
+            if summary.has_labels:
+                loss, divisor = read_numbers(*outcome_of(network, batch, output).total())
+            summary.losses, summary.divisors = summary.losses + loss, summary.divisors + divisor
+            summary.n_samples += len(output)
+            summary.output_shape = output.shape[1:]
+    return _over_processes(network, summary)
+
+
+def _over_processes(network: Network, summary: Summary) -> Summary:
     if network.processes.are_several:
         totals = float(summary.divisors), float(summary.losses), summary.n_samples
         summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)

@@ -479,6 +479,17 @@ def test_weights_of_other_kinds_count_in_the_l2_norm_only():
         value("l1_path_norm", net, X)
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_network_without_linear_layers_has_norms_and_a_loss(labelled):
+    net, X, y = nn.Sequential(nn.Embedding(5, 3)), torch.arange(5), torch.arange(5) % 3
+    names = ["l2_norm", "parameter_count"]
+    norm, count = (evaluate(n, net, X, y if labelled else None, criterion=CE) for n in names)
+    assert (norm.value, count.value) == (pytest.approx(net[0].weight.norm().item()), 15)
+    loss = CE(net(X), y).item() if labelled else math.nan
+    assert norm.risk == pytest.approx(loss, nan_ok=True)
+    assert norm.n_samples == 5
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [(torch.ones(4, 3).long(), "of torch.int64"), ({"x": torch.ones(4, 3)}, "dict")],
