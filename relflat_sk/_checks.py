@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,12 @@ def check_integer(
     fits = is_integer(value) and value >= minimum
     least = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
     _check(fits, name, value, least, optional, reason)
+
+
+def check_boolean(name: str, value: Any) -> None:
+    """Refuse a value that is not True or False, NumPy's included."""
+    fits = isinstance(value, bool | np.bool_)
+    _check(fits, name, value, "True or False", optional=False, reason="")
 
 
 def check_number(

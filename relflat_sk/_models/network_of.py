@@ -127,7 +127,7 @@ def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Ne
         net.module_.to(options.device)
         net.criterion_.to(options.device)
         net.device = options.device
-    module = getattr(net.module_, "_orig_mod", net.module_)  # a compiled module runs no hooks
+    module = unwrapped(net.module_)  # a compiled module runs no hooks
 
     def forward(x: Any) -> Any:
         with uncompiled(net.module_):
@@ -138,7 +138,7 @@ def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Ne
 
 def _criterion_of(net: NeuralNet) -> Any:
     """Find what a net minimises: its criterion, or its own `get_loss` where that differs."""
-    criterion = getattr(net.criterion_, "_orig_mod", net.criterion_)  # of a compiled one
+    criterion = unwrapped(net.criterion_)  # of a compiled one
     get_loss = type(net).get_loss
     if get_loss is NeuralNetClassifier.get_loss and type(criterion) is nn.NLLLoss:
         # skorch's classifiers take the logarithm of the module's probabilities

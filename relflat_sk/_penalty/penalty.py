@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from relflat_sk._checks import check_integer, check_number, gather_checks
+from relflat_sk._checks import check_boolean, check_integer, check_number, gather_checks
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
@@ -79,9 +79,10 @@ class RelativeFlatnessPenalty:
     Raises
     ------
     ValueError
-        If `probes` is not a positive integer, `layer` is empty, or `weight` or `clip` are out of
-        range. When called: if layer, target or weights do not fit the forward pass, or gradient
-        checkpointing runs normalisations or attention behind an earlier layer again.
+        If `probes` is not a positive integer, `normalize` is not a boolean, `layer` is empty, or
+        `weight` or `clip` are out of range. When called: if layer, target or weights do not fit
+        the forward pass, or gradient checkpointing runs normalisations or attention behind an
+        earlier layer again.
     LayerNotFoundError
         From `capture`, if there is no such layer.
     RuntimeError
@@ -135,6 +136,7 @@ class RelativeFlatnessPenalty:
         weight: float = 0.1,
         clip: float | None = 0.5,
     ) -> None:
+        check_boolean("normalize", normalize)
         check_integer("probes", probes, minimum=1)
         check_number("weight", weight, positive=None)
         check_number("clip", clip, optional=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._models.network_of import final_estimator
-from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.borrowing import borrowed, unwrapped
 from relflat_sk._network.network import Network
 from relflat_sk.measures._results import Estimate
 
@@ -28,9 +28,8 @@ def kept_model(model: Any) -> Iterator[None]:
     that a backward pass adds to no gradient of the user's.
     """
     estimator = final_estimator(model)
-    module = getattr(estimator, "module_", estimator)
+    module = unwrapped(getattr(estimator, "module_", estimator))
     if isinstance(module, nn.Module):
-        module = getattr(module, "_orig_mod", module)
         with borrowed(module), _kept_parameters(module):
             yield
     else:

@@ -26,6 +26,7 @@ from torch.utils.data import IterableDataset, Subset
 from relflat_sk._checks import is_number
 from relflat_sk._engine.epoch import EPOCH_TRAINER
 from relflat_sk._models.network_of import final_estimator
+from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.layers import find_layer
 from relflat_sk._random import IN_TURN, seeded
 from relflat_sk.exceptions import LayerNotFoundError
@@ -188,7 +189,7 @@ class _Watcher(Callback):
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Look for the layers, which are there as soon as the net is initialised."""
-        module = getattr(net.module_, "_orig_mod", net.module_)
+        module = unwrapped(net.module_)
         if any(map(is_lazy, module.parameters())):
             return  # the layers of a lazy module get their types from the first batch
         for layer in self.layers:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from relflat_sk._models.network_of import final_estimator
-from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.borrowing import borrowed, unwrapped
 from relflat_sk._network.network import Network, primary_output
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
@@ -626,13 +626,14 @@ def _unreadable(path: Path, kind: str) -> ValueError:
 def find_module(model: Any) -> nn.Module:
     """Find the module of `rank_models` that takes the weights: itself, or that of a fitted net."""
     inside = final_estimator(model)
-    module = getattr(inside, "module_", inside)
+    # a compiled one names its weights otherwise
+    module = unwrapped(getattr(inside, "module_", inside))
     if not isinstance(module, nn.Module):
         raise TypeError(
             "module must be a torch module or a fitted skorch net, which takes the weights, got "
             f"{type(module).__name__}."
         )
-    return getattr(module, "_orig_mod", module)  # a compiled one names its weights otherwise
+    return module
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from skorch import NeuralNet
 from torch import Tensor, nn
 
 from relflat_sk._models.network_of import final_estimator
+from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import seeded
 from relflat_sk.minima._table import attributes_of
 from relflat_sk.search._data import TrainingData
@@ -196,7 +197,7 @@ def restore(
         estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
     fitted = final_estimator(estimator)
     if isinstance(fitted, NeuralNet):
-        getattr(fitted.module_, "_orig_mod", fitted.module_).load_state_dict(weights)
+        unwrapped(fitted.module_).load_state_dict(weights)
     else:
         _set_coefficients(fitted, [tensor.numpy() for tensor in weights.values()])
         if n_iter[0] is not None:

@@ -292,7 +292,8 @@ def _sites(model: Any, X: Any, y: Any, layers: Any, options: DataOptions) -> lis
     chosen = name_layers(model, layers)
     every = isinstance(chosen, str)
     names = layer_names(to_network(model, X, y, options)) if every else chosen
-    sites = [find_site(model, X, y, layer, options) for layer in names]
+    by_name = {site.name: site for site in (find_site(model, X, y, one, options) for one in names)}
+    sites = list(by_name.values())  # a layer that is named twice counts once
     found = [site for site in sites if len(site.shape) == 1]
     others = [site for site in sites if len(site.shape) != 1]
     if others and not (every and found):

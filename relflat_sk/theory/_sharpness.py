@@ -539,7 +539,7 @@ def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
             # the maximum of C2 is reached where delta is the size of one of the units
             sizes = chain.relative_sizes(k).sort(dim=1).values
             width = sizes.shape[1]
-            shares = torch.arange(1, width + 1, device=sizes.device) / width
+            shares = torch.arange(1, width + 1, dtype=sizes.dtype, device=sizes.device) / width
             constants["C2", k] = (shares / sizes).amax(dim=1)
         rows = weight.norm(dim=1)
         active = (chain.slopes[k] * rows).norm(dim=1)  # |D W|_F of each sample

@@ -18,7 +18,7 @@ from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from relflat_sk._checks import check_device, check_integer, check_number
+from relflat_sk._checks import check_boolean, check_device, check_integer, check_number
 from relflat_sk._losses.loss import Loss, weighted_loss
 from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
 from relflat_sk._models.network_of import (
@@ -571,6 +571,7 @@ class FlatNet(SkorchNet):
         """Refuse parameters that make no penalty, and optimizers that do not work with one."""
         check_number("flatness_weight", self.flatness_weight, positive=None)
         check_number("flatness_warmup", self.flatness_warmup, positive=False)
+        check_boolean("flatness_normalize", self.flatness_normalize)
         check_integer("flatness_probes", self.flatness_probes, minimum=1)
         check_number("flatness_clip", self.flatness_clip, optional=True)
         RelativeFlatnessPenalty(*self._penalty_settings())  # checks the layers

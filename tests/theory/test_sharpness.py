@@ -109,7 +109,7 @@ def test_conditions_are_those_of_the_paper(activation, bias):
     for (condition, at), values in expected.items():
         layer = str(2 * (at - 1))
         worst = min(values) if condition == "C1" else max(values)
-        assert value(table, condition, layer) == pytest.approx(worst)
+        assert value(table, condition, layer) == pytest.approx(worst, rel=1e-12)
         assert value(table, condition, layer, "median") == pytest.approx(sorted(values)[4])
     assert set(table["constant"]) == {"mu", "C_2", "C_3"}
     first = table.iloc[0]

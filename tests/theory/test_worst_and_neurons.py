@@ -164,8 +164,9 @@ def test_every_neuron_of_every_layer():
         assert row.robustness == pytest.approx(rise_by(net, row.layer, X, y, delta * A), rel=1e-9)
         rho = measure("neuron_flatness", net, X, y, layer=row.layer, **CE)[row.neuron]
         assert row.flatness_term == pytest.approx(delta**2 / 2 * rho, rel=1e-9)
-    last = neuron_robustness(net, X, y, delta, layers=-1, **CE)
-    assert last["robustness"].tolist() == table["robustness"].tolist()[3:]
+    for layers in (-1, [-1, "2"]):
+        last = neuron_robustness(net, X, y, delta, layers=layers, **CE)
+        assert last["robustness"].tolist() == table["robustness"].tolist()[3:]
 
 
 def test_layers_without_single_neurons():

@@ -123,6 +123,7 @@ OF_VALUE = [
     ({"flatness_weight": np.nan}, "must be a finite number, got nan"),
     ({"flatness_warmup": -1}, "flatness_warmup must be a finite"),
     ({"flatness_probes": 0}, "flatness_probes must be a positive integer, got 0"),
+    ({"flatness_normalize": "x"}, "flatness_normalize must be True or False, got 'x'"),
     ({"flatness_layer": []}, "at least one layer"),
     ({"module__n_outputs": 2}, r"y has .* takes 3 output.*\(16, 2\) for a batch"),
     ({"module__n_outputs": 5}, r"y has .* takes 3 output.*\(16, 5\) for a batch"),
