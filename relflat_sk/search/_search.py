@@ -860,7 +860,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     @_if_available("decision_function")
     def decision_function(self, X: Any) -> Any:
-        """Compute the decision function with the mean of networks, or the flattest; see `refit`.
+        """Compute the decision function of the network that predicts; a mean of several has none.
 
         Parameters
         ----------

@@ -668,6 +668,18 @@ class FlatNet(SkorchNet):
     def _to_inputs(self, x: Any) -> Any:
         return cast_inputs(to_tensor(x, device=self.device), self.module_)
 
+    def _to_target(self, y_true: Any) -> Any:
+        """Move the targets of a batch to the device; a Dataset may hold labels that are none."""
+        try:
+            return to_tensor(y_true, device=self.device)
+        except TypeError as error:
+            raise TypeError(
+                f"the labels of a batch are no numbers, got {y_true!r:.60}: the net encodes labels "
+                "that fit gets as y, but not those in a Dataset, also in one for validation "
+                "(predefined_split). Put the criterion's targets there, for classes their "
+                "positions in classes_, by np.searchsorted(net.classes_, labels)."
+            ) from error
+
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
         """Compute the loss of a batch, with the penalty added in training."""
         state = self._state()
@@ -676,7 +688,7 @@ class FlatNet(SkorchNet):
         y_true, weight = split_target(y_true)
         if not (isinstance(y_true, Tensor) and isinstance(y_pred, Tensor)):
             # all other labels are checked where they are, for which the host need not wait
-            y_true = to_tensor(y_true, device=self.device)
+            y_true = self._to_target(y_true)
         if not state.output_checked:
             check_part(criterion, y_pred, y_true, "net")
         output = full_precision(primary_output(y_pred))

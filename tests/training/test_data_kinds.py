@@ -15,7 +15,7 @@ from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNetClassifier
-from skorch.dataset import ValidSplit
+from skorch.dataset import Dataset, ValidSplit
 from skorch.helper import predefined_split
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -244,6 +244,13 @@ def test_streams_with_all_layers_in_further_training_and_validation(stream):
     net = sized(train_split=predefined_split(stream(X, Y))).partial_fit(stream(X, Y))
     assert_allclose(net.relative_flatness_, relative_flatness(net, X, Y), rtol=1e-6)
     assert len(net.history[:, "valid_loss"]) == 3
+
+
+def test_labels_of_a_data_set_that_are_no_targets_are_refused():
+    names = np.array(["a", "b", "c"])[Y]
+    message = r"labels of a batch are no numbers, got .*'[abc]'.* classes_"
+    with pytest.raises(TypeError, match=message):
+        sized(train_split=predefined_split(Dataset(X, names))).fit(X, names)
 
 
 @pytest.mark.parametrize("callback", [StopAtLoss(0.6), StopAtGradientNorm(0.5)], ids=type)
