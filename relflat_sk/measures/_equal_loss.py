@@ -175,6 +175,11 @@ class _Recording:
             logits = self._logits(forward)
             largest = logits.abs().where(logits > _MASKED, 0).amax()
             self.largest = max(self.largest, float(largest))
+            if self.largest > -_MASKED:
+                raise ValueError(
+                    f"at_loss needs logits below {-_MASKED:g}, got {self.largest:.3g}. Rescale the "
+                    "last layer: the value does not depend on it."
+                )
             if self._has_room("rows", logits.numel()):
                 known = forward.target, forward.sample_weight, float(forward.divisor)
                 self.rows.append(_Rows(self.network.loss, logits, *known))

@@ -249,6 +249,8 @@ ROUNDED = nn.Sequential(nn.Linear(4, 2), nn.Hardtanh(-1e6, 1e6), nn.Sigmoid()).d
 with torch.no_grad():
     ROUNDED[0].weight.copy_(1e5 * torch.eye(2, 4))
     ROUNDED[0].bias.zero_()
+HUGE = copy.deepcopy(mlp(3)).double().requires_grad_(False)
+HUGE[-1].weight.mul_(1e35)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +260,7 @@ with torch.no_grad():
         (mlp(3).double(), nn.NLLLoss(), THREE, "the probabilities do not sum to 1"),
         (ROUNDED, nn.BCELoss(), (X[:, :2] > 0).double(), "sigmoid rounded some to 0 or 1"),
         (nn.Linear(4, 2).double(), nn.MSELoss(), None, "mean squared error is 0"),
+        (HUGE, nn.CrossEntropyLoss(), THREE, r"needs logits below 1e\+30, got .*e\+34\."),
     ],
 )
 def test_refused(net, criterion, y, message):
