@@ -119,7 +119,7 @@ def test_number_of_threads_is_a_candidates_own():
 
 def test_a_search_inside_of_a_fit_and_a_candidate_do_not_wait_for_each_other():
     """Each holds what the other one needs."""
-    fits, trains = threading.Barrier(2, timeout=30), []
+    fits, trains = threading.Barrier(2, timeout=60), []
 
     def fit():
         with alone():
@@ -137,7 +137,7 @@ def test_a_search_inside_of_a_fit_and_a_candidate_do_not_wait_for_each_other():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert trains == ["the search", "the candidate"]
 
 
