@@ -143,6 +143,11 @@ def _key(point: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
     return frozenset(point.items())
 
 
+def _keys(trials: Iterable[FrozenTrial]) -> set[frozenset[tuple[str, Any]]]:
+    """Return the values of trials in this form."""
+    return {_key(trial.params) for trial in trials}
+
+
 class Draws:
     """Draws by TPE that repeat no combination of choices, and of which any can be repeated.
 
@@ -211,24 +216,24 @@ class Plan:
         """List the candidates that no trial holds."""
         holders = self.holders(trials)
         if self.points is not None:
-            taken = {_key(trial.params) for trial in holders}
+            taken = _keys(holders)
             return [Candidate(point) for point in self.points if _key(point) not in taken]
         numbers = [number_of(trial) for trial in holders]
         # trials without a number are of a grid, or were made by something other than a search
         n_trials, held = self.n_trials - numbers.count(None), set(numbers)
         left = [Candidate({}, number) for number in range(n_trials) if number not in held]
         if self.draws is not None and self.draws.points:
-            taken = {_key(trial.params) for trial in holders}
+            taken = _keys(holders)
             left = left[: sum(_key(point) not in taken for point in self.draws.points)]
         return left
 
-    def begun(self, number: int | None, trials: Iterable[FrozenTrial]) -> FrozenTrial | None:
+    def begun(self, number: int, trials: Iterable[FrozenTrial]) -> FrozenTrial | None:
         """Return the trial of a draw whose values are to be trained again, if there is one."""
         again = [
             trial
             for trial in trials
             if (is_cut_short(trial) or trial.number in self.released)
-            and (trial.params and number is not None and number == number_of(trial))
+            and (trial.params and number == number_of(trial))
             and all(self.choices.get(name, d) == d for name, d in trial.distributions.items())
         ]
         return again[-1] if again else None
@@ -257,9 +262,9 @@ def claim(
         # processes that begin at once would otherwise all try the same candidate, then the next
         candidate = left[_RANDOM.randrange(2 ** min(lost, 10)) % len(left)]
         number, draws = candidate.number, plan.draws
-        again = plan.begun(number, trials)
+        again = None if number is None else plan.begun(number, trials)
         if number is not None and draws is not None and draws.points:
-            taken = {_key(trial.params) for trial in plan.holders(trials)}
+            taken = _keys(plan.holders(trials))
             if again is not None and _key(again.params) in taken:
                 again = None
             point = draws.point(study, number, taken) if again is None else again.params

@@ -337,7 +337,7 @@ class MinimaObjective:
         data, seed = self._data(params), self._seed_of(trial)
         estimator = self._prepare(params, seed)
         with split_recorded(estimator, data.X_fit):
-            return restore(estimator, weights, data, seed, attributes_of(trial).get(N_ITER, [None]))
+            return restore(estimator, weights, data, seed, attributes_of(trial).get(N_ITER, ()))
 
     @in_isolation
     def _measure(

@@ -132,7 +132,8 @@ def save_weights(
     record[CHECKSUM] = _checksum(weights)
     record[ARTIFACT] = artifact
     n_iter: Any = getattr(final_estimator(estimator), "n_iter_", None)
-    record[N_ITER] = np.ravel(n_iter).tolist()
+    if n_iter is not None:
+        record[N_ITER] = np.ravel(n_iter).tolist()
 
 
 def replace_weights(store: Any, trial: FrozenTrial, module: nn.Module) -> None:
@@ -179,7 +180,7 @@ def restore(
     weights: Weights,
     data: TrainingData,
     seed: int | None,
-    n_iter: Sequence[int | None],
+    n_iter: Sequence[int],
 ) -> Any:
     """Fit an estimator without training its network, which gets its weights from a file.
 
@@ -200,7 +201,7 @@ def restore(
         unwrapped(fitted.module_).load_state_dict(weights)
     else:
         _set_coefficients(fitted, [tensor.numpy() for tensor in weights.values()])
-        if n_iter[0] is not None:
+        if n_iter:
             of_one_step = fitted.n_iter_
             as_array = isinstance(of_one_step, np.ndarray)
             fitted.n_iter_ = np.array(n_iter, of_one_step.dtype) if as_array else n_iter[0]
