@@ -183,6 +183,17 @@ def check_stored(module: nn.Module) -> None:
         )
 
 
+def check_real(module: nn.Module) -> None:
+    """Refuse a network with complex parameters, whose imaginary parts would be left out."""
+    named = module.named_parameters()
+    name = next((name for name, parameter in named if parameter.is_complex()), None)
+    if name is not None:
+        raise ValueError(
+            f"the parameter {name!r} is complex, and weights must be real numbers here. Measure "
+            "the flatness of a layer with a real weight instead."
+        )
+
+
 def find_non_finite(module: nn.Module) -> str | None:
     """Return the name of the first parameter or buffer that contains nan or an infinite number."""
     tensors = (*module.named_parameters(), *module.named_buffers())

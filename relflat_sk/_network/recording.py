@@ -60,6 +60,11 @@ class LayerRecord:
                 f"the input that layer {self.name!r} received was overwritten in place later in "
                 "the forward pass. Replace the in-place operation, or measure another layer."
             )
+        if self.output.is_complex():
+            raise ValueError(
+                f"the output of layer {self.name!r} is complex, and curvature is defined for real "
+                "weights. Measure another layer."
+            )
         return self.features, self.output
 
 

@@ -26,7 +26,13 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.layer_maps import LayerMap
-from relflat_sk._network.layers import check_stored, is_weight_layer, layer_map, weight_kind
+from relflat_sk._network.layers import (
+    check_real,
+    check_stored,
+    is_weight_layer,
+    layer_map,
+    weight_kind,
+)
 from relflat_sk._network.network import Network
 from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
 
@@ -163,6 +169,7 @@ def fold_layers(network: Network) -> list[AffineLayer]:
 
     To be used within `relflat_sk._network.borrowed`.
     """
+    check_real(network.module)
     calls = _record_calls(network)
     modules: dict[str, Any] = dict(network.module.named_modules())
     called = Counter(call.name for call in calls)

@@ -42,7 +42,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from relflat_sk._checks import check_number, is_number
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.layers import layer_map
+from relflat_sk._network.layers import check_real, layer_map
 from relflat_sk._network.network import Network, layer_names
 from relflat_sk._network.tail import find_faster_step
 from relflat_sk._rescaling.layers import AffineLayer, fold_layers
@@ -273,6 +273,7 @@ def _spectral_mean(of_layer: Callable[[NDArray[np.float64], Any], float]) -> Net
 
     def compute(network: Network) -> Estimate:
         values = []
+        check_real(network.module)
         with borrowed(network.module):
             for name in layer_names(network):
                 weight = layer_map(network.module.get_submodule(name)).weight.double()

@@ -33,6 +33,7 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses.curvature import check_twice, one_to_differentiate
 from relflat_sk._losses.table import TABLE
 from relflat_sk._network.borrowing import MathAttention, borrowed
+from relflat_sk._network.layers import check_real
 from relflat_sk._network.network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
@@ -50,6 +51,7 @@ from relflat_sk.measures._results import (
 
 def parameters_of(network: Network) -> dict[str, Tensor]:
     """Collect the floating-point parameters of a network, each shared one once."""
+    check_real(network.module)
     found = {
         name: parameter.detach()
         for name, parameter in network.module.named_parameters()

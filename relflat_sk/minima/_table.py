@@ -90,6 +90,11 @@ def is_converged(table: pd.DataFrame, *, any_depth: bool = False) -> NDArray[np.
     good = np.ones(len(table), dtype=bool)
     for name in ("converged",) if any_depth else ("converged", "comparable"):
         if name in table.columns:
+            if pd.api.types.infer_dtype(table[name]) == "string":
+                raise ValueError(
+                    f"the column {name!r} must hold True and False, got texts such as "
+                    f"{table[name].dropna().iloc[0]!r}. Convert it to booleans first."
+                )
             good &= table[name].eq(True).fillna(False).to_numpy(dtype=bool)
     return good
 

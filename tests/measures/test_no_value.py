@@ -389,3 +389,33 @@ def test_networks_on_the_meta_device_are_refused(use, part):
     (net if part == "all" else net.output).to("meta")
     with pytest.raises(ValueError, match="or a part of it, is on the meta device, where tensors"):
         use(net)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.complex = nn.Linear(4, 5, dtype=torch.complex64)
+        self.real = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.real(self.complex(x.to(torch.complex64)).abs())
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("relative_flatness", 0),
+        ("l2_norm", -1),
+        ("frobenius_product", -1),
+        ("stable_rank", -1),
+        ("adaptive_sharpness", -1),
+        ("joint_eigenvalue_flatness", -1),
+    ],
+)
+def test_no_imaginary_part_is_left_out(name, layer):
+    net = Complex()
+    with pytest.raises(ValueError, match="complex"):
+        measure(name, net, RANDOM, THREE, layer=layer, criterion=CE)
+    head, features = net.real, net.complex(RANDOM.to(torch.complex64)).abs().detach()
+    expected = relative_flatness(head, features, THREE, criterion=CE)
+    assert relative_flatness(net, RANDOM, THREE, criterion=CE) == pytest.approx(expected)

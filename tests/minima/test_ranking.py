@@ -121,6 +121,8 @@ UNFITTED = FlatMinimaSearch(LogisticRegression(), {"C": [1.0]})
          r"by='sharpness' is not a column.*\['relative_flatness', 'l2_norm'\]"),
         (make_minima(), {"by": "param_optimizer"}, ValueError, "is not numeric.*test_score"),
         (make_minima(), {"by": "converged"}, ValueError, "by='converged' is not numeric"),
+        (make_minima().assign(converged="True"), {}, ValueError,
+         "'converged' must hold True and False, got texts such as 'True'"),
         (make_minima(), {"by": ["l2_norm"]}, TypeError, "a measure is one name or one function, g"),
         (make_minima(), {"by": None}, TypeError, "a measure is one name or one function, got"),
         ([1.0, 2.0], {}, TypeError, r"must be a pandas.DataFrame.*got list"),
