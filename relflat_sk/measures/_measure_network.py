@@ -125,6 +125,7 @@ _SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
 _SURE = 4
 
 
+@torch.inference_mode(False)  # measures write to tensors of their own, and differentiate
 def measure_network(
     network: Network,
     names: Sequence[str],

@@ -261,6 +261,8 @@ def test_inference_mode_and_no_grad_around_the_call():
         inputs = X + 0
         assert relative_flatness(net, inputs, y, layer=0, criterion=criterion) == expected
         assert_close(relative_flatness(net, inputs, y, criterion=criterion) > 0, True)
+        for name in ("joint_eigenvalue_flatness", "keskar_sharpness", "calibration_error"):
+            assert relflat_sk.measure(name, net, inputs, y, criterion=criterion) > 0
 
 
 class UnderAutocast(nn.Sequential):
