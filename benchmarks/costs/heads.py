@@ -124,14 +124,16 @@ def main() -> int:
         for name in ways
         if not arguments.quick or name in {"relative_flatness", PLAIN}
     }
-    rows = [["", "median s", "compared with", "ratio [quartiles]", "MiB above model", "above step"]]
+    rows = [
+        ["", "median ms", "compared with", "ratio [quartiles]", "MiB above model", "above step"]
+    ]
     found = {}
     for name, seconds in times.items():
         base = PLAIN if "step" in name else FORWARD
         compared = found[name] = ratio(seconds, times[base])
         peak = peaks.get(name, math.nan)
         above = f"{peak - peaks[PLAIN]:.0f}" if base == PLAIN else ""
-        median = f"{torch.tensor(seconds).median():.2f}"
+        median = f"{1000 * torch.tensor(seconds).median():.1f}"
         rows.append([name, median, base, str(compared), f"{peak:.0f}", above])
     print("\n" + table(rows))
     value, exact = problem.measure("relative_flatness"), problem.exact()

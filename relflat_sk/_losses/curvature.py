@@ -38,7 +38,7 @@ from relflat_sk._numerics import full_precision, safe_root
 _CENTRED = 1024
 # largest number of rows in a chunk, and of numbers in its arrays, on a CPU and on a GPU. Large
 # chunks lose digits, because a matrix product adds up more terms; small chunks take long on a GPU
-_ROWS = {False: 2**10, True: 2**13}
+_ROWS = {False: 2**10, True: 2**15}
 _NUMBERS = {False: 2**23, True: 2**26}
 
 

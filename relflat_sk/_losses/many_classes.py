@@ -60,8 +60,8 @@ class _Odds:
 
     def place(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return the place of the most probable class in a chunk, and whether it is there."""
-        at, n = self.top - part.start, part.stop - part.start
-        return at.clamp(0, n - 1), (at >= 0) & (at < n)
+        at = self.top.clamp(part.start, part.stop - 1)
+        return at - part.start, at == self.top
 
     def others(self, z: Tensor, part: slice) -> Tensor:
         """Compute ``u`` for the classes of a chunk. Shapes: `z` (n, d); returns (n, c)."""
@@ -146,6 +146,7 @@ class _Sums:
             x.mul_(2 * shares.sum(dim=0)[:, None]).addmm_(shares.T, mean, alpha=-2)
             at, inside = self.odds.place(part)
             in_rows[part] = x.index_add_(0, at[:, 0], of_top.masked_fill(~inside, 0))
+            del x, shares, distances  # before the next chunk's are made
         gaps = away.square().sum(dim=1, keepdim=True) - variances
         in_logits.scatter_(1, self.odds.top, (outer * p * gaps).to(z.dtype))
         return in_logits, in_rows
