@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from relflat_sk._network.layer_maps import ConvolutionMap, LayerMap, LinearMap, TransposedLinearMap
 from relflat_sk.exceptions import LayerNotFoundError
@@ -174,7 +175,11 @@ def sharing_modules(name: str, named: Mapping[str, nn.Module]) -> list[str]:
 
 
 def check_stored(module: nn.Module) -> None:
-    """Refuse a network on the meta device."""
+    """Refuse a network whose parameters have no values: lazy ones, and those on the meta device."""
+    if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+        raise ValueError(
+            "the network has lazy layers, which have no weights yet; run it once on data first."
+        )
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(
             "the network, or a part of it, is on the meta device, where tensors have shapes but "

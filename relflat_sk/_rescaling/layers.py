@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from relflat_sk._network.borrowing import has_own_forward
@@ -68,10 +67,6 @@ class _Tracer(fx.Tracer):
 def trace(module: nn.Module) -> fx.Graph:
     """Record the forward pass in evaluation mode, on a copy that shares the parameters."""
     check_stored(module)
-    if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
-        raise ValueError(
-            "the network has lazy layers, which have no weights yet; run it once on data first."
-        )
     tracer = _Tracer()
     if tracer.is_leaf_module(module, ""):
         graph = fx.Graph()

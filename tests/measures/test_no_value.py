@@ -391,6 +391,14 @@ def test_networks_on_the_meta_device_are_refused(use, part):
         use(net)
 
 
+@pytest.mark.parametrize("name", ["relative_flatness", "l2_norm"])
+def test_lazy_layers_are_not_filled_by_a_measure(name):
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="lazy layers"):
+        measure(name, net, RANDOM, THREE, criterion=CE)
+    assert net[2].has_uninitialized_params()
+
+
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()
