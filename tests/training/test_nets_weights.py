@@ -1,17 +1,14 @@
 """Sample weights in training: repeated samples, by hand, and through scikit-learn's ways."""
 
-import pickle
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from sklearn import config_context
-from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from skorch.callbacks import Callback, Checkpoint
+from skorch.callbacks import Callback
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
@@ -218,17 +215,6 @@ def test_metadata_routing():
         assert "sample_weight" in str(requests)
     same(asking, first_fitted(make(), **weighted))
     same(other, first_fitted(make()))
-
-
-def test_checkpoints_in_training_have_no_weights(tmp_path):
-    checkpoint = Checkpoint(dirname=tmp_path, monitor=None, f_pickle="net.pkl")
-    net = make(callbacks=[checkpoint]).fit(X, NAMES, sample_weight=WEIGHTS)
-    with open(tmp_path / "net.pkl", "rb") as file:
-        saved = pickle.load(file)
-    assert "_training" not in vars(saved)
-    same(saved, net)
-    assert net._training is None
-    same(clone(net).set_params(callbacks=None).fit(X, NAMES), make().fit(X, NAMES))
 
 
 class Batches(Callback):
