@@ -1,21 +1,8 @@
-"""Vary the training data of a candidate: fewer samples, random labels, a confusion set.
+"""Vary the training data of a candidate: fewer samples, random labels, a confusion set [N17]_.
 
-Names in a search's space that begin with ``data__`` are not parameters of the estimator, but of
-the data that a candidate is trained on:
-
-=====================  ======================================================================
-name                   meaning
-=====================  ======================================================================
-data__train_size       number of samples, or their share; all samples by default
-data__random_labels    share of the labels that are shuffled among each other; 0 by default
-data__confusion_size   number of further samples, with shuffled labels [N17]_; 0 by default
-data__random_state     seed of all these choices; 0 by default
-=====================  ======================================================================
-
-Shuffling keeps the frequencies of the labels, so it works for any kind of target. A confusion set
-is trained on, but not measured on: losses, scores and measures are of the other samples. These
-are the same for all candidates, and every candidate that fits them is a minimum there, however
-badly the confusion set makes it generalize.
+`MinimaObjective` documents the names. Shuffling keeps the frequencies of the labels, so it works
+for any kind of target. Candidates are measured without the confusion set, so that every one that
+fits the other samples is a minimum there, however badly it generalizes.
 
 References
 ----------

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -125,8 +124,6 @@ def _interruptible() -> Iterator[None]:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _LOCK = threading.RLock()
-_NOT_ISOLATED = 0
-_N_THREADS: ContextVar[int | None] = ContextVar("n_threads", default=_NOT_ISOLATED)
 
 
 def in_fleet() -> bool:
@@ -136,14 +133,12 @@ def in_fleet() -> bool:
 
 @contextmanager
 def isolated(n_threads: int | None) -> Iterator[None]:
-    """Compute alone in this process, with a number of threads.
+    """Compute alone in this process, with a number of threads; None leaves it as it is.
 
-    A fleet computes alone as a whole: the trainings in it take turns. A context within one of the
-    same number of threads changes nothing: threadpoolctl takes 5 ms to find the libraries loaded.
-    With None, the number of threads stays what it is. A search inside of a fit, as by a callback,
-    does not wait for a candidate in another thread, which may wait for that fit.
+    A fleet computes alone as a whole: the trainings in it take turns. A search inside of a fit, as
+    by a callback, does not wait for a candidate in another thread, which may wait for that fit.
     """
-    if in_fleet() or n_threads == _N_THREADS.get():
+    if in_fleet():
         yield
         return
     with nullcontext() if IN_TURN.get() else _LOCK, ExitStack() as stack:
@@ -151,7 +146,6 @@ def isolated(n_threads: int | None) -> Iterator[None]:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(n_threads)  # also of MKL inside torch, which has its own limit
             stack.enter_context(threadpool_limits(limits=n_threads))
-        stack.callback(_N_THREADS.reset, _N_THREADS.set(n_threads))
         yield
 
 

@@ -1,15 +1,8 @@
-"""When a candidate is a minimum: it reached a goal, or its training has come to a plateau.
+"""When a candidate is a minimum, as docs/searching.md says: it reached a goal or a plateau.
 
-Flatness says something at a minimum only, so a candidate is one if its training
-
-- reached its **goal**: the loss of `StopAtLoss`, the gradient norm of `StopAtGradientNorm`, or
-  the goal of the search;
-- was ended by the **solver** of a scikit-learn estimator, by its own tolerance;
-- has come to a **plateau**, if a net has no goal of its own: over the last fifth of its epochs,
-  the mean training loss differs from that of the fifth before by at most 1% of the drop from the
-  best constant prediction's loss. With fewer than `FEWEST_EPOCHS` epochs nothing can be said;
-- reaches the loss at which candidates are ranked, at some **temperature**: where the ranking
-  measure is at equal loss and the user has chosen no goal.
+At a **plateau**, the mean training loss of the last fifth of the epochs differs from that of the
+fifth before by at most 1% of the drop from the best constant prediction's loss. With fewer than
+`FEWEST_EPOCHS` epochs nothing can be said.
 """
 
 from collections.abc import Mapping, Sequence

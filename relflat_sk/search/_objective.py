@@ -36,7 +36,6 @@ from relflat_sk.search._fit import (
     fit,
     in_fleet,
     in_isolation,
-    isolated,
     prepare,
     scale_lr,
     split_recorded,
@@ -317,7 +316,6 @@ class MinimaObjective:
         save_weights(self.artifact_store, trial, estimator, module, record)
         return record_verdict(record, estimator, self.goal, found, ranking)
 
-    @in_isolation
     def _train(
         self,
         params: Mapping[str, Any],
@@ -330,7 +328,6 @@ class MinimaObjective:
         layers = self.measuring.layers
         return fit(self._prepare(params, seed), self._data(params), seed, record, layers, trial)
 
-    @in_isolation
     def _restore(self, params: Mapping[str, Any], trial: FrozenTrial) -> Any:
         """Restore a trained candidate from its saved weights, without training."""
         weights = load_weights(self.artifact_store, trial)
@@ -382,6 +379,7 @@ class MinimaObjective:
         """Return whether the weights of a trial were saved, and are within reach."""
         return self.artifact_store is not None and ARTIFACT in trial.user_attrs
 
+    @in_isolation
     def _provide(self, trial: FrozenTrial, *, retrain: bool = True) -> tuple[Any, str]:
         """Restore the estimator of a trial, or train it again, and say why it is not as it was.
 
@@ -424,8 +422,7 @@ class MinimaObjective:
         # the table of minima says already whether the goal was reached
         with measured_later() as later:
             if in_fleet:
-                with isolated(self.n_threads):
-                    Fleet(1).run(train_once)
+                Fleet(1).run(train_once)
             else:
                 train_once()
         for check in later:

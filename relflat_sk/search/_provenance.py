@@ -1,30 +1,17 @@
 """Record in a study how its minima are made, and refuse to add minima that are made otherwise.
 
-The record is the user attribute `MADE_WITH` of the study: a dict with the parts below, each a dict
-from names to descriptions. A parameter that has its default is left out, so that versions of the
-library with more parameters can continue a study.
-
-================  ================================================================================
-part              content
-================  ================================================================================
-``estimator``     class and parameters, without those in the space
-``data``          shapes and checksums of X and y
-``held-out data`` shapes and checksums of X_test and y_test; may be added later
-``search``        measures that are objectives, seed, and all other settings of the objective
-``choices``       values of the space that Optuna knows by a label only; may be added later
-``measures``      arguments of the measures, and the user's functions; may be added later
-``units``         an empty unit of the loss for regressors, not compared
-================  ================================================================================
+The record is the user attribute `MADE_WITH` of the study: a dict of `_PARTS` and of the table's
+units, each a dict from names to descriptions. A parameter that has its default is left out, so that
+versions of the library with more parameters can continue a study.
 
 Descriptions are short texts, the same in every process. Classes and functions of the user have a
-checksum of their compiled code, those of installed libraries their name only: another version of a
-library may continue a study. Other objects are described by what `pickle` would store of them.
+checksum of their compiled code, those of installed libraries their name only.
 """
 
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -220,19 +207,6 @@ def digest(data: Any) -> str | None:
     return f"{array.shape} {_checksum(blocks)}"
 
 
-def _describe_data_set(data: Any) -> str:
-    """Describe a data set by its class, its length and three samples, if they are not random."""
-    length = f" of length {len(data)}" if hasattr(data, "__len__") else ""
-    try:
-        rows = 0, len(data) // 2, len(data) - 1
-        with fork_rng(None):
-            reads = [[describe(data[row]) for row in rows] for _ in range(_READS)]
-    except Exception:  # the user's code, which training will call again
-        reads = [[]]
-    samples = reads[0] if all(read == reads[0] for read in reads) else []
-    return _with_contents(type(data).__name__ + length, samples)
-
-
 # -- values, classes and functions ---------------------------------------------------------------
 
 
@@ -248,53 +222,34 @@ def _describe(value: Any, depth: int) -> str:  # noqa: PLR0911
     if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(describe(x, depth + 1) for x in value if not _is_logger(x)) + "]"
+        return "[" + ", ".join(describe(one, depth + 1) for one in value) + "]"
     if isinstance(value, Set):
         return "{" + ", ".join(sorted(describe(one, depth + 1) for one in value)) + "}"
     if isinstance(value, Mapping):
         items = sorted((repr(key), describe(one, depth + 1)) for key, one in value.items())
         return "{" + ", ".join(f"{key}: {one}" for key, one in items) + "}"
-    if isinstance(value, nn.Module):
-        return _describe_module(value)
-    if isinstance(value, Dataset) and type(value).__module__.partition(".")[0] not in _PLAIN_SETS:
-        return _describe_data_set(value)
-    found = digest(value)
+    found = None if isinstance(value, Dataset) else digest(value)
     if found is not None:
         return f"{type(value).__name__} of shape {found}"
     if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
         return _describe_code(value, depth)
-    return _describe_object(value, depth)
-
-
-def _is_logger(value: Any) -> bool:
-    """Return whether a value in a list is a callback of skorch that only shows or notes."""
-    one = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    return type(one).__module__ == "skorch.callbacks.logging"
-
-
-def _describe_module(module: nn.Module) -> str:
-    """Describe a network by its modules, the numbers and texts in them, and its weights."""
-    parts = [f"{name} {digest(one)}" for name, one in module.state_dict().items()]
-    for name, part in module.named_modules():
-        held = {key: one for key, one in vars(part).items() if key != "training"}
-        parts.append(f"{name} {_describe_code(type(part), 0)} {_plain_values(held)}")
-    return _with_contents(_describe_code(type(module), 0), parts)
-
-
-def _describe_object(value: Any, depth: int) -> str:
-    """Describe any other object by its class and its parameters, or by what pickle would store."""
-    name = _describe_code(type(value), depth)
     if depth > _DEEPEST:
-        return name
+        return _describe_code(type(value))
     if hasattr(value, "get_params"):
         held = _changed_params(value, depth + 1)
     else:
-        held = {key: describe(one, depth + 1) for key, one in _stored(value).items()}
-    return f"{name}({', '.join(f'{key}={one}' for key, one in sorted(held.items()))})"
+        held = {key: describe(one, depth + 1) for key, one in _contents(value).items()}
+    parts = ", ".join(f"{key}={one}" for key, one in sorted(held.items()))
+    return f"{_describe_code(type(value))}({parts})"
 
 
-def _stored(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object that matter; without any, what pickle would store."""
+def _contents(value: Any) -> dict[str, Any]:
+    """Return what an object holds that matters; without attributes, what pickle would store."""
+    if isinstance(value, nn.Module):
+        held = {name: [type(one), _plain_values(vars(one))] for name, one in value.named_modules()}
+        return {"modules": held, "weights": value.state_dict()}
+    if isinstance(value, Dataset) and type(value).__module__.partition(".")[0] not in _PLAIN_SETS:
+        return _samples(value)
     if getattr(value, "__dict__", None):
         return {key: one for key, one in vars(value).items() if not _WITHOUT_EFFECT.search(key)}
     try:
@@ -304,7 +259,19 @@ def _stored(value: Any) -> dict[str, Any]:
     return dict(zip(("arguments", "state"), stored, strict=False))
 
 
-def _describe_code(code: Any, depth: int) -> str:
+def _samples(data: Any) -> dict[str, Any]:
+    """Return length and three samples of a data set; none if they are random."""
+    found = {"length": len(data)} if hasattr(data, "__len__") else {}
+    try:
+        rows = 0, len(data) // 2, len(data) - 1
+        with fork_rng(None):
+            reads = [describe([data[row] for row in rows]) for _ in range(_READS)]
+    except Exception:  # the user's code, which training will call again
+        return found
+    return found | ({"samples": reads[0]} if len(set(reads)) == 1 else {})
+
+
+def _describe_code(code: Any, depth: int = 0) -> str:
     """Name a class or function; those of the user have a checksum of their code.
 
     A library is known by its top folder, since its modules may move, and the user's own code by
@@ -337,8 +304,7 @@ def _is_installed(code: Any) -> bool:
 def _compiled(code: Any) -> list[Any]:
     """List what the user's function, or a class and its bases, were compiled to.
 
-    Their source would be lost where cloudpickle makes a class again, as it does with the classes
-    of a notebook when worker processes return their networks.
+    A class that cloudpickle makes again, as of a notebook, has no source.
     """
     if isinstance(code, FunctionType):
         defaults = (*(code.__defaults__ or ()), *sorted((code.__kwdefaults__ or {}).items()))
@@ -362,7 +328,8 @@ def _bytecode(code: CodeType) -> list[Any]:
 
 def _plain_values(held: Mapping[str, Any]) -> list[str]:
     """Describe those values that nothing changes in place: numbers, texts, tuples of these."""
-    plain = {name: one for name, one in held.items() if name[0] != "_" and _is_plain(one)}
+    hidden = {name for name in held if name[0] == "_" or name == "training"}
+    plain = {name: one for name, one in held.items() if name not in hidden and _is_plain(one)}
     return [f"{name}={value!r}" for name, value in sorted(plain.items())]
 
 
@@ -372,8 +339,3 @@ def _is_plain(value: Any) -> bool:
 
 def _checksum(value: Any) -> str:
     return str(joblib.hash(value))[:8]
-
-
-def _with_contents(text: str, parts: Sequence[str]) -> str:
-    """Append a checksum of what a value holds to its description."""
-    return f"{text} (contents {_checksum(list(parts))})" if parts else text

@@ -4,12 +4,12 @@ import copy
 import json
 import pickle
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from inspect import signature
 from math import ceil, isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
@@ -251,8 +251,9 @@ class _Task:
     ended: str = ""  # why there are no further models
 
     def __post_init__(self) -> None:
-        if self.seed is None:  # that of the call that another one goes on from
-            self.seed = self.recall(_draw_seed, "" if self.memory is None else self.description())
+        if self.seed is None:  # another call that goes on from the memory has the same one
+            kept = self.memory is not None
+            self.seed = zlib.crc32(self.description().encode()) >> 1 if kept else draw_seed(None)
 
     @cached_property
     def given(self) -> dict[str, str]:
@@ -263,20 +264,6 @@ class _Task:
     def description(self) -> str:
         """Describe what changes the rows, beside the models."""
         return repr([self.given, describe_measures(self.measuring), self.seed])
-
-    def recall(self, function: Callable[..., Any], key: str, *others: Any) -> Any:
-        """Return what a function returns, from the memory if that has it, whole, under `key`."""
-        if self.memory is None:
-            return function(key, *others)
-        ignore = [name for name in signature(function).parameters if name != "key"]
-        kept = self.memory.cache(function, ignore=ignore)
-        if hasattr(kept, "check_call_in_cache") and kept.check_call_in_cache(key, *others):
-            held = kept.call_and_shelve(key, *others)
-            try:
-                return held.get()
-            except Exception:  # a file that was cut off, of which joblib prints all arguments
-                held.clear()
-        return kept(key, *others)
 
     def seen(self, network: Network) -> Iterator[str]:
         """Describe a network, its loss, and all that it reads and returns.
@@ -342,10 +329,11 @@ class _Task:
                 network = next(iter(networks.values()))
                 if network.loss.row is None or network.loss.row.task == "regression":
                     self.units["loss_unit"] = ""
-                key = ""
+                measure = partial(_measure_model, self, model, networks, has_record)
                 if self.memory is not None:
                     key = repr([label, has_record, params, self.description(), *self.seen(network)])
-                record |= self.recall(_measure_model, key, self, model, networks, has_record)
+                    measure = partial(self.memory.cache(_call, ignore=["measure"]), key, measure)
+                record |= measure()
         except CallError as error:
             raise ValueError(f"{label!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:
@@ -370,15 +358,15 @@ def _open(memory: Any) -> Any:
         ) from error
 
 
-def _draw_seed(key: str) -> int:
-    """Draw a seed for what `key` describes."""
-    return draw_seed(None)
+def _call(key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Measure a model, of which `key` tells whether it was measured before."""
+    return measure()
 
 
 def _measure_model(
-    key: str, task: _Task, model: Any, networks: Mapping[Any, Network], has_record: bool
+    task: _Task, model: Any, networks: Mapping[Any, Network], has_record: bool
 ) -> dict[str, Any]:
-    """Measure a model, of which `key` tells whether it was measured before."""
+    """Measure a model, and return the part of its row that a memory keeps."""
     record: dict[str, Any] = {}
     ranking = task.measuring.names[:1]
     found = record_measures(record, networks, task.seed, task.measuring, ranking)

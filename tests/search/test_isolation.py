@@ -15,7 +15,6 @@ from torch import nn
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
 from relflat_sk._random import alone
 from relflat_sk.minima._table import attributes_of
-from relflat_sk.search import _fit
 from relflat_sk.search._fit import isolated
 
 X, Y = load_digits(return_X_y=True)
@@ -101,9 +100,13 @@ def test_number_of_threads_is_a_candidates_own():
             return super().forward(x)
 
     net = make_net(Spy).set_params(max_epochs=1)
-    MinimaObjective(net, X, Y, {"lr": [0.01]})(optuna.trial.FixedTrial({"lr": 0.01}))
+    objective, study = MinimaObjective(net, X, Y, {"lr": [0.01]}), optuna.create_study()
+    study.optimize(objective, 1)
     assert seen == {1}
     assert n_threads() == {2}
+    seen.clear()
+    objective._provide(study.trials[0])  # trained again
+    assert seen == {1}
     # in nested contexts, and after an error
     with pytest.raises(RuntimeError, match="in training"), isolated(1):  # noqa: PT012
         with isolated(2), isolated(None):
@@ -139,14 +142,3 @@ def test_a_search_inside_of_a_fit_and_a_candidate_do_not_wait_for_each_other():
     for thread in threads:
         thread.join(60)
     assert trains == ["the search", "the candidate"]
-
-
-def test_libraries_are_looked_for_once_per_candidate(monkeypatch):
-    """Small candidates train in the time that it takes to find them."""
-    limit, limits = _fit.threadpool_limits, []
-    monkeypatch.setattr(
-        _fit, "threadpool_limits", lambda **given: limits.append(given) or limit(**given)
-    )
-    objective = MinimaObjective(make_net(), X, Y, {"lr": [0.01]})
-    objective(optuna.trial.FixedTrial({"lr": 0.01}))
-    assert limits == [{"limits": 1}]
