@@ -222,7 +222,7 @@ def _describe(value: Any, depth: int) -> str:  # noqa: PLR0911
     if type(value) in _PLAIN:
         return repr(value)
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(describe(one, depth + 1) for one in value) + "]"
+        return "[" + ", ".join(describe(x, depth + 1) for x in value if not _is_logger(x)) + "]"
     if isinstance(value, Set):
         return "{" + ", ".join(sorted(describe(one, depth + 1) for one in value)) + "}"
     if isinstance(value, Mapping):
@@ -241,6 +241,12 @@ def _describe(value: Any, depth: int) -> str:  # noqa: PLR0911
         held = {key: describe(one, depth + 1) for key, one in _contents(value).items()}
     parts = ", ".join(f"{key}={one}" for key, one in sorted(held.items()))
     return f"{_describe_code(type(value))}({parts})"
+
+
+def _is_logger(value: Any) -> bool:
+    """Return whether a value in a list is a callback of skorch that only shows or notes."""
+    one = value[1] if isinstance(value, tuple) and len(value) == 2 else value
+    return type(one).__module__ == "skorch.callbacks.logging"
 
 
 def _contents(value: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from scipy import sparse, special
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
-from skorch.callbacks import EarlyStopping
+from skorch.callbacks import EarlyStopping, EpochTimer
 from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
@@ -163,10 +163,11 @@ def test_edits_arguments_of_fit_and_choices_of_the_same_name_are_refused(stored,
         (logistic(), logistic({"C": [1.0, 0.5]})),
         (logistic(), logistic(estimator=LogisticRegression(max_iter=1000, C=5.0))),
         (of_pipelines(), of_pipelines(logisticregression__C=7.0)),
-        (of_nets(max_epochs=20), of_nets(max_epochs=20, verbose=1)),
+        (of_nets(max_epochs=20),
+         of_nets(max_epochs=20, callbacks=[StopAtLoss(0.5), EpochTimer()], verbose=1)),
     ],
-    ids=["verbose", "sampler", "pruner", "order", "in the space", "in a pipeline", "verbose net"],
-)
+    ids=["verbose", "sampler", "pruner", "order", "in the space", "in a pipeline", "logging"],
+)  # fmt: skip
 def test_what_does_not_change_results_goes_on(stored, first, again):
     trials = first.set_params(**stored).fit(X, Y).study_.trials
     assert again.set_params(**stored).fit(X, Y).study_.trials[:2] == trials
