@@ -38,7 +38,7 @@ from relflat_sk.search._space import Space
 from relflat_sk.search._study import SearchStudy, log_level, open_storage
 from relflat_sk.search._workers import Sweep, train_in_processes
 from tests.processes import forkserver
-from tests.search.examples import Slow, X, Y, logistic
+from tests.search.examples import X, Y, logistic
 from tests.search.storages import FILES
 
 C = [0.3, 0.5, 1.0]
@@ -458,10 +458,22 @@ SHARED = {
 }
 
 
-def search_slowly(storage, space):
+PERMITS = []
+
+
+class Permitted(LogisticRegression):
+    """Trains when the test permits it, on a machine however busy."""
+
+    def fit(self, X, y):
+        for permits in PERMITS:
+            permits.acquire()
+        return super().fit(X, y)
+
+
+def search_shared(storage, space):
     return logistic(
         SHARED[space],
-        Slow(max_iter=1000),
+        Permitted(max_iter=1000),
         n_trials=N_TRIALS,
         storage=storage,
         study_name="sweep",
@@ -469,11 +481,12 @@ def search_slowly(storage, space):
     ).fit(X, Y)
 
 
-def work(start, make_storage, space):
+def work(permits, start, make_storage, space):
+    PERMITS.append(permits)
     if start is not None:
         start.wait(600)
     # another process can hold what is left, and die of it: then this one comes again
-    search_slowly(make_storage(), space)
+    search_shared(make_storage(), space)
 
 
 @pytest.mark.slow
@@ -486,8 +499,10 @@ def test_three_processes_two_of_which_are_killed(make_storage, space):
     """All begin at the same moment, with no study and no file before."""
     context = forkserver()
 
+    permits = context.Semaphore(0)
+
     def begin(start=None):
-        worker = context.Process(target=work, args=(start, make_storage, space))
+        worker = context.Process(target=work, args=(permits, start, make_storage, space))
         worker.start()
         return worker
 
@@ -501,13 +516,17 @@ def test_three_processes_two_of_which_are_killed(make_storage, space):
         return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
 
     for turn, due in enumerate(DUE):
+        for _ in range(len(minima()), due):
+            permits.release()
         while len(minima()) < due:
-            assert any(worker.exitcode is None for worker in workers)
+            assert all(worker.exitcode is None for worker in workers)
             time.sleep(0.05)
         os.kill(workers[turn].pid, signal.SIGKILL)
         workers[turn].join()
         assert workers[turn].exitcode == -signal.SIGKILL
         workers[turn] = begin()
+    for _ in range(2 * N_TRIALS):
+        permits.release()
     for worker in workers:
         worker.join()
     assert [worker.exitcode for worker in workers] == [0] * N_PROCESSES
@@ -518,4 +537,4 @@ def test_three_processes_two_of_which_are_killed(make_storage, space):
     # all else is what was killed, or withdrawn
     others = [trial for trial in study.trials if trial.state != TrialState.COMPLETE]
     assert all(map(is_cut_short, others))
-    assert len(search_slowly(make_storage(), space).minima_) == N_TRIALS
+    assert len(search_shared(make_storage(), space).minima_) == N_TRIALS

@@ -209,7 +209,7 @@ def test_its_checkpoints_are_ranked(tmp_path):
     fit(Saved(tmp_path), every, enable_checkpointing=True)
     paths = sorted(tmp_path.iterdir())
     options = {"criterion": CRITERION, "measure": "relative_flatness"}
-    with pytest.raises(ValueError, match=r"other objects than tensors \(pathlib.PosixPath\)"):
+    with pytest.raises(ValueError, match=r"other objects than tensors \(pathlib.*PosixPath\)"):
         rank_models(tmp_path, X, Y, module=network(), **options)
     with torch.serialization.safe_globals([type(tmp_path)]):
         table, same = (  # the network, or the module that contains it
