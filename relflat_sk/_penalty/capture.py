@@ -142,8 +142,15 @@ class FirstPass:
         for record in records:
             check_uses(record.name, [record.name] if uses_elsewhere(output, record) else [])
             check_linear(record, *self.rows[record.name])
-        with without_autocast(output):
-            check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
+        _check_rows(output, records, explicit, weighted=weighted)
+
+
+def _check_rows(
+    output: Tensor, records: list[LayerRecord], explicit: ExplicitLayers, *, weighted: bool
+) -> None:
+    """Refuse layers whose rows are not those of the output."""
+    with without_autocast(output):
+        check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
 
 
 def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
@@ -182,6 +189,7 @@ class Capture:
         self.explicit = ExplicitLayers()
         self._first: FirstPass | None = None  # from which the plan is to be made
         self.plan: Plan | None = None
+        self._checked: tuple[Any, bool] | None = None  # how outputs whose rows were checked arose
 
     def open(
         self, module: nn.Module, asked: tuple[Layer, ...] | None
@@ -245,4 +253,8 @@ class Capture:
             first, self._first = self._first, None
             assert first is not None
             self.plan = first.make_plan(output, self.explicit, weighted=weighted)
+        elif (type(output.grad_fn), weighted) != self._checked:
+            records = [recorder[name] for name in self.plan.penalised]
+            _check_rows(output, records, self.explicit, weighted=weighted)
+        self._checked = type(output.grad_fn), weighted
         return self.plan, recorder

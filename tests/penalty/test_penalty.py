@@ -442,3 +442,19 @@ def test_repr_shows_all_parameters_and_defaults_are_those_of_the_nets():
     assert repr(RelativeFlatnessPenalty(["0", -1], probes=2)) == (
         "RelativeFlatnessPenalty(layer=['0', -1], normalize=False, probes=2, weight=0.1, clip=0.5)"
     )
+
+
+@pytest.mark.parametrize("layer", [-1, 0])
+@pytest.mark.parametrize("late", [lambda z: z - z.mean(0), lambda z: z.view(2, 2, 3).mean(1)])
+def test_rows_are_checked_again_where_outputs_arise_in_another_way(layer, late):
+    net = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    X, y = torch.randn(4, 5), torch.arange(4) % 3
+    penalty = RelativeFlatnessPenalty(layer=layer)
+    for change in (lambda z: z, lambda z: 2 * z):
+        with penalty.capture(net):
+            z = net(X)
+        penalty(nn.CrossEntropyLoss(), change(z), y)
+    with penalty.capture(net):
+        z = late(net(X))
+    with pytest.raises(ValueError, match="depend on other rows"):
+        penalty(nn.CrossEntropyLoss(), z, y[: len(z)])
