@@ -131,6 +131,17 @@ def test_what_a_fleet_finds_is_what_one_by_one_finds(case, caplog):
     assert (TrialState.PRUNED in states) == (case == "pruned")
 
 
+def test_weights_are_saved_and_a_study_is_resumed(kept, alone):
+    first = make_search(n_trials=6, **kept).fit(X, y, X[:20], y[:20])
+    assert len(first.minima_) == 6
+    second = make_search(**kept).fit(X, y, X[:20], y[:20])
+    assert_same(second, alone)
+    again = make_search(**kept).fit(X, y, X[:20], y[:20])  # from the saved weights
+    np.testing.assert_array_equal(again.predict(X), alone.predict(X))
+    measured = again.remeasure(["hessian_trace"])
+    assert measured["hessian_trace"].notna().all()
+
+
 class Interrupts(Callback):
     """Sends a real SIGINT at the end of an epoch of one candidate."""
 

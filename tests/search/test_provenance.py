@@ -16,12 +16,12 @@ from scipy import sparse, special
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
-from skorch.callbacks import EarlyStopping, EpochTimer
+from skorch.callbacks import EarlyStopping, EpochTimer, LRScheduler
 from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from relflat_sk import FlatnessScorer, FlatnessWarning, MinimaObjective, StopAtLoss
+from relflat_sk import MLP, FlatnessScorer, FlatnessWarning, MinimaObjective, StopAtLoss
 from relflat_sk.search._provenance import MADE_WITH, check_made_with, describe, digest
 from tests.contracts.pages import blocks
 from tests.search import examples
@@ -383,13 +383,21 @@ def test_descriptions_hold_no_address_and_no_order_of_a_set():
     [
         (np.float32(0.5), "0.5"),
         ((4, [8]), "[4, [8]]"),
-        ([StopAtLoss(0.1).on_epoch_end], "[relflat_sk.StopAtLoss(loss=0.1).on_epoch_end]"),
+        (MLP, "relflat_sk.MLP"),
+        (torch.optim.Adam, "torch.Adam"),
+        (functools.partial(max, 1),
+         "functools.partial(arguments=[builtins.max], state=[builtins.max, [1], {}, {}])"),
+        ([StopAtLoss(0.1), EpochTimer()], "[relflat_sk.StopAtLoss(loss=0.1)]"),
+        (LRScheduler(policy="StepLR", step_size=3),
+         "skorch.LRScheduler(policy='StepLR', step_size=3)"),
         (LogisticRegression(C=2.0, verbose=3, n_jobs=2), "sklearn.LogisticRegression(C=2.0)"),
-        (FunctionTransformer(special.expit), "sklearn.FunctionTransformer(func=numpy.expit)"),
+        (FunctionTransformer(np.log1p), "sklearn.FunctionTransformer(func=numpy.log1p)"),
+        (special.expit, "numpy.expit"),
+        (StopAtLoss(0.1).on_epoch_end, "relflat_sk.StopAtLoss(loss=0.1).on_epoch_end"),
     ],
-)
+)  # fmt: skip
 def test_descriptions(value, text):
-    assert describe(value) == text
+    assert describe(value) == describe(value) == text
 
 
 def test_classes_that_cloudpickle_has_made_again_are_the_same():
