@@ -5,14 +5,11 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 """
 
 import copy
-import hashlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import singledispatch
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -40,8 +37,6 @@ from relflat_sk._network.batches import Batch, Batches, LoadedBatches, RowSource
 from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
-from relflat_sk._network.processes import join
-from relflat_sk._random import alone
 
 # -- options -------------------------------------------------------------------------------
 
@@ -216,34 +211,6 @@ def to_network_with_source(model: Any, X: Any, y: Any, options: DataOptions) -> 
     """Do the same as `to_network`, for measures that may be functions of model and data."""
     source = Source(model, X, y, options.sample_weight)
     return replace(to_network(model, X, y, options), source=source)
-
-
-@contextmanager
-def joined(
-    model: Any, X: Any, y: Any, options: DataOptions, process_group: Any
-) -> Iterator[Network]:
-    """Make a network of a model, whose data several processes may hold."""
-    processes = join(process_group)
-    with processes.together():
-        network = to_network_with_source(model, X, y, options)
-        if processes.are_several:
-            # data parallelism leaves each process running statistics of its own in batch norm
-            named = chain(network.module.named_parameters(), network.module.named_buffers())
-            held = [(name, _digest(tensor)) for name, tensor in named if tensor.is_floating_point()]
-            if any(other != held for other in processes.gather(held)):
-                raise ValueError(
-                    "the processes of process_group hold models with different weights or buffers, "
-                    "such as the running statistics of batch norm, so that there is no value for "
-                    "all of them. Load the same state_dict in each process."
-                )
-        with alone():
-            yield replace(network, processes=processes)
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return a hash of a tensor's numbers, in their order."""
-    numbers = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data
-    return hashlib.sha256(numbers).hexdigest()
 
 
 @to_network.register

@@ -16,7 +16,6 @@ from relflat_sk._losses.loss import Loss, constant_risk, name_criterion
 from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import find_layer
-from relflat_sk._network.processes import ALONE, Processes
 from relflat_sk._network.recording import record_order
 from relflat_sk._numerics import full_precision, read_numbers, without_autocast
 from relflat_sk._random import fork_rng
@@ -169,7 +168,6 @@ class Network:
     batches: Batches
     forward: Callable[[Any], Any] | None = None
     source: Source | None = None
-    processes: Processes = ALONE
     _checked: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
     # what the module returned last, until `check_criterion` has seen it
     _whole: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -307,8 +305,8 @@ def mean_loss(network: Network) -> float:
         for outcome in outcomes(network):
             loss, share = outcome.total()
             total, divisor = total + loss, divisor + share
-    sums = network.processes.sum_numbers(*read_numbers(total, divisor))
-    return sums[0] / sums[1]
+    total_loss, total_share = read_numbers(total, divisor)
+    return total_loss / total_share
 
 
 def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
@@ -350,8 +348,7 @@ def best_constant_loss(
         weights.append(weight)
     if not targets:
         return math.nan
-    every, counts = network.processes.join_rows(torch.cat(targets), torch.cat(weights))
-    return constant_risk(network.loss, every, counts, shape, link)
+    return constant_risk(network.loss, torch.cat(targets), torch.cat(weights), shape, link)
 
 
 def _read_labels(network: Network, shape: torch.Size) -> Iterator[Labels]:

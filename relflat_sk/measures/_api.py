@@ -9,8 +9,14 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
-from relflat_sk._models.network_of import DataOptions, joined, name_layer, name_layers
+from relflat_sk._models.network_of import (
+    DataOptions,
+    name_layer,
+    name_layers,
+    to_network_with_source,
+)
 from relflat_sk._network.layers import Layer
+from relflat_sk._random import alone
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import LARGEST_NEURON, MAX_PASSES
 from relflat_sk.measures._measure_network import (
@@ -42,7 +48,6 @@ def evaluate(
     y: Any = None,
     *,
     layer: Layer = -1,
-    process_group: Any = None,
     **params: Any,
 ) -> Flatness:
     """Measure a model as `measure` does; return the value, its error and the loss of the same pass.
@@ -58,7 +63,8 @@ def evaluate(
     check_layers([name], layer)
     of_data = {key: params.pop(key) for key in _OF_DATA & params.keys()}
     options = DataOptions(**of_data, in_order=params.get("per_sample", False))
-    with joined(model, X, y, options, process_group) as network:
+    network = to_network_with_source(model, X, y, options)
+    with alone():
         (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
     return found
 
@@ -74,7 +80,6 @@ def flatness_report(  # noqa: PLR0913
     batch_size: int = 1024,
     device: Any = None,
     sample_weight: Any = None,
-    process_group: Any = None,
     **params: Any,
 ) -> pd.DataFrame:
     """Measure all layers in all ways, with as few passes over the data as possible.
@@ -104,8 +109,6 @@ def flatness_report(  # noqa: PLR0913
         Where to compute; where the model is if None.
     sample_weight : array of shape (n,), optional
         Weight of each sample in the mean loss; one if None.
-    process_group : torch.distributed.ProcessGroup or "world", optional
-        The processes that hold the data, see `relative_flatness`.
     **params : dict
         `method`, `n_probes`, `rtol`, `atol`, `max_passes`, `verbose`, `random_state` and
         `at_loss` as in `relative_flatness`, `weight_decay` as in `measure`, and arguments of the
@@ -165,7 +168,8 @@ def flatness_report(  # noqa: PLR0913
             names = [name for name in names if takes_loss(name)]
     options = DataOptions(criterion, batch_size, device, sample_weight)
     measured = {name: LARGEST_NEURON if name == NEURONS else name for name in names}
-    with joined(model, X, y, options, process_group) as network:
+    network = to_network_with_source(model, X, y, options)
+    with alone():
         found = measure_network(
             network,
             list(measured.values()),
@@ -354,7 +358,6 @@ def relative_flatness(  # noqa: PLR0913
     random_state: int | np.random.RandomState | None = None,
     per_sample: bool = False,
     return_stderr: bool = False,
-    process_group: Any = None,
     verbose: int = 0,
     at_loss: float | None = None,
 ) -> float | tuple[float, float] | Floats | tuple[Floats, Floats]:
@@ -415,10 +418,6 @@ def relative_flatness(  # noqa: PLR0913
     return_stderr : bool, default=False
         Whether to return the standard error as well, which is 0 for exact values; with
         `per_sample`, one for each term.
-    process_group : torch.distributed.ProcessGroup or "world", optional
-        Processes that hold the same model and each a part of the data, of any size but 0. All of
-        them call the function, and each returns the value for all data. "world" is the default
-        group. None: the data of the calling process are all data.
     verbose : int, default=0
         1 shows a progress bar of the probes.
     at_loss : float, optional
@@ -532,7 +531,6 @@ def relative_flatness(  # noqa: PLR0913
         sample_weight=sample_weight,
         random_state=random_state,
         per_sample=per_sample,
-        process_group=process_group,
         verbose=verbose,
         at_loss=at_loss,
     )

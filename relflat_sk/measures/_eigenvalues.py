@@ -141,7 +141,7 @@ class EigenvalueMeasures:
                     total.add_(found.weight_product(matrix, forward.row_weights(found)))
 
                 scan_again(self.network, [layer], add)
-            return (self.network.processes.sum(total) / summary.divisor).flatten()
+            return (total / summary.divisor).flatten()
 
         return largest_eigenvalue(
             product,

@@ -27,7 +27,6 @@ from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network, best_constant_loss, outcomes
-from relflat_sk._network.processes import Processes
 from relflat_sk.measures._results import Summary
 from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, scan
 
@@ -185,8 +184,8 @@ class _Recording:
                 self.rows.append(_Rows(self.network.loss, logits, *known))
 
     def has_all(self, what: str) -> bool:
-        """Return whether there was room for rows, or passes, in all processes."""
-        return all(self.network.processes.gather(self._room[what] >= 0))
+        """Return whether there was room for rows, or passes, for the whole data."""
+        return self._room[what] >= 0
 
     def _has_room(self, what: str, size: float) -> bool:
         """Take room, of which there is none any more where a batch did not fit."""
@@ -233,10 +232,10 @@ class _Recording:
                     "it could be divided"
                 )
             return mean / target
-        beta = first = 1e-6 / max(1e-30, *self.network.processes.gather(self.largest))
-        newton = partial(_Newton, self.network.processes, first, target, constant)
+        beta = first = 1e-6 / max(1e-30, self.largest)
+        newton = partial(_Newton, first, target, constant)
         fits = self.has_all("rows")
-        if not fits and any(self.network.processes.gather(bool(self.rows))):
+        if not fits and self.rows:
             with suppress(_NotReachedError):  # near the root, few passes are enough
                 beta = newton(lambda: self.rows).solve(beta, rounding=_ROUGHLY)
         return 1 / newton((lambda: self.rows) if fits else self._run).solve(beta)
@@ -254,7 +253,6 @@ class _Recording:
 class _Newton:
     """Newton's iteration for the smallest beta with a given mean loss, see the module."""
 
-    processes: Processes
     first: float
     target: float
     constant: float
@@ -291,7 +289,7 @@ class _Newton:
         sums = np.zeros(3)
         for some in self.rows():
             sums += (*some.at(beta), some.divisor)
-        total, slope, divisor = self.processes.sum_numbers(*sums.tolist())
+        total, slope, divisor = sums.tolist()
         return total / divisor, slope / divisor
 
     def _not_reached(self, low: float, high: float) -> _NotReachedError:

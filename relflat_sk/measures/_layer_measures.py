@@ -21,9 +21,8 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
-from relflat_sk._network.processes import Processes
 from relflat_sk._numerics import column_squares, inverse_spread, or_one, read_numbers, varies
-from relflat_sk._random import RandomState, draw_seeds, make_generator
+from relflat_sk._random import RandomState, make_generator
 from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
 from relflat_sk.measures._quantities import (
@@ -219,10 +218,7 @@ class TraceMeasures:
         """Check the method, and prepare to draw."""
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {tuple(METHODS)}, got {self.method!r}.")
-        seed, rank = self.random_state, self.network.processes.rank
-        if rank > 0 and seed is not None:
-            seed = draw_seeds(seed, rank)[-1]  # processes must not draw the same probes
-        self._generator = make_generator(seed, self.network.device)
+        self._generator = make_generator(self.random_state, self.network.device)
         self._spent = 0  # passes of sums that are not finished
         every = [_QUANTITIES[name] for name in self.names]
         self._normalized = any(one.normalized for one in every)
@@ -246,8 +242,6 @@ class TraceMeasures:
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
         """Compute the measures, with as many further passes as they need."""
         if self._normalized:
-            for spread in self._spreads.values():
-                spread.combine(self.network.processes)
             self._spent += 1
             scan_again(self.network, list(summary.layer_weights), self._add_first)
         sums = self._refine(self._close(_PILOT), summary)
@@ -272,14 +266,11 @@ class TraceMeasures:
                 plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
                 plan.deflatable = is_deflatable(layer, quantity, _KEPT // _DEFLATION)
                 self._plans[layer.name, name] = plan
-        own = {key: (plan.n_passes, plan.deflatable) for key, plan in self._plans.items()}
         most = METHODS[self.method]
         if self.method == "auto":
             most = min(most, self.precision.n_left(self._spent))
-        every = self.network.processes.gather(own)
-        for key, plan in self._plans.items():
-            plan.n_passes = max(one[key][0] for one in every)
-            plan.deflatable = self.method == "auto" and all(one[key][1] for one in every)
+        for plan in self._plans.values():
+            plan.deflatable &= self.method == "auto"
             plan.exact = plan.n_passes <= most and self.method != "hutchinson"
 
     def _add(self, forward: ForwardPass, keys: Iterable[Key], n_probes: int) -> None:
@@ -322,13 +313,12 @@ class TraceMeasures:
     def _close(self, n_probes: int) -> dict[Key, _Sum]:
         """Return the sums of a pass, when all samples were added."""
         sums = {}
-        for key in sorted(self._seen):  # in the same order in all processes
-            totals, scatters = zip(*self._seen[key], strict=True)
-            total = self.network.processes.sum(torch.cat(totals))
-            scatter = torch.zeros_like(total)
-            if not self._plans[key].exact:
-                scatter = self.network.processes.sum(torch.cat(scatters))
-            sums[key] = _Sum(total, scatter, 1 if self._plans[key].exact else n_probes)
+        for key, seen in self._seen.items():
+            totals, scatters = zip(*seen, strict=True)
+            total = torch.cat(totals)
+            is_exact = self._plans[key].exact
+            scatter = torch.zeros_like(total) if is_exact else torch.cat(scatters)
+            sums[key] = _Sum(total, scatter, 1 if is_exact else n_probes)
         self._seen = {}
         return sums
 
@@ -511,15 +501,6 @@ class FeatureSpread:
             torch.maximum(high, more_high),
         ]
 
-    def combine(self, processes: Processes) -> None:
-        """Include what the other processes have seen, in the same order in all of them."""
-        if processes.are_several:
-            device = self._seen[0].device
-            every = processes.gather([array.cpu() for array in self._seen])
-            self._seen = []
-            for seen in every:
-                self._include(*(array.to(device) for array in seen))
-
     def spread(self) -> Tensor:
         """Return the standard deviations for the columns of the weight. Shapes: returns (m,)."""
         total, _, squares, low, high = self._seen
@@ -541,10 +522,6 @@ class FeatureMoments:
         """Add the features of a batch, with a weight for each row of them."""
         self._total = self._total + layer.feature_moments(weights)
         self._eps = torch.finfo(layer.features.dtype).eps
-
-    def combine(self, processes: Processes) -> None:
-        """Include what the other processes have seen."""
-        self._total = processes.sum(self._total)
 
     def spread(self) -> Tensor:
         """Return the root, of ``S`` with a small ridge. Shapes: returns (groups, m, m)."""
@@ -581,8 +558,7 @@ class GradientNorms:
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
         found = {}
         for name, own in self._totals.items():
-            total = self.network.processes.sum(own)
-            gradient = total / summary.divisor + weight_decay * summary.layer_weights[name]
+            gradient = own / summary.divisor + weight_decay * summary.layer_weights[name]
             norm = float(gradient.norm())
             found[name, GRADIENT_NORM] = Flatness(norm, 0.0, "exact", self.network, summary)
         return found

@@ -15,7 +15,7 @@ from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
 from relflat_sk._network.network import Network, outcome_of
-from relflat_sk._random import RandomState, draw_seed, make_generator, rademacher, seed_from
+from relflat_sk._random import RandomState, make_generator, rademacher
 from relflat_sk._warnings import warn
 from relflat_sk.measures._equal_loss import EqualLoss, are_no_logarithms, at_equal_loss, check_share
 from relflat_sk.measures._layer_measures import (
@@ -45,8 +45,7 @@ def criterion_has_curvature(network: Network) -> bool:
     with borrowed(network.module):
         # by its formula, also where outputs are too large to show it in float32
         curved = network.loss.is_curved and not _takes_logits_as_logarithms(network)
-        curved = curved or any(_is_curved(network, batch) for batch in network.batches())
-    return any(network.processes.gather(curved))
+        return curved or any(_is_curved(network, batch) for batch in network.batches())
 
 
 def _takes_logits_as_logarithms(network: Network) -> bool:
@@ -148,12 +147,7 @@ def measure_network(
     check_number("weight_decay", weight_decay, positive=False)
     check_at_loss(names, at_loss)
     check_arguments(names, params)
-    _check_together(names, weight_decay, per_sample, network.processes.are_several)
-    if network.processes.are_several:
-        # of the weights' noise and of Lanczos' first vector; probes have seeds of their own
-        seed = seed_from(params.get("random_state"))
-        seed = draw_seed(None) if seed is None else seed
-        params["random_state"] = network.processes.gather(seed)[0]
+    _check_together(names, weight_decay, per_sample)
     params |= {"weight_decay": weight_decay, "per_sample": per_sample}
     found: Found = {}
     shares = {name: loss_share(name, at_loss) for name in names}
@@ -243,26 +237,13 @@ def counts_decay(name: str) -> bool:
     return not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
 
 
-def _check_together(
-    names: Sequence[str], weight_decay: float, per_sample: bool, are_several: bool
-) -> None:
-    """Refuse what these measures cannot do: decay, terms of samples, data of several processes."""
+def _check_together(names: Sequence[str], weight_decay: float, per_sample: bool) -> None:
+    """Refuse what these measures cannot do: decay, and terms of samples."""
     undecayed = [name for name in names if not counts_decay(name)]
     if weight_decay and undecayed:
         raise ValueError(
             f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
             "of the weights; leave one of them out."
-        )
-    own = [str(name) for name in names if isinstance(name, OwnMeasure)]
-    if are_several and own:
-        raise ValueError(
-            f"the measure {own[0]!r} is a function of yours, which gets the data of one process "
-            "only. Measure it without process_group, or gather the data in one process."
-        )
-    if are_several and per_sample:
-        raise ValueError(
-            "per_sample=True gives the terms of the samples of one process, and with process_group "
-            "all of them count. Leave one of the two out."
         )
     without = [name for name in names if name not in TRACE_LIKE]
     if per_sample and without:
@@ -319,7 +300,6 @@ def _measure_whole(
     diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
     found = {}
     for name in names:
-        network.processes.begin(str(name))
         own = {key: value for key, value in params.items() if key in _arguments(name)}
         compute = name.measure if isinstance(name, OwnMeasure) else NETWORK_WIDE[name]
         error = None

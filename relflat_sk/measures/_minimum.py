@@ -99,14 +99,13 @@ def compare_with_constant(measured: Flatness) -> ConstantComparison:
 
     The network runs again, for the score, only if its loss is no lower than the constant's.
     """
-    with measured.network.processes.together():
-        comparison = ConstantComparison(measured.compared_risk, measured.constant_risk())
-        if comparison.beats_constant or not math.isfinite(comparison.loss):
-            return comparison
-        score = score_of(measured.network)
-        if score is not None and score.name == "accuracy" and not score.beats_constant:
-            area = auc_of(measured.network)
-            score = area if area is not None and area.beats_constant else score
+    comparison = ConstantComparison(measured.compared_risk, measured.constant_risk())
+    if comparison.beats_constant or not math.isfinite(comparison.loss):
+        return comparison
+    score = score_of(measured.network)
+    if score is not None and score.name == "accuracy" and not score.beats_constant:
+        area = auc_of(measured.network)
+        score = area if area is not None and area.beats_constant else score
     return ConstantComparison(comparison.loss, comparison.constant_loss, score)
 
 
@@ -166,15 +165,14 @@ def warn_of_vanished(found: Found) -> None:
     if not tiny:
         return
     one = next(iter(tiny.values()))
-    with one.network.processes.together():
-        try:
-            constant = one.constant_risk()
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-            constant = math.nan  # a criterion of the user's own need not take a constant
-        comparison = ConstantComparison(one.compared_risk, constant)
-        gone = [key for key, one in tiny.items() if has_vanished(key[1], one.value, comparison)]
-        if not gone or not criterion_has_curvature(one.network):
-            return  # a criterion without curvature has a warning of its own
+    try:
+        constant = one.constant_risk()
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+        constant = math.nan  # a criterion of the user's own need not take a constant
+    comparison = ConstantComparison(one.compared_risk, constant)
+    gone = [key for key, one in tiny.items() if has_vanished(key[1], one.value, comparison)]
+    if not gone or not criterion_has_curvature(one.network):
+        return  # a criterion without curvature has a warning of its own
     names = ", ".join(dict.fromkeys(name for _, name in gone))
     is_known = comparison.is_known and math.isfinite(comparison.loss)
     if is_known and not comparison.is_lower_by(_ROUNDING):

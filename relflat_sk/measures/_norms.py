@@ -399,8 +399,7 @@ def _ranges(network: Network) -> Tensor:
         x = batch.x.flatten(1).double()
         lowest.append(x.amin(dim=0))
         highest.append(x.amax(dim=0))
-    low, high = network.processes.join_rows(torch.stack(lowest), torch.stack(highest))
-    return high.amax(dim=0) - low.amin(dim=0)
+    return torch.stack(highest).amax(dim=0) - torch.stack(lowest).amin(dim=0)
 
 
 # -- the table: each measure takes a network, and keyword arguments of its own ------------------

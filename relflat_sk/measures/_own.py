@@ -83,7 +83,7 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
 # value
 TAKEN = {
     "aggregate", "at_loss", "batch_size", "criterion", "device", "layer", "layers", "measure",
-    "measures", "name", "names", "network", "per_sample", "process_group", "tolerated",
+    "measures", "name", "names", "network", "per_sample", "tolerated",
     "weight_decay",
 }  # fmt: skip
 

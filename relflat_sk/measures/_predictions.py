@@ -119,7 +119,7 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
         scores, labels, _ = _score_rows(one)
         others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
         parts.append((scores.gather(1, labels[:, None])[:, 0] - others).cpu().numpy())
-    margins: NDArray[np.float64] = np.concatenate(network.processes.gather(np.concatenate(parts)))
+    margins: NDArray[np.float64] = np.concatenate(parts)
     if not len(margins):
         raise NotApplicableError("the criterion ignores all labels, so there is no margin.")
     return margins
@@ -135,7 +135,7 @@ def _mean(network: Network, what: str, each: Callable[[Tensor], Tensor]) -> floa
         scores, _, weight = _score_rows(one)
         total += float(weight @ each(scores.softmax(dim=1)))
         divisor += float(weight.sum())
-    return _ratio(*network.processes.sum_numbers(total, divisor))
+    return _ratio(total, divisor)
 
 
 def _ratio(total: float, divisor: float) -> float:
@@ -166,7 +166,7 @@ def _calibration_error(network: Network, *, n_bins: int = 15) -> Estimate:
         rows = torch.stack([weight, weight * (predicted == labels), weight * confidence], dim=1)
         at = (confidence.nan_to_num() * n_bins).ceil().long().clamp(1, n_bins) - 1
         bins.index_add_(0, at, rows)
-    weight, right, confidence = network.processes.sum(bins).T
+    weight, right, confidence = bins.T
     return Estimate(_ratio(float((right - confidence).abs().sum()), float(weight.sum())))
 
 
@@ -259,14 +259,13 @@ def count_errors(network: Network) -> tuple[float, float]:
             wrong = (scores.argmax(dim=1) != labels) | scores.isnan().any(dim=1)
             total += float(weight @ wrong.double())
             divisor += float(weight.sum())
-    total, divisor = network.processes.sum_numbers(total, divisor)
     return total, divisor
 
 
 def _join_rows(
     network: Network, rows_of: Callable[[Outcome], _Rows | None]
 ) -> tuple[Tensor, ...] | None:
-    """Put the rows of all batches and processes behind each other, if all batches have some."""
+    """Put the rows of all batches behind each other, if all batches have some."""
     found = []
     with borrowed(network.module), torch.no_grad():
         for outcome in outcomes(network):
@@ -274,7 +273,7 @@ def _join_rows(
             if rows is None:
                 return None
             found.append(rows)
-    return tuple(network.processes.join_rows(*map(torch.cat, zip(*found, strict=True))))
+    return tuple(map(torch.cat, zip(*found, strict=True)))
 
 
 def _has_classes(outcome: Outcome) -> bool:

@@ -189,13 +189,13 @@ def scan(
     """Run the network on all the data once, and call functions on the pass of each batch.
 
     Layers are found and checked with the first batches, by default if there are functions to call.
-    The totals are those of all processes. To be used within `borrowed`.
+    To be used within `borrowed`.
     """
     runner = _Runner(network, layers, bool(visits) if checked is None else checked)
     summary = Summary()
     _visit_batches(network, runner.run, *visits, partial(_add_totals, summary))
     summary.order = list(network.order if isinstance(network, RecordedNetwork) else runner.order)
-    return _over_processes(network, summary)
+    return summary
 
 
 def scan_losses(network: Network) -> Summary:
@@ -211,14 +211,6 @@ def scan_losses(network: Network) -> Summary:
             summary.losses, summary.divisors = summary.losses + loss, summary.divisors + divisor
             summary.n_samples += len(output)
             summary.output_shape = output.shape[1:]
-    return _over_processes(network, summary)
-
-
-def _over_processes(network: Network, summary: Summary) -> Summary:
-    if network.processes.are_several:
-        totals = float(summary.divisors), float(summary.losses), summary.n_samples
-        summary.divisors, summary.losses, n_samples = network.processes.sum_numbers(*totals)
-        summary.n_samples = int(n_samples)
     return summary
 
 

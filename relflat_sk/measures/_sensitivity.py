@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, is_integer
 from relflat_sk._losses.curvature import ClosedForm
-from relflat_sk._models.network_of import DataOptions, joined, name_layers
+from relflat_sk._models.network_of import DataOptions, name_layers, to_network_with_source
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, layer_map
 from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._network.recording import layer_input
-from relflat_sk._random import RandomState, make_generator
+from relflat_sk._random import RandomState, alone, make_generator
 from relflat_sk.measures._measure_network import explain_non_finite
 from relflat_sk.measures._quantities import (
     LayerPass,
@@ -330,7 +330,8 @@ def layer_sensitivity(  # noqa: PLR0913
     if n_probes is not None:
         check_integer("n_probes", n_probes, minimum=1)
     options = DataOptions(criterion, batch_size, device, sample_weight)
-    with joined(model, X, y, options, None) as network, borrowed(network.module):
+    network = to_network_with_source(model, X, y, options)
+    with alone(), borrowed(network.module):
         generator = make_generator(random_state, network.device)
         rises = _Rises(numbers, per_channel, n_probes, generator)
         summary = scan(network, name_layers(model, layers), rises.add)

@@ -155,8 +155,7 @@ def loss_gradient(
             total += float(loss.detach())
             divisor += float(share)
             del loss, along, outcome  # frees this batch before the next one runs
-    total, divisor = network.processes.sum_numbers(total, divisor)
-    return total / divisor, network.processes.sum(gradient) / divisor
+    return total / divisor, gradient / divisor
 
 
 # -- random noise ------------------------------------------------------------------------------
@@ -408,7 +407,6 @@ def fisher_rao_norm(network: Network) -> Estimate:
             divisor += float(outcome.weight @ divisors.detach().double())
             n += float(outcome.weight[divisors > 0].sum())  # without ignored labels
             del outcome, losses  # frees this batch before the next one runs
-    squares, divisor, n = network.processes.sum_numbers(squares, divisor, n)
     return Estimate(math.sqrt(squares / n) * n / divisor)
 
 

@@ -68,7 +68,7 @@ def _takeuchi_criterion(network: Network, *, ridge: float = 1e-3) -> Estimate:
     moments = _Moments()
     with borrowed(network.module):
         summary = scan(network, [-1], moments.add)
-    hessian, outer = map(network.processes.sum, (moments.hessian, moments.outer))
+    hessian, outer = moments.hessian, moments.outer
     diagonal = hessian.diagonal()
     curved = diagonal > _ROUNDING * diagonal.abs().amax()
     scale = or_one(diagonal.where(curved, 0.0)).sqrt()

@@ -1,4 +1,4 @@
-"""Runs of the benchmarks of costs: ratios whose size is not judged, peak memory, two processes."""
+"""Runs of the benchmarks of costs: ratios whose size is not judged, peak memory."""
 
 import subprocess
 import sys
@@ -21,7 +21,6 @@ RATIOS = [
     ("fitting", "digits, defaults / scikit-learn"),
     ("fleet", "64-128-64-10, batch 32, fleet / torch loop"),
     ("stacking", "64-128-64-10, batch 8"),
-    ("distributed", "seconds of two processes / of one"),
     ("imports", "the first public name / what it imports"),
 ]
 MINIMA = {
@@ -137,18 +136,3 @@ CASES = [
 def test_memory_of_measures_nets_and_searches(function):
     # at the first layer, a few arrays of the size of a batch, 16 MiB
     assert peak(function, "array-like", 256) < 192
-
-
-# -- two processes of accelerate train as one where the penalty is a mean ------------------------
-
-
-@pytest.mark.slow
-def test_weights_after_training_in_two_processes():
-    printed = run("benchmarks.worth.processes", "--quick")
-    *_, budgets = printed.strip().split("\n\n")
-    apart = {
-        line.split(", way")[0]: float(line.split(": ")[1].split()[0])
-        for line in budgets.splitlines()
-    }
-    assert apart["no penalty"] == apart["last layer, no limit"] == 0  # of three digits
-    assert all(share <= 0.01 for share in apart.values())

@@ -139,12 +139,15 @@ def test_the_example_of_data_on_disk_runs(tmp_path, capsys):
 @pytest.mark.scale
 def test_the_example_of_several_devices_runs(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = [float(line) for line in run_as_script(DISTRIBUTED, tmp_path, *torchrun)]
+    (line,) = run_as_script(DISTRIBUTED, tmp_path, *torchrun)  # of the process of rank 0
+    mean, stderr = map(float, line.split())
     torch.manual_seed(0)
     X, model = torch.randn(1000, 20), nn.Sequential(nn.Linear(20, 3))
     y = X[:, :3].argmax(dim=1)
-    expected = relative_flatness(model, X, y, criterion=nn.CrossEntropyLoss())
-    assert found == pytest.approx([expected, expected], rel=1e-6)
+    sample = relative_flatness(model, X[:300], y[:300], criterion=nn.CrossEntropyLoss())
+    assert mean == pytest.approx(sample, rel=1e-6)
+    whole = relative_flatness(model, X, y, criterion=nn.CrossEntropyLoss())
+    assert abs(mean - whole) < 3 * stderr < 0.5 * whole
 
 
 @pytest.mark.scale

@@ -155,7 +155,6 @@ REFUSED = [
         line("relative_flatness", criterion=mixing, sample_weight=np.ones(12)), V,
         "for 12 samples; expected one for each sample",
     ),
-    (flat(process_group="world"), V, "process_group='world' needs a process group, and there"),
     # at equal loss
     (flat(at_loss=1.5), V, "between 0 and 1"),
     (flat(at_loss="low"), V, "between 0 and 1"),
