@@ -50,6 +50,7 @@ from .training import (
     SharpnessAwareMixin,
     StopAtGradientNorm,
     StopAtLoss,
+    WeightAverage,
 )
 
 __version__: str
@@ -80,6 +81,7 @@ __all__ = [
     "StopAtGradientNorm",
     "StopAtLoss",
     "TrainingCurvesDisplay",
+    "WeightAverage",
     "conditional_mutual_information",
     "correlate_measures",
     "exceptions",

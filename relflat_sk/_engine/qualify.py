@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 from skorch import NeuralNet
-from skorch.callbacks import Callback, EpochScoring, LRScheduler
+from skorch.callbacks import Callback, EpochScoring
 from torch import nn
 from torch.nn.modules import module as of_all_modules
 from torch.optim import Optimizer
@@ -99,7 +99,8 @@ def _check_callbacks(net: Any) -> None:
             if getattr(method, "__func__", method) is getattr(Callback, event, None):
                 continue  # skorch's empty one
             harmless = (isinstance(callback, EpochScoring) and not callback.on_train) or (
-                isinstance(callback, LRScheduler) and callback.step_every == "epoch"
+                # LRScheduler of skorch, and WeightAverage
+                getattr(callback, "step_every", "batch") == "epoch"
             )
             if not harmless:
                 raise NeedsOwnLoop(f"its callback {type(callback).__name__} is called in each step")

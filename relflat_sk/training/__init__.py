@@ -18,6 +18,7 @@ from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.training._sam import SharpnessAwareMixin
+from relflat_sk.training._weight_average import WeightAverage
 
 __all__ = [
     "MLP",
@@ -29,6 +30,7 @@ __all__ = [
     "SharpnessAwareMixin",
     "StopAtGradientNorm",
     "StopAtLoss",
+    "WeightAverage",
 ]
 
 # outside of __all__, because the import of each needs an extra
