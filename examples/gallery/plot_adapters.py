@@ -3,8 +3,8 @@ Rank the checkpoints of an adapter
 ==================================
 
 A small transformer learns one task, and is fine-tuned on another one by a low-rank adapter of
-PEFT. ``rank_models`` puts the saved adapters on the base model one after the other. It measures at
-a layer's merged weight, or at the factors of the adapter.
+PEFT. ``rank_models`` takes the saved adapters one after the other from a generator, which loads
+each into the model. It measures at a layer's merged weight, or at the factors of the adapter.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -79,14 +79,22 @@ for epoch in train(adapted, X, y, epochs=40, lr=5e-3):
 # ``W + s B A``, and the factors A and B have names of their own. Checkpoints are compared where
 # their losses are 30% of a constant prediction's; one that cannot reach this loss has no value.
 
+
+def checkpoints():
+    """Load one adapter after the other into the model."""
+    for epoch in range(8, 41, 8):
+        weights = load_peft_weights(Path(folder.name) / f"checkpoint-{epoch}", device="cpu")
+        set_peft_model_state_dict(adapted, weights)
+        yield f"epoch {epoch}", adapted
+
+
 value = "base_model.model.bert.encoder.layer.0.attention.self.value"
 params = {"at_loss": 0.3, "rtol": 0.1, "n_probes": 20}
 tables = {
     where: rank_models(
-        folder.name,
+        checkpoints(),
         X,
         y,
-        module=adapted,
         criterion=criterion,
         measure=FlatnessScorer("comparable_flatness", layer=layer, measure_params=params),
         X_test=X_test,
@@ -101,7 +109,6 @@ tables = {
     }.items()
 }
 minima = tables["head"]
-minima["model"] = minima["model"].map(lambda path: Path(path).name)
 minima[["model", "comparable_flatness", "train_loss", "test_loss", "reason", "rank"]].round(4)
 
 # %%

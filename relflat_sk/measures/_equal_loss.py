@@ -78,7 +78,6 @@ class EqualLoss:
     recorded: Network  # with the recorded passes at its layers, if these could be stored
     own: Summary  # totals of the pass at temperature 1
     reason: str = ""
-    lowest: float = math.nan  # the smallest share that the network reaches, if it is the reason
 
 
 def at_equal_loss(
@@ -102,7 +101,7 @@ def at_equal_loss(
         try:
             temperature = recording.temperature(own, share, constant)
         except _NotReachedError as error:
-            return EqualLoss(network, network, own, str(error), error.lowest)
+            return EqualLoss(network, network, own, str(error))
     tempered = {one.name: getattr(network, one.name) for one in fields(network) if one.init}
     tempered["loss"] = network.loss.at_temperature(temperature)
     kept = recording.has_all("passes")
@@ -112,11 +111,7 @@ def at_equal_loss(
 
 
 class _NotReachedError(Exception):
-    """The loss is reached at no temperature; a share of `lowest` is the smallest, if there is."""
-
-    def __init__(self, message: str, lowest: float = math.nan) -> None:
-        super().__init__(message)
-        self.lowest = lowest
+    """The loss is reached at no temperature."""
 
 
 @dataclass(frozen=True)
@@ -308,6 +303,5 @@ class _Newton:
             f"{1 / beta:.3g}, which is {lowest / self.constant:.3g} of the best constant "
             f"prediction's {self.constant:.4g}, more than the {self.target / self.constant:.3g} "
             "that at_loss asks for. So it has not fitted these data: train it longer, measure it "
-            "on its training data, or compare at a larger share",
-            lowest / self.constant,
+            "on its training data, or compare at a larger share"
         )

@@ -220,7 +220,7 @@ def _without_value(
     keys = [(layer, name) for layer in equal.own.layer_weights for name in of_layers]
     own, none = equal.own, (math.nan, math.nan, "none")
     return {
-        key: Flatness(*none, equal.network, own, own=own, reason=reason, lowest=equal.lowest)
+        key: Flatness(*none, equal.network, own, own=own, reason=reason)
         for key in [*keys, *(("", name) for name in whole)]
     }
 

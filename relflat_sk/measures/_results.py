@@ -129,7 +129,6 @@ class Flatness:
     neuron_stderrs: NDArray[np.float64] | None = None
     own: Summary | None = None  # of the network itself, if the value is that at a temperature
     reason: str = ""  # why the network has no value at the loss of `at_loss`
-    lowest: float = math.nan  # the smallest `at_loss` at which it has one, if none at this
     error: Exception | None = None  # why there is no value, which is nan then
 
     @property

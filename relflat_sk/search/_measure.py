@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -17,7 +17,6 @@ from relflat_sk.measures._measure_network import (
     check_arguments,
     check_at_loss,
     check_layers,
-    loss_share,
     measure_network,
 )
 from relflat_sk.measures._names import find_measures
@@ -95,15 +94,6 @@ class Measuring:
     def depth_band(self, by: str) -> float | None:
         """Choose the band of the depths that are compared by a measure."""
         return find_depth_band(AUTO, by, self.ways[by].params.get("at_loss"))
-
-    def default_share(self, by: str) -> float | None:
-        """Return the share of the loss at which a measure is taken, unless a user has chosen it."""
-        return None if "at_loss" in self.ways[by].params else loss_share(by, None)
-
-    def take_at(self, by: str, share: float) -> None:
-        """Take a measure at a share of the loss."""
-        way = self.ways[by]
-        self.ways[by] = replace(way, params=way.params | {"at_loss": share})
 
     @property
     def layers(self) -> list[Any]:

@@ -1,5 +1,6 @@
 """The examples run as a user would paste or call them: of the README, the docs and the gallery."""
 
+import copy
 import os
 import re
 import runpy
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk import register_measure, relative_flatness
+from relflat_sk import rank_models, register_measure, relative_flatness
 from tests.contracts.pages import ROOT, assert_prints, blocks, run_block
 from tests.processes import run_script
 
@@ -47,18 +48,73 @@ def test_the_first_example_of_a_page_runs(page, printed, tmp_path, capsys):
     assert printed in capsys.readouterr().out
 
 
-def test_the_example_of_checkpoints_runs_and_goes_on_from_its_memory(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    block, tables = blocks("docs/searching.md")[-1], []
-    for _ in range(2):
-        torch.manual_seed(0)
-        tables.append(run_block(block, tmp_path)["table"])
-        printed = capsys.readouterr()
-        assert "3/3" in printed.err
-        assert "step 300" in printed.out
-    assert tables[0].equals(tables[1])
-    assert tables[0]["comparable"].all()
-    assert any((tmp_path / "rows").rglob("output.pkl"))
+def test_the_example_of_checkpoints_runs(tmp_path, capsys):
+    found = run_block(blocks("docs/searching.md")[-2], tmp_path)
+    printed = capsys.readouterr()
+    assert "3/3" in printed.err
+    assert "step 300" in printed.out
+    assert found["table"]["comparable"].all()
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory):
+    """The functions that the page offers for checkpoints of other kinds."""
+    return run_block(blocks("docs/searching.md")[-1], tmp_path_factory.mktemp("page"))
+
+
+X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+OF_TASK = {"X": X, "y": X[:, :3].argmax(dim=1), "criterion": nn.CrossEntropyLoss()}
+
+
+def assert_ranks(models, nets, **arguments):
+    """Compare a table of checkpoints with the flatness of each network."""
+    table = rank_models(models, **arguments, **OF_TASK, measure="relative_flatness")
+    table = table.sort_values("trial")
+    expected = [relative_flatness(net, **OF_TASK) for net in nets]
+    assert table["relative_flatness"].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture
+def nets():
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(3)]
+
+
+NO_MINIMA = pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
+
+
+@NO_MINIMA
+def test_the_page_reads_an_entry_of_a_checkpoint_and_shards(readers, nets, tmp_path):
+    files, folders = (
+        [tmp_path / f"{i}.ckpt" for i in range(3)],
+        [tmp_path / f"{i}" for i in range(3)],
+    )
+    for net, file, folder in zip(nets, files, folders, strict=True):
+        weights = net.state_dict()
+        named = {f"model.{name}": value for name, value in weights.items()}
+        torch.save({"state_dict": named, "hyper_parameters": {"folder": file}}, file)
+        folder.mkdir()
+        for name, value in weights.items():
+            torch.save({name: value}, folder / f"part-{name}.bin")
+    module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    assert_ranks(files, nets, module=module, load=readers["read_entry"])
+    assert_ranks(folders, nets, module=module, load=readers["read_shards"])
+
+
+@NO_MINIMA
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+def test_the_page_puts_adapters_on_a_base(readers, nets, tmp_path):
+    peft = pytest.importorskip("peft")
+    base, merged, folders = nets[0], [], []
+    before = copy.deepcopy(base.state_dict())
+    for i in range(2):
+        config = peft.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights=False)
+        adapted = peft.get_peft_model(copy.deepcopy(base), config)
+        folders.append(tmp_path / str(i))
+        adapted.save_pretrained(folders[-1])
+        merged.append(adapted.merge_and_unload())
+    assert_ranks(readers["with_adapters"](base, folders), merged)
+    torch.testing.assert_close(base.state_dict(), before, rtol=0, atol=0)
 
 
 @pytest.mark.scale

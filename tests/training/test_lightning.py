@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from relflat_sk import RelativeFlatnessPenalty, rank_models, relative_flatness
+from relflat_sk import RelativeFlatnessPenalty, relative_flatness
 
 pytest.importorskip("lightning")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from relflat_sk.training import LightningFlatnessCallback
 
@@ -196,28 +195,3 @@ def test_a_skipped_step_stays_skipped():
     with pytest.warns(UserWarning, match="returned `None`"):
         fit(module, LightningFlatnessCallback(CRITERION, network="model", every=None))
     assert torch.equal(module.model[0].weight, network()[0].weight)
-
-
-@pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
-def test_its_checkpoints_are_ranked(tmp_path):
-    class Saved(Classifier):
-        def __init__(self, where):
-            super().__init__()
-            self.save_hyperparameters()
-
-    every = ModelCheckpoint(tmp_path, save_top_k=-1)
-    fit(Saved(tmp_path), every, enable_checkpointing=True)
-    paths = sorted(tmp_path.iterdir())
-    options = {"criterion": CRITERION, "measure": "relative_flatness"}
-    with pytest.raises(ValueError, match=r"other objects than tensors \(pathlib.*PosixPath\)"):
-        rank_models(tmp_path, X, Y, module=network(), **options)
-    with torch.serialization.safe_globals([type(tmp_path)]):
-        table, same = (  # the network, or the module that contains it
-            rank_models(tmp_path, X, Y, module=module, **options).sort_values("trial")
-            for module in (network(), Saved(None))
-        )
-    assert table["model"].tolist() == [str(path) for path in paths]
-    assert table["relative_flatness"].tolist() == same["relative_flatness"].tolist()
-    for path, found in zip(paths, table["relative_flatness"], strict=True):
-        net = Saved.load_from_checkpoint(path, weights_only=False).model
-        assert found == pytest.approx(relative_flatness(net, X, Y, criterion=CRITERION))

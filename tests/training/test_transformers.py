@@ -1,7 +1,6 @@
 """The callback for Hugging Face's Trainer, against a plain loop with the same batches."""
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from relflat_sk import RelativeFlatnessPenalty, rank_models, relative_flatness
+from relflat_sk import RelativeFlatnessPenalty, relative_flatness
 from relflat_sk._network.borrowing import MathAttention
 
 pytest.importorskip("transformers")
@@ -335,30 +334,3 @@ def test_models_that_are_not_called_themselves_are_refused(compiled, n_gpu, mess
     with pytest.raises(ValueError, match=message):
         TransformersFlatnessCallback().on_train_begin(args, None, None)
     TransformersFlatnessCallback(weight=0).on_train_begin(args, None, None)
-
-
-@pytest.mark.filterwarnings("ignore:.*models are no minima:relflat_sk.FlatnessWarning")
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
-@pytest.mark.parametrize("is_adapter", [False, True])
-def test_its_checkpoints_are_ranked(is_adapter):
-    model, folders = classifier(), [Path("output/checkpoint-3"), Path("output/checkpoint-6")]
-    load = BertForSequenceClassification.from_pretrained
-    if is_adapter:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
-        model = peft.get_peft_model(model, config)
-
-        def load(folder):
-            return peft.PeftModel.from_pretrained(classifier(), folder)
-
-    fit(model, DATA, save_strategy="epoch")
-    options = {"criterion": nn.CrossEntropyLoss(), "measure": "relative_flatness"}
-    expected = []
-    for folder in folders:
-        trained = load(folder)
-        expected.append(relative_flatness(trained, IDS, CLASSES, criterion=options["criterion"]))
-        assert (folder / "optimizer.pt").exists()
-    table = rank_models("output", IDS, CLASSES, module=classifier(), **options)
-    table = table.sort_values("trial")
-    assert table["model"].tolist() == list(map(str, folders))
-    assert table["relative_flatness"].tolist() == pytest.approx(expected)
