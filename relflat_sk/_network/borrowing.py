@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from relflat_sk._losses.curvature import pull_back
 from relflat_sk._numerics import full_precision, read_numbers
-from relflat_sk._random import fork_rng
+from relflat_sk._random import alone, fork_rng
 
 # -- other forward methods for a while -----------------------------------------------------
 # Every replacement in the package is made here: to record what passes a layer, to run attention
@@ -211,7 +211,7 @@ def borrowed(module: nn.Module) -> Iterator[None]:
         torch.inference_mode(False),
         fork_rng(device),
         autocast_off(*module.parameters(), *module.buffers()),
-        _evaluation_mode(module),
+        evaluation_mode(module),
         explicit_attention(module),
         ReplacedForwards((part, clamp_hardsigmoid) for part in find_hardsigmoids(module)),
     ):
@@ -232,30 +232,64 @@ def autocast_off(*tensors: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode, and restore modes and buffers."""
-    modes = [(m, m.training) for m in module.modules()]
-    buffers = [(m, key, b) for m in module.modules() for key, b in m._buffers.items()]
-    contents = [(b, b._version, b.clone()) for _, _, b in buffers if b is not None]
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a network into evaluation mode by its own methods, and give it back to the bit.
+
+    Its parameters may have other numbers inside, as those of loralib. Threads wait for each other.
+    """
+    with alone(), _switched(module):
+        yield
+
+
+@contextmanager
+def _switched(module: nn.Module) -> Iterator[None]:
+    parts = list(module.modules())
+    modes = [part.training for part in parts]
+    switching = [part for part in parts if any(modes) and _switches(part)]
+    changing = dict.fromkeys(inside for part in switching for inside in part.modules())
+    homes: list[Any] = [part._buffers for part in parts] + [part._parameters for part in changing]
+    before = [(home, dict(home)) for home in homes]
+    tensors = {id(t): t for _, named in before for t in named.values() if t is not None}.values()
+    contents = [(t, t.detach(), t._version, t.detach().clone()) for t in tensors]
     try:
-        module.eval()
+        if any(modes):
+            module.eval()
         yield
     finally:
-        for m, mode in modes:
-            m.training = mode
-        for m, key, buffer in buffers:
-            m._buffers[key] = buffer
-        with torch.no_grad():
-            for buffer, version, content in contents:
-                if buffer._version != version:
-                    buffer.copy_(content)
-            # batch norm changes its statistics, which are dense, without a new version
-            dense = [(b, c) for b, _, c in contents if b.layout is torch.strided and not b.is_meta]
-            flags = [(buffer != content).any() for buffer, content in dense]
-            moved = read_numbers(*(one.to(flags[0].device) for one in flags)) if flags else []
-            for (buffer, content), differs in zip(dense, moved, strict=True):
-                if differs:
-                    buffer.copy_(content)
+        for part, mode in zip(parts, modes, strict=True):  # parents first: they switch children
+            if part.training != mode:
+                part.train() if mode else part.eval()
+        for part, mode in zip(parts, modes, strict=True):
+            part.training = mode
+        for home, named in before:
+            home.update(named)
+        _restore(contents)
+
+
+def _switches(module: nn.Module) -> bool:
+    """Return whether a module does more than torch between the modes, as those of loralib do."""
+    return any(
+        name in module.__dict__ or getattr(type(module), name) is not getattr(nn.Module, name)
+        for name in ("train", "eval")
+    )
+
+
+def _restore(contents: Sequence[tuple[Tensor, Tensor, int, Tensor]]) -> None:
+    """Give tensors their memory and numbers back: each with memory, version and numbers then."""
+    dense = []
+    for tensor, memory, version, content in contents:
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory
+            dense.append((tensor.data, content))
+        elif tensor._version != version:
+            tensor.data.copy_(content)
+    # batch norm and `tensor.data` change numbers without a new version
+    flags = [(numbers != content).any() for numbers, content in dense]
+    moved = read_numbers(*(flag.to(flags[0].device) for flag in flags)) if flags else []
+    for (numbers, content), differs in zip(dense, moved, strict=True):
+        if differs:
+            numbers.copy_(content)
 
 
 class MathAttention:
@@ -388,6 +422,12 @@ class _OfBatch(_OfSample):
         _, scale, shape = _normalise(ctx.layer, full_precision(x))
         scale = scale if weight is None else scale * weight.view(shape)
         return None, None, (outer * scale).to(outer.dtype), None, None
+
+
+def is_explicit_batch_norm(node: Any) -> bool:
+    """Return whether a node of autograd's graph is batch norm by statistics of the batch."""
+    explicit, layer = getattr(node, "explicit", None), getattr(node, "layer", None)
+    return isinstance(explicit, ExplicitLayers) and isinstance(layer, _BatchNorm)
 
 
 def _define(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from relflat_sk._network.borrowing import ReplacedForwards
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder
-from relflat_sk._network.tail import depends_on, find_link, find_multiplier
+from relflat_sk._network.tail import depends_on, find_link, find_multiplier, kind_of
 from relflat_sk._warnings import warn
 
 # multiplications by which it is checked what a layer computes
@@ -247,7 +247,7 @@ def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
         seen.add(step)
         if id(getattr(step, "variable", None)) in parameters:  # where the gradient is added up
             return True
-        if not step.name().startswith("Embedding"):
+        if not kind_of(step).startswith("Embedding"):
             stack.extend(source for source, _ in step.next_functions)
     return False
 

@@ -25,12 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from relflat_sk._losses.curvature import ClosedForm, Softmax
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.table import Target
+from relflat_sk._network.borrowing import is_explicit_batch_norm
 from relflat_sk._network.recording import LayerRecord
 
 # -- what autograd's graph of a forward pass tells ---------------------------------------------
@@ -112,7 +114,7 @@ _MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnCo
                 "PreluKernel", "Mv", "Dot"}  # fmt: skip
 _BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
 # linear in the first input as long as the others do not depend on the layer
-_LINEAR_IN_FIRST = _BATCH_NORMS | {"Div", "_OfBatch"}
+_LINEAR_IN_FIRST = _BATCH_NORMS | {"Div"}
 
 
 def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
@@ -128,7 +130,11 @@ def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
         fused = getattr(step, "_saved_training", False)  # see `check_thrice`
         if not (
             (kind in _MULTILINEAR and sum(reached) == 1)
-            or (kind in _LINEAR_IN_FIRST and not any(reached[1:]) and not fused)
+            or (
+                (kind in _LINEAR_IN_FIRST or is_explicit_batch_norm(step))
+                and not any(reached[1:])
+                and not fused
+            )
         ):
             return False
     return True
@@ -185,7 +191,9 @@ def find_multiplier(output: Tensor, node: Any) -> nn.Parameter | None:
 
 
 def kind_of(step: Any) -> str:
-    """Return a node's name without its number: "Relu" for "ReluBackward0"."""
+    """Return a node's name without its number: "Relu" for "ReluBackward0"; none for Python's."""
+    if isinstance(step, BackwardCFunction):  # a user's function may be named as one of torch's
+        return ""
     name: str = step.name()
     kind = name.removesuffix("0").removesuffix("1").removesuffix("2")
     return kind.removesuffix("Backward")

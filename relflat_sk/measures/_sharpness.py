@@ -32,7 +32,7 @@ from torch.func import functional_call
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses.curvature import check_twice, one_to_differentiate
 from relflat_sk._losses.table import TABLE
-from relflat_sk._network.borrowing import MathAttention, borrowed
+from relflat_sk._network.borrowing import MathAttention, borrowed, evaluation_mode
 from relflat_sk._network.layers import check_real
 from relflat_sk._network.network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
@@ -52,11 +52,12 @@ from relflat_sk.measures._results import (
 def parameters_of(network: Network) -> dict[str, Tensor]:
     """Collect the floating-point parameters of a network, each shared one once."""
     check_real(network.module)
-    found = {
-        name: parameter.detach()
-        for name, parameter in network.module.named_parameters()
-        if parameter.is_floating_point()
-    }
+    with evaluation_mode(network.module):
+        found = {
+            name: parameter.detach()
+            for name, parameter in network.module.named_parameters()
+            if parameter.is_floating_point()
+        }
     if not found:
         raise NotApplicableError(
             f"{type(network.module).__name__} has no parameters whose disturbance could be "
@@ -66,9 +67,10 @@ def parameters_of(network: Network) -> dict[str, Tensor]:
 
 
 def weights_of(network: Network) -> Tensor:
-    """Return the floating-point parameters of a network as one vector."""
-    parts = parameters_of(network).values()
-    return torch.cat([part.flatten().to(network.device) for part in parts])
+    """Return the floating-point parameters of a network in evaluation mode, as one vector."""
+    with evaluation_mode(network.module):
+        parts = parameters_of(network).values()
+        return torch.cat([part.flatten().to(network.device) for part in parts])
 
 
 def with_weights(network: Network, weights: Tensor) -> Network:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._models.network_of import DataOptions, to_network, unwrap
 from relflat_sk._network.batches import count_samples
+from relflat_sk._network.borrowing import evaluation_mode
 from relflat_sk._network.network import Network
 from relflat_sk._random import RandomState, as_random_state, draw_seeds
 from relflat_sk.measures._predictions import count_errors
@@ -188,7 +189,8 @@ def pac_bayes_bound(  # noqa: PLR0913
     _refuse_statistics(network.module, before or {})
     wrong, labels = count_errors(network)
     n = _check_labels(network, labels)
-    square = square_norm(weights) if before is None else _squared_distance(network, before)
+    with evaluation_mode(network.module):
+        square = square_norm(weights) if before is None else _squared_distance(network, before)
     rng = as_random_state(random_state)
 
     # half of delta is shared by the sigmas

@@ -15,9 +15,10 @@ from relflat_sk import (
     measure,
     relative_flatness,
 )
-from tests import cases
+from tests import cases, oracles
 from tests.cases import published_penalty
 from tests.measures.nets import count_runs
+from tests.penalty.every_draw import assert_right_on_average
 from tests.penalty.every_draw import evaluate as penalty_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
@@ -314,3 +315,74 @@ def test_the_graph_of_the_pass_is_enough(monkeypatch):
     n_passes = count_runs(net, lambda: flat(net))
     monkeypatch.setattr("relflat_sk._network.layer_checks.find_multiplier", lambda *_: None)
     assert n_passes == count_runs(net, lambda: flat(net))
+
+
+# -- functions of a user ------------------------------------------------------------------------
+
+# names of torch's operations that are piecewise linear, linear in an input, or no change at all
+NAMES = ["Abs", "Add", "Clamp", "Clone", "Div", "Max", "Mul", "NativeBatchNorm", "Relu", "View",
+         "_OfBatch", "Embedding"]  # fmt: skip
+
+
+def smooth_absolute_value(name):
+    """Make the function ``sqrt(x^2 + 1)`` under any name."""
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x.square() + 1).sqrt()
+
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x / (x.square() + 1).sqrt()
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods).apply
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_of_the_user_may_be_named_as_one_of_torch(name):
+    torch.manual_seed(0)
+    function = smooth_absolute_value(name)
+    net = cases.Net(
+        lambda net, x: net.head(function(net.first(x))),
+        first=nn.Linear(4, 5),
+        head=nn.Linear(5, 3),
+    ).double()
+    X, y, criterion = torch.randn(6, 4).double(), torch.arange(6) % 3, nn.CrossEntropyLoss()
+    plain = nn.Sequential(net.first, SmoothAbsoluteValue(), net.head)
+    expected = oracles.relative_flatness(plain, "0", criterion, X, y)
+    found = relative_flatness(net, X, y, criterion=criterion, layer="first", method="exact")
+    assert found == pytest.approx(expected, rel=1e-9)
+    penalty = published_penalty(layer="first")
+    truth = expected / (2 * 4)
+    assert_right_on_average(penalty, net, criterion, X, y, truth)
+
+
+class SmoothAbsoluteValue(nn.Module):
+    def forward(self, x):
+        return (x.square() + 1).sqrt()
+
+
+def test_a_function_that_is_named_as_a_lookup_uses_a_weight():
+    class EmbeddingOfRows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, h, weight):
+            ctx.save_for_backward(h, weight)
+            return h @ weight
+
+        @staticmethod
+        def backward(ctx, gradient):
+            h, weight = ctx.saved_tensors
+            return gradient @ weight.T, h.T @ gradient
+
+    torch.manual_seed(0)
+    net = cases.Net(
+        lambda net, x: net.head(EmbeddingOfRows.apply(net.first(x), net.first.weight)),
+        first=nn.Linear(4, 5),
+        head=nn.Linear(4, 3),
+    )
+    X, y, criterion = torch.randn(6, 4), torch.arange(6) % 3, nn.CrossEntropyLoss()
+    with pytest.raises(ValueError, match="'first' outside of the layer's call"):
+        relative_flatness(net, X, y, criterion=criterion, layer="first")
+    with pytest.raises(ValueError, match="'first' outside of the layer's call"):
+        penalty_of(published_penalty(layer="first"), net, criterion, X, y)

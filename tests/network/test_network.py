@@ -1,5 +1,6 @@
 """Losses of a network with its data, and that the network is given back as it was."""
 
+import copy
 from functools import partial
 from threading import Thread
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from joblib import Parallel, delayed
 from torch import nn
+from torch.nn import functional as F
 
 from relflat_sk import (
     feature_robustness,
@@ -18,6 +20,7 @@ from relflat_sk import (
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
+from tests import oracles
 
 CE = nn.CrossEntropyLoss()
 LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
@@ -197,3 +200,175 @@ def test_threads_may_measure_two_networks_with_a_part_in_common():
     value = measured(first)
     thread.join()
     assert [value, *found] == [measured(first), measured(second)]
+
+
+class LowRank(nn.Linear):
+    """Adds B A to its weight in evaluation mode, as loralib does."""
+
+    def __init__(self, n_in, n_out, replaces=False):
+        super().__init__(n_in, n_out)
+        self.A, self.B = nn.Parameter(torch.randn(2, n_in)), nn.Parameter(torch.randn(n_out, 2))
+        self.merged, self.replaces = False, replaces
+
+    def switch(self, training):
+        if training == self.merged:
+            merged = self.weight + (-1 if training else 1) * (self.B @ self.A)
+            if self.replaces:
+                self.weight = nn.Parameter(merged)
+            else:
+                self.weight.data += merged.detach() - self.weight.detach()
+            self.merged = not training
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.switch(mode)
+        return self
+
+    def forward(self, x):
+        z = F.linear(x, self.weight, self.bias)
+        return z if self.merged else z + x @ self.A.T @ self.B.T
+
+
+class OtherMemory(LowRank):
+    """Merges into memory of its own, in `eval` and `train` as they are called by name."""
+
+    def train(self, mode=True):
+        nn.Module.train(self, mode)
+        if mode == self.merged:
+            self.weight.data = self.weight.data + (-1 if mode else 1) * (self.B @ self.A).detach()
+            self.merged = not mode
+        return self
+
+
+class Adapters(nn.Module):
+    """Switches the layer inside it, whose own class does not switch."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.A = nn.Linear(5, 6), nn.Parameter(torch.randn(6, 5))
+
+    def train(self, mode=True):
+        if mode != self.training:
+            self.base.weight.data.add_(self.A.data, alpha=-1 if mode else 1)
+        return super().train(mode)
+
+    def forward(self, x):
+        return self.base(x) + (x @ self.A.T if self.training else 0)
+
+
+class FrozenNorm(nn.Sequential):
+    """Keeps its batch norm in evaluation mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+class BufferOfEval(nn.Linear):
+    """Counts its switches, and caches its weight."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("cache", torch.zeros(6, 5))
+        self.register_buffer("switches", torch.zeros(()))
+
+    def eval(self):
+        self.switches += 1
+        self.cache = self.weight.detach().clone()
+        return super().eval()
+
+
+KINDS = {
+    "merged": lambda: LowRank(5, 6),
+    "merged into new parameters": lambda: LowRank(5, 6, replaces=True),
+    "merged into other memory": lambda: OtherMemory(5, 6),
+    "switches a child": Adapters,
+    "merged, inside": lambda: nn.Sequential(nn.Dropout(0.5), LowRank(5, 6)),
+    "eval alone": lambda: BufferOfEval(5, 6),
+    "frozen norm": lambda: FrozenNorm(nn.Linear(5, 6), nn.BatchNorm1d(6)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6)),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 6)),
+}
+
+
+def named_tensors(net):
+    named = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    return {
+        name: (tensor, tensor._version, tensor.data_ptr(), tensor.detach().clone())
+        for name, tensor in named.items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("modes", ["training", "head in evaluation", "first in evaluation"])
+@pytest.mark.parametrize("name", ["relative_flatness", "expected_sharpness"])
+def test_every_kind_of_module_comes_back_as_it_was(kind, modes, name):
+    torch.manual_seed(0)
+    net = nn.Sequential(KINDS[kind](), nn.ReLU(), nn.Linear(6, 3)).train()
+    X, y = torch.randn(8, 5), torch.arange(8) % 3
+    if modes != "training":
+        net[0 if modes.startswith("first") else 2].eval()
+    before, of_parts = named_tensors(net), [part.training for part in net.modules()]
+    measure(name, net, X, y, criterion=CE)
+    after = named_tensors(net)
+    assert list(after) == list(before)
+    assert [part.training for part in net.modules()] == of_parts
+    for key, (tensor, version, memory, numbers) in before.items():
+        assert after[key][0] is tensor, key
+        assert after[key][2] == memory, key
+        assert torch.equal(after[key][3], numbers), key
+        assert after[key][1] == version or key == "0.switches", key  # which eval() counts in place
+    CE(net(X), y).backward()
+    switches = modes != "first in evaluation"
+    for key, parameter in net.named_parameters():
+        is_factor = key.rpartition(".")[2] in {"A", "B"}
+        assert parameter.grad is not None or (is_factor and not switches), key
+
+
+def test_the_weight_of_evaluation_mode_is_measured():
+    torch.manual_seed(0)
+    net = nn.Sequential(LowRank(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().train()
+    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
+    merged = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    merged[2].load_state_dict(net[2].state_dict())
+    with torch.no_grad():
+        merged[0].weight.copy_(net[0].weight + net[0].B @ net[0].A)
+        merged[0].bias.copy_(net[0].bias)
+    expected = oracles.relative_flatness(merged, "0", CE, X, y)
+    assert relative_flatness(net, X, y, criterion=CE, layer=0) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "expected_sharpness",
+        "fisher_rao_norm",
+        "joint_eigenvalue_flatness",
+        "keskar_sharpness",
+        "pac_bayes_flatness",
+    ],
+)
+def test_the_mode_of_a_network_that_merges_weights_does_not_matter(name):
+    torch.manual_seed(0)
+    net = nn.Sequential(LowRank(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
+    found = [
+        measure(name, module, X, y, criterion=CE, random_state=0)
+        for module in (net.train(), copy.deepcopy(net).eval())
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_modules_that_switch_come_back_after_an_exception():
+    torch.manual_seed(0)
+    net, X, y = LowRank(5, 3).train(), torch.randn(8, 5), torch.arange(8) % 3
+    before = net.weight.detach().clone()
+    with pytest.raises(ValueError, match="batch_size"):
+        relative_flatness(net, X[:, :4], y, criterion=CE, batch_size=0)
+    with pytest.raises(RuntimeError, match="shapes"):
+        relative_flatness(net, X[:, :4], y, criterion=CE)
+    assert net.training
+    assert not net.merged
+    assert torch.equal(net.weight, before)
