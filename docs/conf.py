@@ -38,9 +38,8 @@ LEFT_OUT = [
     *("infer", "initialize_optimizer", "notify", "run_single_epoch", "torch_compile", "train_step"),
     *("train_step_single", "validation_step"),
     # trainers call these methods of callbacks
-    *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_exception", "on_log"),
-    *("on_step_begin", "on_step_end", "on_substep_end", "on_train_begin", "on_train_end"),
-    *("on_train_epoch_end", "on_train_start"),
+    *("on_batch_begin", "on_batch_end", "on_epoch_begin", "on_epoch_end", "on_train_begin"),
+    "on_train_end",
     # other packages of the library call these
     *("measure", "plan", "run", "train", "without_value"),
     # properties of displays, which their lists of attributes have
@@ -70,8 +69,6 @@ sphinx_gallery_conf = {
         "plot_grid_search.py",
         "plot_study.py",
         "plot_torch_loop.py",
-        "plot_lightning.py",
-        "plot_trainer.py",
     ]),
     "abort_on_example_error": True,
     "backreferences_dir": "gallery/uses",  # for the examples on the pages of the API

@@ -144,15 +144,38 @@ def test_measures_of_your_own(registered, tmp_path, capsys):
     assert found["search"].minima_["largest_weight"].is_monotonic_increasing
 
 
+TRAINING = blocks("docs/training.md")
+TRAINERS = {
+    library: next(block for block in TRAINING if f"from {library} import" in block)
+    for library in ("lightning", "transformers")
+}
+
+
 @pytest.mark.parametrize(
     "block",
-    blocks("docs/training.md"),
+    [block for block in TRAINING if block not in TRAINERS.values()],
     ids=["penalty", "regression", "fleet", "torch", "sam"],
 )
-def test_examples_of_training_run(block, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # trainers make folders for their output
+def test_examples_of_training_run(block, tmp_path, capsys):
     run_block(block, tmp_path)
     assert float(capsys.readouterr().out.split()[-1]) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", TRAINERS)
+@pytest.mark.filterwarnings("ignore:::lightning")
+def test_the_penalty_flattens_in_the_trainers_of_other_libraries(
+    library, tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)  # trainers make folders for their output
+    flatness = []
+    for weight in ("10.0", "0.0"):
+        run_block(TRAINERS[library].replace("weight=10.0", f"weight={weight}"), tmp_path)
+        *_, found, accuracy = capsys.readouterr().out.split()
+        assert float(accuracy) > 0.9
+        flatness.append(float(found))
+    assert flatness[0] < 0.6 * flatness[1]
 
 
 # scaling
@@ -224,8 +247,8 @@ GALLERY = sorted((ROOT / "examples" / "gallery").glob("plot_*.py"))
 # most of the gallery's time; the nightly builds run all, as `make docs` does
 LONG = {
     *("plot_adapters", "plot_batch_sizes", "plot_displays", "plot_ensemble", "plot_fine_tuning"),
-    *("plot_label_noise", "plot_layers", "plot_lightning", "plot_limit", "plot_rank_classifiers"),
-    *("plot_robustness", "plot_study", "plot_torch_loop", "plot_trainer"),
+    *("plot_label_noise", "plot_layers", "plot_limit", "plot_rank_classifiers"),
+    *("plot_robustness", "plot_study", "plot_torch_loop"),
 }
 
 
