@@ -5,24 +5,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
-class ComputedRows:
-    """An array-like with nothing but shape, dtype and slices, which notes how many rows it gave."""
-
-    def __init__(self, array):
-        self._array = array
-        self.shape, self.dtype = array.shape, array.dtype
-        self.most = 0
-
-    def __getitem__(self, rows):
-        assert isinstance(rows, slice)
-        part = self._array[rows]
-        self.most = max(self.most, len(part))
-        return part
-
-    def __array__(self, *args, **kwargs):
-        raise AssertionError("all rows were copied into memory")
-
-
 class Stream(IterableDataset):
     """Starts anew each time that it is iterated."""
 
@@ -57,19 +39,10 @@ def npy(folder, X):
     return np.load(folder / "rows.npy", mmap_mode="r")
 
 
-def zarr_array(folder, X, chunk=7):
-    import zarr
-
-    store = str(folder / "rows.zarr")
-    return zarr.create_array(store=store, data=X, chunks=(chunk, *X.shape[1:]))
-
-
 # from a folder, inputs and labels to arguments of a measure or of fit
 ARRAYS = {
     "memmap": lambda folder, X, y: (memmap(folder, X), y),
     "np.load": lambda folder, X, y: (npy(folder, X), y),
-    "zarr": lambda folder, X, y: (zarr_array(folder, X), y),
-    "computed": lambda folder, X, y: (ComputedRows(X), y),
 }
 SETS = {
     "map-style": lambda folder, X, y: (Pairs(X, y), None),

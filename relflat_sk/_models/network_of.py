@@ -33,7 +33,7 @@ from relflat_sk._losses.loss import Loss, as_criterion
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.transformed_rows import transform
-from relflat_sk._network.batches import Batch, Batches, LoadedBatches, RowSource, make_batches
+from relflat_sk._network.batches import Batch, Batches, LoadedBatches, make_batches
 from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
@@ -155,7 +155,7 @@ def _criterion_of(net: NeuralNet) -> Any:
 
 def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batches:
     """Cut data into batches as a net would, without its data loader where that changes nothing."""
-    arrays = isinstance(X, np.ndarray | Tensor | Mapping | tuple | RowSource) or issparse(X)
+    arrays = isinstance(X, np.ndarray | Tensor | Mapping | tuple) or issparse(X)
     params = net.get_params_for("iterator_valid")
     usual_loader = net.iterator_valid is DataLoader and not (params.keys() - {"batch_size"})
     if arrays and net.dataset is SkorchDataset and usual_loader:

@@ -1,4 +1,4 @@
-"""Rows and batches that a pipeline's step transforms when they are read."""
+"""Inputs that a step of a pipeline transforms: arrays at once, the batches of data sets in turn."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._network.batches import RowSource, as_row_source, is_on_disk
 from relflat_sk._network.borrowing import autocast_off
 
 
@@ -17,12 +16,6 @@ def transform(step: Any, X: Any, batch_size: int) -> Any:
     if isinstance(X, Dataset | DataLoader):
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         return DataLoader(_TransformedBatches(step, loader), batch_size=None)
-    if is_on_disk(X):
-        rows = as_row_source(X)
-        n_compared = max(2, min(_N_COMPARED, batch_size))  # not more than a batch at a time
-        if _is_row_wise(step, rows[:n_compared]):
-            return RowSource(_TransformedRows(step, rows))
-        return _transform(step, rows[:])
     return _transform(step, X)
 
 
@@ -46,20 +39,6 @@ def _is_row_wise(step: Any, rows: NDArray[Any]) -> bool:
     rounding = 1e-4 * float(finite.mean()) if finite.size else 0.0
     found = np.concatenate(halves)
     return bool(np.isclose(found, together, rtol=1e-4, atol=rounding, equal_nan=True).all())
-
-
-class _TransformedRows:
-    """An array-like whose rows are transformed when they are read."""
-
-    def __init__(self, step: Any, rows: RowSource) -> None:
-        self._step = step
-        self._rows = rows
-        first = self[:1]
-        self.shape = (len(rows), *first.shape[1:])
-        self.dtype = first.dtype
-
-    def __getitem__(self, rows: slice) -> NDArray[Any]:
-        return _transformed(self._step, self._rows[rows])
 
 
 class _TransformedBatches(IterableDataset[Any]):

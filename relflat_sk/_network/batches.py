@@ -19,112 +19,9 @@ from relflat_sk._checks import check_integer, gathers, judge
 from relflat_sk._numerics import native
 from relflat_sk._warnings import warn
 
-# -- arrays of which rows are read when they are needed: on disk, mapped into memory, computed ---
+# -- arrays in memory-mapped files ------------------------------------------------------------
 
 Array = NDArray[Any]
-
-
-def is_row_source(X: Any) -> bool:
-    """Return whether rows of an array have to be read before they can be used."""
-    if isinstance(X, RowSource):
-        return True
-    if isinstance(X, np.ndarray | Tensor | pd.Series | pd.DataFrame) or issparse(X):
-        return False
-    return (
-        isinstance(getattr(X, "shape", None), tuple)
-        and len(X.shape) > 0
-        and isinstance(getattr(X, "dtype", None), np.dtype)
-        and hasattr(X, "__getitem__")
-    )
-
-
-def is_on_disk(X: Any) -> bool:
-    """Return whether rows of an array are best read when they are needed, and not before."""
-    return is_row_source(X) or mapped_file(X) is not None
-
-
-def as_row_source(X: Any) -> "RowSource":
-    """Wrap an array of which rows are to be read when they are needed."""
-    return X if isinstance(X, RowSource) else RowSource(X)
-
-
-class RowSource:
-    """An array of which rows are read when they are needed. Shapes: `numbers` (m,)."""
-
-    def __init__(self, array: Any, numbers: NDArray[np.intp] | None = None) -> None:
-        if array.dtype.kind not in "biuf":
-            raise TypeError(
-                f"X must hold numbers, got {type(array).__name__} of {array.dtype}. Encode "
-                "categories before the array is stored."
-            )
-        self._array = array
-        self._numbers = numbers
-        n = array.shape[0] if numbers is None else len(numbers)
-        self.shape: tuple[int, ...] = (int(n), *map(int, array.shape[1:]))
-        self.dtype: np.dtype[Any] = array.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def chunk_rows(self) -> int | None:
-        """How many rows are stored together and read in one go; None if this is not known."""
-        chunks = getattr(self._array, "chunks", None)
-        return chunks[0] if isinstance(chunks, tuple) and isinstance(chunks[0], int) else None
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.asarray(self[:], dtype=dtype)
-
-    def __getitem__(self, rows: Any) -> Array:
-        """Read some rows: a row by its number, or several by a slice or an array of numbers."""
-        if isinstance(rows, tuple):  # scikit-learn asks for array[rows, ...]
-            rows, *others = rows
-            if any(other is not ... for other in others):
-                raise IndexError(
-                    f"an array on disk is read by whole rows here, got the index {others} of other "
-                    "axes: read the rows first, as in array[rows][:, columns]."
-                )
-        if np.ndim(rows) == 0 and not isinstance(rows, slice):
-            position = range(len(self))[int(rows)]
-            row: Array = self[position : position + 1][0]
-            return row
-        if self._numbers is None and isinstance(rows, slice):
-            return copy_rows(self._array, slice(*rows.indices(len(self))))
-        return self._read(self.locate(np.arange(len(self))[rows]))
-
-    def subset(self, rows: NDArray[np.intp]) -> "RowSource":
-        """Choose rows without reading them. Shapes: `rows` (m,)."""
-        return RowSource(self._array, self.locate(rows))
-
-    def locate(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return which rows of the stored array some rows are.
-
-        Shapes: `rows` (m,); returns (m,).
-        """
-        return rows if self._numbers is None else self._numbers[rows]
-
-    def read_chunk(self, chunk: int) -> Array:
-        """Read the rows that are stored together. Shapes: returns (k, ...)."""
-        assert self.chunk_rows is not None
-        return copy_rows(self._array, slice(chunk * self.chunk_rows, (chunk + 1) * self.chunk_rows))
-
-    def _read(self, numbers: NDArray[np.intp]) -> Array:
-        """Read rows of the stored array, each of them once and in its order."""
-        wanted, positions = np.unique(numbers, return_inverse=True)
-        if isinstance(self._array, np.ndarray) or not len(wanted):
-            found = copy_rows(self._array, wanted)
-        elif hasattr(self._array, "oindex"):
-            found = np.asarray(self._array.oindex[wanted])
-        else:
-            runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1)
-            parts = [copy_rows(self._array, slice(int(run[0]), int(run[-1]) + 1)) for run in runs]
-            found = np.concatenate(parts)
-        return found[positions]
 
 
 def copy_rows(array: Any, rows: Any) -> Array:
@@ -429,9 +326,7 @@ def _warn_of_dropped(loader: Any) -> None:
 
 def check_labels(y: Any, n: int, hint: str = "") -> Any:
     """Return y as an array or tensor of n numeric labels."""
-    if is_row_source(y) and y.dtype.kind in "biuf":
-        y = as_row_source(y)
-    elif not isinstance(y, Tensor):
+    if not isinstance(y, Tensor):
         y = np.asarray(y)
     if y.ndim == 0 or len(y) != n:
         raise ValueError(f"X has {n} samples, y has {len(y) if y.ndim else 'no'} labels.{hint}")
@@ -441,8 +336,7 @@ def check_labels(y: Any, n: int, hint: str = "") -> Any:
             "numbers. Pass the fitted scikit-learn or skorch estimator, which knows its "
             "classes_, or encode y, for instance with sklearn.preprocessing.LabelEncoder."
         )
-    if not isinstance(y, RowSource):
-        _check_finite_labels(y)
+    _check_finite_labels(y)
     return y
 
 
@@ -479,8 +373,6 @@ def _sliceable(X: Any) -> Any:
         return tuple(_sliceable(value) for value in X)
     if isinstance(X, Tensor):
         return X
-    if is_row_source(X):
-        return as_row_source(X)
     array = X.to_numpy() if isinstance(X, pd.DataFrame | pd.Series) else np.asarray(X)
     if array.dtype.kind not in "biuf":
         try:
@@ -501,10 +393,8 @@ def _from_arrays(
     """Iterate over the batches of arrays."""
     for start in range(0, n, batch_size):
         take = partial(_take, slice(start, min(start + batch_size, n)))
-        labels = None if y is None else take(y)
-        if isinstance(y, RowSource):
-            _check_finite_labels(labels)
-        yield Batch(map_arrays(take, X), labels, None if weights is None else take(weights))
+        labels, shares = (None if part is None else take(part) for part in (y, weights))
+        yield Batch(map_arrays(take, X), labels, shares)
 
 
 def _take(rows: slice, X: Any) -> Tensor:

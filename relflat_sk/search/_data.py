@@ -22,7 +22,7 @@ from skorch.dataset import get_len
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from relflat_sk._checks import check_integer, is_integer, is_number
-from relflat_sk._network.batches import as_row_source, check_weights, is_on_disk
+from relflat_sk._network.batches import check_weights
 from relflat_sk._random import as_random_state
 
 PREFIX = "data__"
@@ -154,8 +154,7 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Any:
     if isinstance(data, list):
         return [data[row] for row in rows]
     # frames, arrays, sparse matrices, tensors
-    held = getattr(data, "iloc", data)
-    return as_row_source(data).subset(rows) if is_on_disk(data) else held[rows]
+    return getattr(data, "iloc", data)[rows]
 
 
 # -- checks before anything is trained ------------------------------------------------------------

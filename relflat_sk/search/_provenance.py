@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from relflat_sk._models.network_of import defaults_of
-from relflat_sk._network.batches import as_row_source, copy_rows, is_row_source
+from relflat_sk._network.batches import copy_rows
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._own import OwnMeasure
@@ -191,11 +191,10 @@ def digest(data: Any) -> str | None:
         data = data.detach().cpu()
         # numpy has no bfloat16
         data = (data if data.dtype != torch.bfloat16 else data.view(torch.int16)).numpy()
-    on_disk = is_row_source(data)
-    if not (on_disk or hasattr(data, "__array__") or isinstance(data, list)):
+    if not (hasattr(data, "__array__") or isinstance(data, list)):
         return None
     try:
-        array: Any = as_row_source(data) if on_disk else np.asarray(data)
+        array: Any = np.asarray(data)
     except (TypeError, ValueError):  # no numbers; lists of unequal length
         return None
     if not array.ndim:

@@ -5,7 +5,7 @@ returns `Weighted` labels, any data loader batches them, and the net's loss sepa
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from skorch import NeuralNet
 from skorch.dataset import Dataset as SkorchDataset
-from skorch.utils import data_from_dataset, is_skorch_dataset, multi_indexing
+from skorch.utils import data_from_dataset, is_skorch_dataset
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
 
 from relflat_sk._engine.epoch import Member
 from relflat_sk._engine.qualify import NeedsOwnLoop, Parts, check_net
@@ -26,18 +26,12 @@ from relflat_sk._models.network_of import DataOptions, skorch_batches, skorch_ne
 from relflat_sk._network.batches import (
     Batch,
     Batches,
-    RowSource,
     arrays_of,
-    as_row_source,
-    check_finite,
-    is_on_disk,
     map_arrays,
+    mapped_file,
 )
 from relflat_sk._network.network import Network
-from relflat_sk._numerics import native
 
-# bytes of the chunks among which the rows of an epoch are shuffled, which stay in memory
-_WINDOW = 2**26
 # arguments of torch's loader that do not change how a batch is made of its samples
 _ARGUMENTS = {"batch_size", "shuffle", "drop_last"}
 
@@ -130,8 +124,9 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     """
     base, rows, weights = _unwrap(dataset)
     options = DataOptions(sample_weight=weights)
-    if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base):
-        X, y = data_from_dataset(base) if rows is None else _chosen(base, rows)
+    if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base, rows):
+        chosen = base if rows is None else Subset(base, rows)  # type: ignore[arg-type]
+        X, y = data_from_dataset(chosen)
         if issparse(X) and net.batch_size > 0:  # made dense by the batch: no larger than a step's
             options = replace(options, batch_size=min(options.batch_size, int(net.batch_size)))
         batches = skorch_batches(net, X, y, options)
@@ -142,20 +137,13 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     return skorch_network(net, batches, options)
 
 
-def _has_arrays(dataset: Any) -> bool:
+def _has_arrays(dataset: Any, rows: NDArray[np.intp] | None) -> bool:
+    """Return whether a data set has arrays of which some rows may be copied into memory."""
     try:
-        return data_from_dataset(dataset)[1] is not None
+        X, y = data_from_dataset(dataset)
     except AttributeError:
         return False
-
-
-def _chosen(dataset: Any, rows: NDArray[np.intp]) -> tuple[Any, Any]:
-    """Return some samples of a data set of arrays; those on disk are not read."""
-    X, y = data_from_dataset(dataset)
-    if is_on_disk(X):
-        return as_row_source(X).subset(rows), multi_indexing(y, rows)
-    chosen: tuple[Any, Any] = data_from_dataset(Subset(dataset, rows))  # type: ignore[arg-type]
-    return chosen
+    return y is not None and (rows is None or mapped_file(X) is None)
 
 
 def _weighted_batches(net: NeuralNet, dataset: Any, batch_size: int) -> Batches:
@@ -213,9 +201,6 @@ def make_loader(dataset: Any, **arguments: Any) -> DataLoader[Any]:
 
 def rows_loader(rows: Rows, **arguments: Any) -> DataLoader[Any]:
     """Make a loader of rows of arrays."""
-    stored = [part for part in arrays_of(rows.inputs) if isinstance(part, StoredRows)]
-    if stored and arguments.pop("shuffle", False):
-        arguments["sampler"] = _ByChunks(stored[0], rows.rows)
     return DataLoader(rows, collate_fn=_as_it_is, **arguments)
 
 
@@ -260,8 +245,6 @@ def _readable(data: Any, n: int) -> Any:
         return found if type(data) is dict else list(found.values())
     if issparse(data) and data.ndim == 2:
         data = data.tocsr()
-    elif isinstance(data, RowSource):
-        data = StoredRows(data)
     elif type(data) in (np.ndarray, np.memmap) and data.ndim:
         try:
             torch.from_numpy(np.empty(0, data.dtype))
@@ -280,78 +263,6 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Tensor:
         return data.index_select(0, torch.from_numpy(rows).to(data.device))
     found = data[rows]
     return torch.from_numpy(found.toarray() if issparse(found) else found)
-
-
-class StoredRows:
-    """Rows that are read from disk, or computed, batch by batch.
-
-    An array that is stored in chunks, as zarr's are, gives whole chunks. They are kept in memory
-    for the next batches.
-    """
-
-    def __init__(self, source: RowSource) -> None:
-        self._source = source
-        self.shape, self.ndim = source.shape, source.ndim
-        self._size = source.chunk_rows
-        self._chunks: dict[int, NDArray[np.generic]] = {}
-
-    @property
-    def _n_together(self) -> int:
-        """The number of chunks among which rows are shuffled."""
-        assert self._size is not None
-        each = self._size * int(np.prod(self.shape[1:])) * self._source.dtype.itemsize
-        return max(1, _WINDOW // max(1, each))
-
-    def together(self, rows: NDArray[np.intp], generator: torch.Generator) -> Tensor:
-        """Return an order in which rows of few chunks are behind each other.
-
-        Otherwise every batch would read as many chunks as it has rows. The chunks come in random
-        order, and the rows of some of them at a time, of 64 MiB, stay as shuffled as they are.
-
-        Shapes: `rows` (n,); returns (n,).
-        """
-        if self._size is None:
-            return torch.arange(len(rows))
-        chunks = torch.from_numpy(self._source.locate(rows) // self._size)
-        present, positions = torch.unique(chunks, return_inverse=True)
-        rank = torch.randperm(len(present), generator=generator)
-        return torch.argsort(rank[positions] // self._n_together, stable=True)
-
-    def __getitem__(self, rows: NDArray[np.intp]) -> NDArray[np.generic]:
-        """Read some rows. Shapes: `rows` (m,); returns (m, ...)."""
-        found = native(self._source[rows] if self._size is None else self._from_chunks(rows))
-        check_finite(torch.from_numpy(found))
-        return found
-
-    def _from_chunks(self, rows: NDArray[np.intp]) -> NDArray[np.generic]:
-        """Take rows out of chunks, and forget the chunks that were read long ago."""
-        assert self._size is not None
-        stored = self._source.locate(rows)
-        chunks, within = stored // self._size, stored % self._size
-        found = np.empty((len(rows), *self.shape[1:]), self._source.dtype)
-        for chunk in np.unique(chunks).tolist():
-            if chunk not in self._chunks:
-                if len(self._chunks) >= 2 * self._n_together:  # a batch may end a window
-                    del self._chunks[next(iter(self._chunks))]
-                self._chunks[chunk] = self._source.read_chunk(chunk)
-            of_chunk = chunks == chunk
-            found[of_chunk] = self._chunks[chunk][within[of_chunk]]
-        return found
-
-
-class _ByChunks(Sampler[int]):
-    """Shuffles samples so that rows of few chunks are behind each other. Shapes: `rows` (n,)."""
-
-    def __init__(self, stored: StoredRows, rows: NDArray[np.intp]) -> None:
-        self._stored, self._rows = stored, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(_draw_seed())
-        order = torch.randperm(len(self._rows), generator=generator)
-        return iter(order[self._stored.together(self._rows[order.numpy()], generator)].tolist())
 
 
 def _draw_seed() -> int:

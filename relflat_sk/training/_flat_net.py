@@ -141,7 +141,7 @@ class FlatNet(SkorchNet):
         Parameters
         ----------
         X : array-like or sparse matrix of shape (n, ...), tensor, dict, Dataset or DataLoader
-            Training inputs. Arrays on disk, such as zarr's, are read batch by batch.
+            Training inputs. A memory-mapped file is read batch by batch.
         y : array-like of shape (n,) or (n, n_outputs)
             Labels, or the values of a regression. None if X is a Dataset (a stream included) or
             a DataLoader, whose labels must be class indices or numbers.

@@ -14,10 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from relflat_sk._network.batches import (
     LoadedBatches,
-    as_row_source,
     check_finite,
     check_kind,
-    is_row_source,
     mapped_file,
 )
 from relflat_sk._numerics import native, native_type
@@ -34,7 +32,7 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         return {name: _check_part(part) for name, part in X.items()}
     if isinstance(X, tuple):
         return tuple(map(_check_part, X))
-    if isinstance(X, Tensor) or is_row_source(X):
+    if isinstance(X, Tensor):
         X = _check_part(X)
         if len(X.shape) < 2:
             raise ValueError(
@@ -54,9 +52,7 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
 
 
 def _check_part(part: Any) -> Any:
-    """Check one of several inputs; rows on disk are checked when they are read."""
-    if is_row_source(part):
-        return as_row_source(part)
+    """Check one of several inputs."""
     if isinstance(part, np.ndarray):
         assert_all_finite(part, input_name="X")
         return native(part)

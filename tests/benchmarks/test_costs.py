@@ -8,7 +8,6 @@ import torch
 
 from benchmarks._harness.networks import LeNet5
 from benchmarks.costs import training
-from benchmarks.costs.streaming import FUNCTIONS, KINDS
 from tests.benchmarks.commands import run
 from tests.processes import ROOT
 
@@ -109,30 +108,3 @@ def test_training_steps_in_mixed_precision():
         losses.append(net.history[-1]["batches"][0]["train_loss"])
     assert losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
-
-
-# -- peak memory over data larger than what may be in memory, in fresh processes -----------------
-
-
-def peak(function, kind, size):
-    """Return the peak in MiB over data of a size in MiB, 64 rows each."""
-    printed = run("benchmarks.costs.streaming", "--cell", function, kind, str(64 * size))
-    return float(printed.split()[0]) / 2**20
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_does_not_grow_with_the_number_of_rows(kind):
-    assert peak("relative_flatness", kind, 320) < 100
-
-
-SLOWEST = "normalised, first layer"
-CASES = [
-    pytest.param(name, marks=pytest.mark.scale) if name == SLOWEST else name for name in FUNCTIONS
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", CASES)
-def test_memory_of_measures_nets_and_searches(function):
-    # at the first layer, a few arrays of the size of a batch, 16 MiB
-    assert peak(function, "array-like", 256) < 192

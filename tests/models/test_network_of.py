@@ -37,7 +37,7 @@ from relflat_sk._models.network_of import (
     to_network,
 )
 from relflat_sk.measures._api import evaluate
-from tests.data_kinds import ComputedRows, memmap
+from tests.data_kinds import memmap
 
 CE = nn.CrossEntropyLoss()
 X, Y = make_classification(60, 4, n_informative=4, n_redundant=0, n_classes=3,
@@ -289,12 +289,10 @@ STEPS = {
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("kind", ["mapped", "on disk"])
-def test_values_are_those_of_an_array_in_memory(steps, kind, tmp_path):
+def test_values_are_those_of_an_array_in_memory(steps, tmp_path):
     model = make_pipeline(*steps, LogisticRegression()).fit(X32, Y)
     expected = float(relative_flatness(model, X32, Y))
-    data = memmap(tmp_path, X32) if kind == "mapped" else ComputedRows(X32)
-    found = relative_flatness(model, data, Y, batch_size=32)
+    found = relative_flatness(model, memmap(tmp_path, X32), Y, batch_size=32)
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 

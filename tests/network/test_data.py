@@ -19,15 +19,14 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk._network.batches import (
-    RowSource,
     cast_inputs,
     check_kind,
     copy_rows,
-    make_batches,
     mapped_file,
 )
 from tests.cases import Net
-from tests.data_kinds import ComputedRows, Stream, memmap, npy, zarr_array
+from tests.data_kinds import Stream, memmap
+from tests.processes import run_module
 
 CE = nn.CrossEntropyLoss()
 N = 12
@@ -73,11 +72,9 @@ FORMS = {
     "sparse array": (csr_array(X), Y),
     "tuple": ((X,), Y),
     "dict": ({"input": X}, Y),
-    "computed": (ComputedRows(X), Y),
     "another byte order": (X.astype(SWAPPED), Y.astype(np.dtype(int).newbyteorder("S"))),
     "extended precision": (X.astype(np.longdouble), Y),
     "dict of another byte order": ({"input": X.astype(SWAPPED)}, Y),
-    "computed in another byte order": (ComputedRows(X.astype(SWAPPED)), Y),
     "sparse with extended precision": (csr_matrix(X.astype(np.longdouble)), Y),
     "column of labels": (X, Y[:, None]),
     "float labels": (X, Y.astype(float)),
@@ -94,9 +91,8 @@ def test_the_form_of_the_data_changes_nothing(net, form):
     assert measured(net, inputs, labels, batch_size=5) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("form", ["another byte order", "computed in another byte order"])
-def test_nets_are_trained_on_numbers_that_torch_does_not_know(form):
-    data = FORMS[form][0]
+def test_nets_are_trained_on_numbers_that_torch_does_not_know():
+    data = X.astype(SWAPPED)
     expected = make_classifier().fit(X, Y).predict_proba(X)
     assert_array_equal(make_classifier().fit(data, Y).predict_proba(data), expected)
 
@@ -184,11 +180,6 @@ def test_an_overflowing_sum_is_not_mistaken_for_infinity():
         ({"a": X, "b": X[:3]}, Y, ValueError, r"must have equal lengths, got \[3, 12\]"),
         (TensorDataset(TENSOR), None, TypeError, r"must give \(x, y\) pairs"),
         (TensorDataset(torch.zeros(2, 4)), Y, ValueError, "has its own labels"),
-        (ComputedRows(np.where(X > 1, np.nan, X)), Y, ValueError, "X contains NaN or infinity"),
-        (ComputedRows(X.astype(str)), Y, TypeError, "X must hold numbers, got ComputedRows of <U"),
-        (ComputedRows(X), Y[:9], ValueError, "X has 12 samples, y has 9 labels"),
-        (ComputedRows(X[:0]), Y[:0], ValueError, "X has no samples"),
-        (X, ComputedRows(np.where(Y == 1, np.nan, Y)), ValueError, "y contains NaN"),
     ],
 )
 def test_bad_data(net, inputs, labels, error, message):
@@ -384,65 +375,7 @@ def test_columns_of_numbers_of_any_type_are_trained_on():
     assert relative_flatness(net, frame, Y) == net.relative_flatness_
 
 
-# -- rows that are read when they are needed ------------------------------------------------
-
-MAKERS = {
-    "memmap": memmap,
-    "np.load": npy,
-    "zarr": zarr_array,
-    "computed": lambda folder, X: ComputedRows(X),
-}
-ROWS = {
-    "slice": slice(3, 10, 2),
-    "all": slice(None),
-    "none": slice(4, 4),
-    "in order": np.array([3, 4, 5, 9, 11]),
-    "shuffled": np.array([10, 3, 11, 3, 0]),
-    "from the end": np.array([-1, -12]),
-    "one": 7,
-    "last": -1,
-    "scikit-learn's": (np.array([5, 1]), ...),
-}
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("rows", ROWS)
-def test_rows_are_those_of_the_array(kind, rows, tmp_path):
-    source = RowSource(MAKERS[kind](tmp_path, X))
-    found = source[ROWS[rows]]
-    assert_array_equal(found, X[ROWS[rows]])
-    assert found.dtype == X.dtype
-    assert found.flags.writeable
-
-
-def test_columns_are_refused():
-    with pytest.raises(IndexError, match=r"by whole rows here, got the index \[0\] of other axes"):
-        RowSource(X)[:, 0]
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_subsets_of_subsets(kind, tmp_path):
-    chosen = np.array([10, 3, 11, 8, 9])
-    source = RowSource(MAKERS[kind](tmp_path, X)).subset(chosen)
-    assert source.shape == (5, 4)
-    assert_array_equal(source[1:4], X[chosen][1:4])
-    assert_array_equal(source.subset(np.array([4, 0]))[:], X[chosen][[4, 0]])
-    assert_array_equal(np.asarray(source), X[chosen])
-
-
-def test_only_what_a_batch_needs_is_read():
-    rows = ComputedRows(X)
-    assert [len(batch.x) for batch in make_batches(rows, Y, batch_size=5)()] == [5, 5, 2]
-    assert rows.most == 5
-
-
-def test_labels_are_read_with_their_batch():
-    labels = ComputedRows(np.random.default_rng(0).normal(size=(N, 3)))
-    net = nn.Linear(4, 3)
-    expected = relative_flatness(net, X, labels._array, criterion=nn.SmoothL1Loss())
-    found = relative_flatness(net, X, labels, criterion=nn.SmoothL1Loss(), batch_size=5)
-    assert found == pytest.approx(expected)
-    assert labels.most == 5
+# -- memory-mapped files --------------------------------------------------------------------
 
 
 def test_a_view_of_a_mapped_file_is_recognised(tmp_path):
@@ -460,3 +393,13 @@ def test_changes_of_a_mapping_are_kept(mode, tmp_path):
     mapped[3] = 7
     copy_rows(mapped, slice(10))
     assert (mapped[3] == 7).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "kind"), [("measure", "memmap"), ("measure", "Dataset"), ("fit", "Dataset")]
+)
+def test_memory_does_not_grow_with_the_number_of_rows(function, kind):
+    run = run_module("tests.peak_memory", function, kind)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 192  # MiB, of 256

@@ -31,12 +31,10 @@ from relflat_sk import (
     measure,
     relative_flatness,
 )
-from relflat_sk._network.batches import RowSource
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._names import number_names
 from relflat_sk.search import _provenance
-from relflat_sk.training import _batches
-from tests.data_kinds import ARRAYS, KINDS, SETS, ComputedRows, Stream, zarr_array
+from tests.data_kinds import ARRAYS, KINDS, SETS, Stream, npy
 from tests.training.common import Binary, Classifier, same
 
 N = 90
@@ -86,7 +84,7 @@ def expected(net):
 
 # the two ways of reading, slices of rows and a loader's batches
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["computed", "stream"])
+@pytest.mark.parametrize("kind", ["memmap", "stream"])
 def test_every_measure(net, expected, kind, tmp_path):
     found = report(net, *KINDS[kind](tmp_path, X[FEW], Y[FEW]))
     columns = ["value", "method", "n_samples"]
@@ -106,8 +104,8 @@ def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kin
     inputs, labels = (KINDS | SPARSE_KINDS)[kind](tmp_path, X, Y)
     assert_allclose(relative_flatness(net, inputs, labels), relative_flatness(net, X, Y))
     assert_allclose(FlatnessScorer()(net, inputs, labels), FlatnessScorer()(net, X, Y))
-    # chunks are shuffled in another order, and so are data sets
-    params = {"iterator_train__shuffle": labels is not None and kind != "zarr"}
+    # data sets are shuffled in another order
+    params = {"iterator_train__shuffle": labels is not None}
     params |= {"batch_size": 13} if kind == "loader" else {}
     trained, expected = sized(**params).fit(inputs, labels), trained_on_arrays(**params)
     assert trained.history[:, "train_loss"] == expected.history[:, "train_loss"]
@@ -120,7 +118,7 @@ def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kin
         assert trained.n_features_in_ == 4
 
 
-@pytest.mark.parametrize("kind", ["memmap", "zarr", "computed"])
+@pytest.mark.parametrize("kind", ARRAYS)
 def test_samples_that_are_held_out_are_not_measured(kind, tmp_path):
     inputs, labels = ARRAYS[kind](tmp_path, X, Y)
     params = {"train_split": ValidSplit(3), "iterator_train__shuffle": False}
@@ -132,7 +130,7 @@ def test_samples_that_are_held_out_are_not_measured(kind, tmp_path):
     assert np.isfinite(of_tensors.history[-1, "valid_acc"])
 
 
-def test_several_inputs():
+def test_several_inputs(tmp_path):
     class Two(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -144,23 +142,17 @@ def test_several_inputs():
     parts = {"b": X[:, 1:], "a": X[:, :1]}
     expected = make(module=Two).fit(parts, Y)
     assert expected.score(parts, Y) > 0.3
-    for stored in (
-        {"b": X[:, 1:], "a": ComputedRows(X[:, :1])},
-        {name: ComputedRows(part) for name, part in parts.items()},
-    ):
-        trained = make(module=Two).fit(stored, Y)
-        assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
+    trained = make(module=Two).fit({**parts, "b": npy(tmp_path, parts["b"])}, Y)
+    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pipeline_transforms_rows_when_they_are_read(kind, tmp_path):
+def test_a_pipeline_transforms_inputs_of_any_kind(kind, tmp_path):
     inputs, labels = KINDS[kind](tmp_path, X, Y)
     for last in (LogisticRegression(), sized(batch_size=20)):
         model = make_pipeline(StandardScaler(), StandardScaler(), last).fit(X, Y)
         found = relative_flatness(model, inputs, labels, batch_size=20)
         assert_allclose(found, relative_flatness(model, X, Y), rtol=1e-6)
-    if kind == "computed":
-        assert inputs.most == 20
 
 
 def test_labels_of_a_data_set_are_not_transformed(tmp_path):
@@ -174,46 +166,7 @@ def test_the_record_of_a_study_is_the_same_on_disk_and_in_memory(kind, tmp_path,
     monkeypatch.setattr(_provenance, "_ROWS", 20)
     inputs, _ = ARRAYS[kind](tmp_path, X, Y)
     found = _provenance.digest(inputs)
-    if kind == "computed":
-        assert inputs.most == 20
     assert found == _provenance.digest(X)
-
-
-# -- chunks --------------------------------------------------------------------------------
-
-
-def _epoch(source, seed):
-    """The numbers of an epoch's rows in their order."""
-    torch.manual_seed(seed)
-    rows = np.arange(len(source))
-    return np.array(list(_batches._ByChunks(_batches.StoredRows(source), rows)))
-
-
-def test_an_epoch_has_each_row_once_and_reads_each_chunk_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(_batches, "_WINDOW", 3 * 7 * 16)  # 3 chunks of 7 rows
-    source = RowSource(zarr_array(tmp_path, X))
-    order = _epoch(source, 0)
-    assert sorted(order) == list(range(N))
-    assert order.tolist() != _epoch(source, 1).tolist()
-    assert len(set(order[:21] // 7)) <= 4  # the last chunk is not full
-    read = []
-    monkeypatch.setattr(
-        source,
-        "read_chunk",
-        lambda chunk: read.append(chunk) or RowSource.read_chunk(source, chunk),
-    )
-    rows = _batches.StoredRows(source)
-    batches = [rows[part] for part in np.array_split(order, 12)]
-    assert_array_equal(np.concatenate(batches), X[order])
-    assert sorted(read) == list(range(13))
-
-
-def test_chunks_of_a_subset(tmp_path):
-    chosen = np.sort(RNG.permutation(N)[:40])
-    source = RowSource(zarr_array(tmp_path, X)).subset(chosen)
-    order = _epoch(source, 0)
-    assert sorted(order) == list(range(40))
-    assert_array_equal(_batches.StoredRows(source)[order[:9]], X[chosen][order[:9]])
 
 
 # -- streams and data loaders --------------------------------------------------------------

@@ -22,7 +22,6 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
-from tests.data_kinds import ComputedRows
 from tests.training.common import (
     INDEX,
     NAMES,
@@ -58,9 +57,6 @@ DATA = [
     (Classifier, X, np.where(INDEX == 0, np.nan, INDEX), "Input y contains NaN"),
     (Classifier, X, X[:, :2], "y should be a 1d array"),
     (Classifier, np.array([["a", "b"]] * 42), NAMES, "not compatible with arrays of"),
-    (Classifier, ComputedRows(spoilt(np.nan)), NAMES, "X contains NaN or infinity"),
-    (Classifier, ComputedRows(X[:, 0]), NAMES, r"shape \(n_samples, n_features, ...\), got \(42,"),
-    (Classifier, ComputedRows(X[:, :0]), NAMES, r"X has shape \(42, 0\), and there is nothing to"),
     (Classifier, csr_array(spoilt(np.nan)), NAMES, "contains NaN"),
     (Classifier, csr_array(spoilt(np.inf)), NAMES, "contains infinity"),
     (Classifier, csr_array((0, 4)), NAMES[:0], r"0 sample\(s\)"),
@@ -190,7 +186,7 @@ def test_sizes_before_there_are_data():
 
 def test_predicting_and_measuring_check_the_data():
     net = make().fit(X, NAMES)
-    for kind in (np.asarray, torch.tensor, csr_array, ComputedRows):
+    for kind in (np.asarray, torch.tensor, csr_array):
         inputs = kind(X[:, :3])
         for call in (net.predict, lambda rows: relative_flatness(net, rows, NAMES)):
             with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
