@@ -7,7 +7,6 @@ from .measures import (
     get_measure_names,
     layer_sensitivity,
     measure,
-    register_measure,
     relative_flatness,
 )
 from .minima import (
@@ -104,7 +103,6 @@ __all__ = [
     "plots",
     "rank_minima",
     "rank_models",
-    "register_measure",
     "relative_flatness",
     "reparameterize",
     "representativeness",

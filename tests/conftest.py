@@ -10,7 +10,6 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from relflat_sk.fleet._fleet import ChainNets
-from relflat_sk.measures._names import _REGISTERED
 from tests.engine import compare
 from tests.processes import fork_workers_of_joblib
 
@@ -59,15 +58,6 @@ def same_threads():
     before = count()
     yield
     assert count() == before
-
-
-@pytest.fixture
-def registry():
-    """Forget what a test registers."""
-    before = dict(_REGISTERED)
-    yield
-    _REGISTERED.clear()
-    _REGISTERED.update(before)
 
 
 @pytest.fixture

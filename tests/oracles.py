@@ -116,20 +116,6 @@ def patches(module, name, X):
     return torch.stack([J[:, s][:, :, index[s]] for s in range(len(index))], dim=2).detach()
 
 
-def whitened_flatness(H, W, phi, groups):
-    """Sum (w_s^T S w_t) Tr(S^+ H_st) over the rows s, t of each group, by loops."""
-    total, each = 0.0, len(W) // groups
-    for g in range(groups):
-        rows = range(g * each, (g + 1) * each)
-        own = phi[:, :, rows[0]].flatten(0, 1)
-        S = own.T @ own / len(own)
-        for s in rows:
-            for t in rows:
-                inverse = torch.linalg.pinv(S, hermitian=True, rtol=1e-12)
-                total += (W[s] @ S @ W[t]) * torch.trace(inverse @ H[s, :, t])
-    return float(total)
-
-
 def rho(H, W):
     """Forms of the Hessian in each column of the weight (P19, Appendix B), by loops."""
     found = []

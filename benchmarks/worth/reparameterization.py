@@ -27,9 +27,8 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from benchmarks._harness.timing import environment, table
-from relflat_sk import correlate_measures, flatness_report, reparameterize
+from relflat_sk import correlate_measures, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._names import number_names
 
 BATCH_SIZES = (8, 16, 32, 64, 128)
 WIDTHS = (64, 48, 32, 10)
@@ -156,7 +155,7 @@ def draw(before: pd.DataFrame, after: pd.DataFrame, path: Path) -> None:
 def main() -> int:
     """Train, measure, print, and return the exit code."""
     arguments = _parse()
-    names = arguments.measures or number_names()
+    names = arguments.measures or get_measure_names()
     print(f"Digits, {arguments.n_train} for training; measures at the last layer")
     print(environment())
     data = load_data(arguments.n_train)

@@ -42,6 +42,7 @@ from joblib import Parallel, delayed
 from sklearn.model_selection import KFold, StratifiedKFold
 
 from benchmarks._harness.data import add_data_argument
+from benchmarks._harness.rivals import RIVALS
 from benchmarks._harness.stacked import (
     Candidate,
     Weights,
@@ -216,7 +217,8 @@ class Unit:
             report = pd.DataFrame({"measure": names, "value": np.nan})
             if torch.isfinite(apply(weights, self.split.X)).all():
                 report = flatness_report(
-                    to_module(weights), self.split.X, self.split.y, measures=list(names),
+                    to_module(weights), self.split.X, self.split.y,
+                    measures=[RIVALS.get(name, name) for name in names],
                     layers=-1, criterion=criterion_of(self.split.y), at_loss=at_loss,
                 )  # fmt: skip
             rows.append(dict(zip(report["measure"], report["value"], strict=True)))

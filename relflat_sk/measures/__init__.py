@@ -2,7 +2,7 @@
 
 from relflat_sk.measures._api import flatness_report, measure, relative_flatness
 from relflat_sk.measures._minimum import ConstantComparison
-from relflat_sk.measures._names import get_measure_names, register_measure
+from relflat_sk.measures._names import get_measure_names
 from relflat_sk.measures._scorer import FlatnessScorer
 from relflat_sk.measures._sensitivity import layer_sensitivity
 
@@ -13,6 +13,5 @@ __all__ = [
     "get_measure_names",
     "layer_sensitivity",
     "measure",
-    "register_measure",
     "relative_flatness",
 ]

@@ -1,7 +1,6 @@
 """Measure any model by the name of a measure."""
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from relflat_sk._models.network_of import (
 from relflat_sk._network.layers import Layer
 from relflat_sk._random import alone
 from relflat_sk._warnings import warn
-from relflat_sk.measures._layer_measures import LARGEST_NEURON, MAX_PASSES
+from relflat_sk.measures._layer_measures import MAX_PASSES
 from relflat_sk.measures._measure_network import (
     check_layers,
     counts_decay,
@@ -29,13 +28,13 @@ from relflat_sk.measures._measure_network import (
 )
 from relflat_sk.measures._minimum import warn_of_vanished
 from relflat_sk.measures._names import (
-    NEURONS,
     describe_invariance,
     find_measure,
     find_measures,
-    number_names,
+    get_measure_names,
 )
-from relflat_sk.measures._results import Flatness, Found, NotApplicableError
+from relflat_sk.measures._results import Flatness, Found, Measure, NotApplicableError
+from relflat_sk.measures._user_function import name_of
 
 # arguments of the measures that say how the data are read
 _OF_DATA = {"batch_size", "criterion", "device", "sample_weight"}
@@ -55,18 +54,18 @@ def evaluate(
     With `per_sample`, the result has `terms` and `term_stderrs` as well, of shape (n,). Where
     `at_loss` is not reached, it is nan, with a reason.
     """
-    name = find_measure(name)
+    measure = find_measure(name)
     if "layers" in params:
         raise TypeError(
             f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
         )
-    check_layers([name], layer)
+    check_layers([measure], layer)
     of_data = {key: params.pop(key) for key in _OF_DATA & params.keys()}
     options = DataOptions(**of_data, in_order=params.get("per_sample", False))
     network = to_network_with_source(model, X, y, options)
     with alone():
-        (found,) = measure_network(network, [name], [name_layer(model, layer)], **params).values()
-    return found
+        found = measure_network(network, [measure], [name_layer(model, layer)], **params)
+    return next(iter(found.values()))
 
 
 def flatness_report(  # noqa: PLR0913
@@ -93,10 +92,9 @@ def flatness_report(  # noqa: PLR0913
     y : array of shape (n, ...)
         Labels, as in training; None where they do not matter.
     measures : str, callable or sequence of these, optional
-        One or some of `get_measure_names`, all numbers if None, or functions of model, X and y;
-        see `register_measure`. A measure that does not apply to the network is nan, with a
-        warning that says why. "neuron_flatness", which must be named, has one row for
-        each neuron that feeds a layer, and its number in the column `neuron`.
+        One or some of `get_measure_names`, all numbers if None, or functions of model, X and y,
+        see `measure`. A measure that does not apply to the network is nan, with a
+        warning that says why.
     layers : int, str, nn.Module, a sequence of these, or "all", default="all"
         Where to measure, each layer as in `relative_flatness`. "all" leaves out layers whose
         weight is used in several places, with a warning that names them; a head that is tied to
@@ -148,7 +146,7 @@ def flatness_report(  # noqa: PLR0913
     >>> report[["measure", "value"]].values.tolist()
     [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
     """
-    names = find_measures(number_names() if measures is None else measures, neurons=True)
+    columns = find_measures(get_measure_names() if measures is None else measures)
     if "layer" in params:
         raise TypeError(
             f"flatness_report has no argument layer={params['layer']!r}: pass "
@@ -159,47 +157,37 @@ def flatness_report(  # noqa: PLR0913
             "flatness_report has no argument per_sample: it has one row for each layer and "
             "measure. Use measure(name, ..., per_sample=True) for the terms of the samples."
         )
-    check_layers(names, layers)
+    check_layers([*columns.values()], layers)
     layers = name_layers(model, layers)
     if measures is None:
         if params.get("weight_decay"):
-            names = [name for name in names if counts_decay(name)]
+            columns = {name: name for name in columns if counts_decay(name)}
         if params.get("at_loss") is not None:
-            names = [name for name in names if takes_loss(name)]
+            columns = {name: name for name in columns if takes_loss(name)}
     options = DataOptions(criterion, batch_size, device, sample_weight)
-    measured = {name: LARGEST_NEURON if name == NEURONS else name for name in names}
     network = to_network_with_source(model, X, y, options)
     with alone():
         found = measure_network(
             network,
-            list(measured.values()),
+            list(columns.values()),
             layers,
             tolerated=(TypeError, ValueError) if measures is None else (NotApplicableError,),
             **params,
         )
     _warn_of_doubtful(found)
     order = next(iter(found.values())).summary.order
-    rows = []
-    for layer in dict.fromkeys(layer for layer, _ in found):
-        at = order.index(layer) if layer else None
-        for name, what in measured.items():
-            if (layer, what) not in found:
-                continue
-            one = found[layer, what]
-            values: Any = [(None, one.value, one.stderr)]
-            if name == NEURONS:
-                assert one.neurons is not None
-                assert one.neuron_stderrs is not None
-                values = zip(count(), one.neurons, one.neuron_stderrs, strict=False)
-            rows += [
-                (str(name), layer, at, value, stderr, one.method, one.n_samples,
-                 describe_invariance(what), neuron)
-                for neuron, value, stderr in values
-            ]  # fmt: skip
-    columns = ["measure", "layer", "position", "value", "stderr", "method", "n_samples"]
-    report = pd.DataFrame(rows, columns=[*columns, "invariance", "neuron"])
-    report = report.astype({"position": "Int64", "neuron": "Int64"})
-    return report if NEURONS in measured else report.drop(columns="neuron")
+    report = pd.DataFrame(
+        [
+            (name, layer, order.index(layer) if layer else None, result.value, result.stderr,
+             result.method, result.n_samples, describe_invariance(name))
+            for layer in dict.fromkeys(layer for layer, _ in found)
+            for name in columns
+            if (result := found.get((layer, name))) is not None
+        ],
+        columns=["measure", "layer", "position", "value", "stderr", "method", "n_samples",
+                 "invariance"],
+    )  # fmt: skip
+    return report.astype({"position": "Int64"})
 
 
 def _warn_of_doubtful(found: Found) -> None:
@@ -213,11 +201,11 @@ def _warn_of_doubtful(found: Found) -> None:
     warn_of_vanished(found)
 
 
-def _checked(name: str, found: Flatness) -> Flatness:
+def _checked(measure: Measure, found: Flatness) -> Flatness:
     """Return a measurement if it has a value, with a warning if that is doubtful."""
     if found.reason:
         raise ValueError(f"{found.reason}.")
-    _warn_of_doubtful({("", name): found})
+    _warn_of_doubtful({("", name_of(measure)): found})
     return found
 
 
@@ -243,8 +231,7 @@ def measure(
     Parameters
     ----------
     name : str or callable
-        One of `get_measure_names`, or a function of model, X and y; see `register_measure`.
-        "neuron_flatness" returns an array.
+        One of `get_measure_names`, or a function ``f(model, X, y)`` of your own, see the notes.
     model : nn.Module or fitted estimator
         The trained model; see `relative_flatness`.
     X : array, data frame, tensor, dict or Dataset of n samples
@@ -270,9 +257,7 @@ def measure(
     Returns
     -------
     float or ndarray
-        The measure, in the unit of the loss for flatness; with `per_sample` of shape (n,). For
-        "neuron_flatness" the forms ``rho(j)`` of all m neurons that feed the layer (P19,
-        Appendix B), of shape (m,); `neuron_flatness_max` is the largest of them.
+        The measure, in the unit of the loss for flatness; with `per_sample` of shape (n,).
 
     Raises
     ------
@@ -285,8 +270,16 @@ def measure(
     Notes
     -----
     The name comes first, and not the model as in all other functions, so that
-    ``functools.partial(measure, "hessian_trace")`` is a function of model, X and y, as
-    `register_measure` and skorch's `EpochScoring` take it.
+    ``functools.partial(measure, "hessian_trace")`` is a function of model, X and y, as skorch's
+    `EpochScoring` takes it.
+
+    A function of your own can be passed wherever the name of a measure is expected. It returns a
+    number, small where the minimum is good, or a pair of a number and its standard error. It gets
+    the model and the data as they were passed; a torch module is in evaluation mode, and the model
+    is restored afterwards. Further arguments of the function become arguments of the measure;
+    those named `sample_weight` and `random_state` get the weights and the seed of the call. Weight
+    decay cannot be counted into it, and it belongs to the network as a whole: it has no layer. In
+    a table, its column has the function's ``__name__``: lambdas and `functools.partial` have none.
 
     Examples
     --------
@@ -296,27 +289,21 @@ def measure(
     20.0
     >>> X = [[1.0, 0.0], [0.0, 2.0], [1.0, 2.0]]
     >>> model = LinearRegression(fit_intercept=False).fit(X, [1.0, 2.0, 3.0])
-    >>> measure("neuron_flatness", model, X).round(4).tolist()
-    [1.3333, 5.3333]
+    >>> round(measure("neuron_flatness_max", model, X), 4)
+    5.3333
+    >>> def coefficient_norm(model, X, y, order=2):
+    ...     return np.linalg.norm(model.coef_, ord=order)
+    >>> round(measure(coefficient_norm, model, X, [1.0, 2.0, 3.0], order=1), 4)
+    2.0
     """
     if isinstance(model, str) or (_may_be_model(name) and not _may_be_model(model)):
         raise TypeError(
             "measure takes the name first: measure('relative_flatness', model, X, y); got a model "
             f"of type {type(name).__name__} as the name."
         )
-    is_array = isinstance(name, str) and name == NEURONS
-    if is_array and (aggregate is not None or per_sample):
-        raise ValueError(
-            f"{NEURONS} is an array with a value for each neuron of one layer, which takes "
-            "neither aggregate nor per_sample. Use neuron_flatness_max or neuron_flatness_sum."
-        )
     if aggregate is None:
-        what = LARGEST_NEURON if is_array else name
-        found = evaluate(what, model, X, y, layer=layer, per_sample=per_sample, **params)
-        found = _checked(what, found)
-        if is_array:
-            assert found.neurons is not None
-            return found.neurons
+        found = evaluate(name, model, X, y, layer=layer, per_sample=per_sample, **params)
+        found = _checked(name, found)
         return found.value if found.terms is None else found.terms
     if per_sample:
         raise ValueError(
@@ -325,13 +312,13 @@ def measure(
         )
     if aggregate not in _AGGREGATES:
         raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")
-    name = find_measure(name)
-    if is_of_network(name):
+    checked = find_measure(name)
+    if is_of_network(checked):
         raise ValueError(
-            f"aggregate={aggregate!r} is over layers, but {name} measures the network as a whole: "
-            "leave aggregate out."
+            f"aggregate={aggregate!r} is over layers, but {name_of(checked)} measures the network "
+            "as a whole: leave aggregate out."
         )
-    report = flatness_report(model, X, y, measures=[name], **params)
+    report = flatness_report(model, X, y, measures=[checked], **params)
     return float(_AGGREGATES[aggregate](report["value"].to_numpy()))
 
 

@@ -1,10 +1,6 @@
 """The flatness measures of the papers' Table 1, at one layer or several.
 
-`docs/definitions.md` defines them. Whitened flatness is `kappa` after the change of coordinates
-``phi -> L^-1 phi``, ``W -> W L`` with the second moments ``S = L L^T`` of the features. In units in
-which the features have a mean square of 1, ``10 max(eps, eps_phi^2)`` times the trace of ``S`` is
-added to its diagonal as a ridge: `eps` is the rounding of float64, and `eps_phi` that of the
-features. It is a row for research: it has predicted nothing in our trials, and is no default.
+`docs/definitions.md` defines them.
 """
 
 import math
@@ -21,7 +17,7 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
-from relflat_sk._numerics import column_squares, inverse_spread, or_one, read_numbers, varies
+from relflat_sk._numerics import column_squares, inverse_spread, read_numbers, varies
 from relflat_sk._random import RandomState, make_generator
 from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
@@ -29,7 +25,6 @@ from relflat_sk.measures._quantities import (
     FeatureTrace,
     Key,
     LayerPass,
-    MixedTrace,
     Neurons,
     Quantity,
     Trace,
@@ -38,7 +33,7 @@ from relflat_sk.measures._quantities import (
     is_deflatable,
     n_passes,
 )
-from relflat_sk.measures._results import EVERY_CHANGE, RESCALINGS, Flatness, Found, Summary
+from relflat_sk.measures._results import RESCALINGS, Flatness, Found, Summary
 from relflat_sk.measures._scan import ForwardPass, scan, scan_again
 
 # -- averages over the data: exact where that is cheap, by random probes otherwise ----------------
@@ -70,15 +65,14 @@ MAX_PASSES = 100
 class TraceLike:
     """A measure that is a sum over samples of traces and quadratic forms of the Hessian."""
 
-    # what to sum at a layer, given the features' spread, or a root of their second moments
+    # what to sum at a layer, given the features' spread
     quantity: Callable[[LayerPass, Tensor | None], Quantity]
     # from the mean quantity and the weight to the measure
     finish: Callable[[Tensor, Tensor], Tensor] = lambda value, weight: value
     # the changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`
     same: tuple[str, ...] = ()
-    # whether the quantity needs statistics of the features, and which ones
+    # whether the quantity needs the features' spread
     normalized: bool = False
-    whitened: bool = False
 
 
 def _normalized(layer: LayerPass, spread: Tensor | None) -> Quantity:
@@ -94,23 +88,11 @@ def _comparable(layer: LayerPass, spread: Tensor | None) -> Quantity:
     return FeatureTrace(layer.feature_factor(), scale=float(spread.square().mean()))
 
 
-def _whitened(layer: LayerPass, root: Tensor | None) -> Quantity:
-    """Return relative flatness in coordinates in which the features' second moments are one."""
-    assert root is not None
-    return MixedTrace(layer.mixed_factor(root), unmix=torch.linalg.inv(root))
-
-
 TRACE_LIKE: dict[str, TraceLike] = {
     "relative_flatness": TraceLike(
         lambda layer, spread: Trace(layer.left_factor()), same=("layer", "own neurons")
     ),
     "normalized_relative_flatness": TraceLike(_normalized, same=RESCALINGS, normalized=True),
-    "whitened_flatness": TraceLike(
-        _whitened,
-        same=EVERY_CHANGE,
-        normalized=True,
-        whitened=True,
-    ),
     "hessian_trace": TraceLike(lambda layer, spread: Trace()),
     "trace_flatness": TraceLike(
         lambda layer, spread: Trace(),
@@ -222,8 +204,7 @@ class TraceMeasures:
         self._spent = 0  # passes of sums that are not finished
         every = [_QUANTITIES[name] for name in self.names]
         self._normalized = any(one.normalized for one in every)
-        self._statistics = {one.whitened for one in every if one.normalized}
-        self._spreads: dict[tuple[str, bool], FeatureSpread | FeatureMoments] = {}
+        self._spreads: dict[str, FeatureSpread] = {}
         self._plans: dict[Key, _Plan] = {}
         # total and scatter of a pass, or those of each batch for the terms of the samples
         self._seen: dict[Key, list[Pair]] = {}
@@ -234,10 +215,8 @@ class TraceMeasures:
             self._add_first(forward)
             return
         for name, layer in forward.layers.items():
-            for whitened in self._statistics:
-                made = FeatureMoments() if whitened else FeatureSpread()
-                spread = self._spreads.setdefault((name, whitened), made)
-                spread.add(layer, forward.counting_weights(layer))
+            spread = self._spreads.setdefault(name, FeatureSpread())
+            spread.add(layer, forward.counting_weights(layer))
 
     def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
         """Compute the measures, with as many further passes as they need."""
@@ -256,12 +235,8 @@ class TraceMeasures:
     def _plan(self, forward: ForwardPass) -> None:
         """Decide which sums are exact, by the first batch."""
         for layer in forward.layers.values():
-            spreads = {
-                whitened: self._spreads[layer.name, whitened].spread()
-                for whitened in self._statistics
-            }
+            spread = self._spreads[layer.name].spread() if self._normalized else None
             for name in self.names:
-                spread = spreads.get(_QUANTITIES[name].whitened)
                 quantity = _QUANTITIES[name].quantity(layer, spread)
                 plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
                 plan.deflatable = is_deflatable(layer, quantity, _KEPT // _DEFLATION)
@@ -506,31 +481,6 @@ class FeatureSpread:
         total, _, squares, low, high = self._seen
         deviations = (squares / total).sqrt()
         return torch.where(varies(low, high, self._eps), deviations, 0.0)[self._columns]
-
-
-class FeatureMoments:
-    """Root L of the features' second moments ``S = L L^T``, in each group of a convolution.
-
-    A multiple of ``S`` has the same whitened flatness, so that the moments are sums.
-    """
-
-    def __init__(self) -> None:
-        self._total = torch.zeros(())
-        self._eps = 0.0
-
-    def add(self, layer: LayerPass, weights: Tensor) -> None:
-        """Add the features of a batch, with a weight for each row of them."""
-        self._total = self._total + layer.feature_moments(weights)
-        self._eps = torch.finfo(layer.features.dtype).eps
-
-    def spread(self) -> Tensor:
-        """Return the root, of ``S`` with a small ridge. Shapes: returns (groups, m, m)."""
-        unit = or_one(self._total.diagonal(dim1=1, dim2=2)).sqrt()
-        moments = self._total / (unit[:, :, None] * unit[:, None])
-        ridge = 10 * max(torch.finfo(moments.dtype).eps, self._eps**2) * moments.shape[1]
-        values, vectors = torch.linalg.eigh(moments)
-        root: Tensor = unit[:, :, None] * vectors * (values.clamp_min(0) + ridge).sqrt()[:, None]
-        return root
 
 
 def _positive(total: Tensor) -> Tensor:

@@ -25,12 +25,10 @@ from relflat_sk.measures._layer_measures import (
     measure_layers,
 )
 from relflat_sk.measures._norms import NORM_MEASURES
-from relflat_sk.measures._own import OwnMeasure
-from relflat_sk.measures._predictions import PREDICTION_MEASURES
-from relflat_sk.measures._results import Estimate, Flatness, Found, NetworkMeasure, Summary
+from relflat_sk.measures._results import Estimate, Flatness, Found, Measure, NetworkMeasure, Summary
 from relflat_sk.measures._scan import scan, scan_losses
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
-from relflat_sk.measures._takeuchi import TAKEUCHI
+from relflat_sk.measures._user_function import arguments_of, measure_by_function, name_of
 from relflat_sk.minima._table import AT_EQUAL_LOSS
 
 # -- whether a criterion has any curvature at the outputs of a network --------------------------
@@ -106,8 +104,6 @@ def _network_flatness(
 NETWORK_WIDE: dict[str, NetworkMeasure] = {
     "network_flatness": NetworkMeasure(_network_flatness, ("layer",), of_loss=True),
     **NORM_MEASURES,
-    **PREDICTION_MEASURES,
-    **TAKEUCHI,
     **SHARPNESS_MEASURES,
 }
 # arguments of the measures of layers, which measures of the whole network accept without effect
@@ -127,7 +123,7 @@ _SURE = 4
 @torch.inference_mode(False)  # measures write to tensors of their own, and differentiate
 def measure_network(
     network: Network,
-    names: Sequence[str],
+    measures: Sequence[Measure],
     layers: Sequence[Layer] | str,
     *,
     weight_decay: float = 0.0,
@@ -145,35 +141,36 @@ def measure_network(
     passes of their own. Where the loss is reached at no temperature, they are nan, with a reason.
     """
     check_number("weight_decay", weight_decay, positive=False)
-    check_at_loss(names, at_loss)
-    check_arguments(names, params)
-    _check_together(names, weight_decay, per_sample)
+    check_at_loss(measures, at_loss)
+    check_arguments(measures, params)
+    _check_together(measures, weight_decay, per_sample)
     params |= {"weight_decay": weight_decay, "per_sample": per_sample}
     found: Found = {}
-    shares = {name: loss_share(name, at_loss) for name in names}
-    for share in dict.fromkeys(shares.values()):
-        some = [name for name in names if shares[name] == share]
-        found |= _measure_at_loss(network, some, layers, share, tolerated, params)
+    shares = [loss_share(measure, at_loss) for measure in measures]
+    for share in dict.fromkeys(shares):
+        alike = [measure for measure, at in zip(measures, shares, strict=True) if at == share]
+        found |= _measure_at_loss(network, alike, layers, share, tolerated, params)
     for (layer, name), one in found.items():
         warn_of_saddle(layer, name, one)
     _warn_of_no_curvature(network, found)
     return found
 
 
-def loss_share(name: str, at_loss: float | None) -> float | None:
+def loss_share(measure: Measure, at_loss: float | None) -> float | None:
     """Return the share of the best constant's loss at which a measure is taken, if at any."""
-    return _SHARES.get(name) if at_loss is None else at_loss
+    return _SHARES.get(name_of(measure)) if at_loss is None else at_loss
 
 
-def takes_loss(name: str) -> bool:
+def takes_loss(measure: Measure) -> bool:
     """Return whether a measure can be taken at equal loss."""
+    name = name_of(measure)
     return name in LAYER_MEASURES or (name in NETWORK_WIDE and NETWORK_WIDE[name].of_loss)
 
 
-def check_at_loss(names: Sequence[str], at_loss: float | None) -> None:
+def check_at_loss(measures: Sequence[Measure], at_loss: float | None) -> None:
     """Refuse a bad share of the loss, and measures that do not depend on the loss."""
     check_share(at_loss)
-    without = [str(name) for name in names if not takes_loss(name)]
+    without = [name_of(measure) for measure in measures if not takes_loss(measure)]
     if at_loss is not None and without:
         raise ValueError(
             f"at_loss={at_loss!r} has no effect on {', '.join(without)}, which does not depend on "
@@ -183,15 +180,15 @@ def check_at_loss(names: Sequence[str], at_loss: float | None) -> None:
 
 def _measure_at_loss(
     network: Network,
-    names: Sequence[str],
+    measures: Sequence[Measure],
     layers: Sequence[Layer] | str,
     share: float | None,
     tolerated: tuple[type[Exception], ...],
     params: Mapping[str, Any],
 ) -> Found:
     """Measure a network, or the network at the temperature of a share of the loss."""
-    of_layers = [name for name in names if name in LAYER_MEASURES]
-    whole = [name for name in names if is_of_network(name)]
+    whole = [measure for measure in measures if is_of_network(measure)]
+    of_layers = [name_of(measure) for measure in measures if not is_of_network(measure)]
     equal = None
     if share is not None:
         checked, where = bool(of_layers), layers if of_layers else [-1]
@@ -214,37 +211,39 @@ def _measure_at_loss(
 
 
 def _without_value(
-    equal: EqualLoss, of_layers: Sequence[str], whole: Sequence[str], reason: str
+    equal: EqualLoss, of_layers: Sequence[str], whole: Sequence[Measure], reason: str
 ) -> Found:
     """Return nan for all measures of a network that reaches the loss at no temperature."""
     keys = [(layer, name) for layer in equal.own.layer_weights for name in of_layers]
     own, none = equal.own, (math.nan, math.nan, "none")
     return {
         key: Flatness(*none, equal.network, own, own=own, reason=reason)
-        for key in [*keys, *(("", name) for name in whole)]
+        for key in [*keys, *(("", name_of(measure)) for measure in whole)]
     }
 
 
-def is_of_network(name: str) -> bool:
+def is_of_network(measure: Measure) -> bool:
     """Return whether a measure belongs to the network as a whole, so that it has no layer."""
-    return name in NETWORK_WIDE or isinstance(name, OwnMeasure)
+    return not isinstance(measure, str) or measure in NETWORK_WIDE
 
 
-def counts_decay(name: str) -> bool:
+def counts_decay(measure: Measure) -> bool:
     """Return whether the optimiser's weight decay can be counted into a measure."""
-    if is_of_network(name):
-        return "weight_decay" in _arguments(name)
+    if is_of_network(measure):
+        return "weight_decay" in _arguments(measure)
+    name = name_of(measure)
     return not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
 
 
-def _check_together(names: Sequence[str], weight_decay: float, per_sample: bool) -> None:
+def _check_together(measures: Sequence[Measure], weight_decay: float, per_sample: bool) -> None:
     """Refuse what these measures cannot do: decay, and terms of samples."""
-    undecayed = [name for name in names if not counts_decay(name)]
+    undecayed = [name_of(measure) for measure in measures if not counts_decay(measure)]
     if weight_decay and undecayed:
         raise ValueError(
             f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
             "of the weights; leave one of them out."
         )
+    names = map(name_of, measures)
     without = [name for name in names if name not in TRACE_LIKE]
     if per_sample and without:
         raise ValueError(
@@ -253,39 +252,39 @@ def _check_together(names: Sequence[str], weight_decay: float, per_sample: bool)
         )
 
 
-def check_layers(names: Sequence[str], layers: Any) -> None:
+def check_layers(measures: Sequence[Measure], layers: Any) -> None:
     """Refuse a choice of layers if all measures are of the whole network."""
     is_default = isinstance(layers, str | Integral) and layers in (-1, "all")
-    if not is_default and all(map(is_of_network, names)):
+    if not is_default and all(map(is_of_network, measures)):
         raise ValueError(
-            f"{', '.join(names)} measures the network as a whole, which has no layers to choose; "
-            f"got {layers!r}. Leave the layer out, or choose a measure of a layer, such as "
-            "relative_flatness."
+            f"{', '.join(map(name_of, measures))} measures the network as a whole, which has no "
+            f"layers to choose; got {layers!r}. Leave the layer out, or choose a measure of a "
+            "layer, such as relative_flatness."
         )
 
 
-def check_arguments(names: Sequence[str], params: Mapping[str, Any]) -> None:
+def check_arguments(measures: Sequence[Measure], params: Mapping[str, Any]) -> None:
     """Refuse arguments that none of the measures takes."""
-    all_own = all(isinstance(name, OwnMeasure) for name in names)
-    of_library = set() if all_own else _OF_LAYERS | {"at_loss"}
-    known = _SEED.union(of_library, *map(_arguments, names)) - {"weight_decay"}
+    of_library = set() if all(map(callable, measures)) else _OF_LAYERS | {"at_loss"}
+    known = _SEED.union(of_library, *map(_arguments, measures)) - {"weight_decay"}
     for key in params:
         if key not in known:
             raise TypeError(
-                f"{key!r} is no argument of {', '.join(names)}. Expected some of {sorted(known)}."
+                f"{key!r} is no argument of {', '.join(map(name_of, measures))}. Expected some of "
+                f"{sorted(known)}."
             )
 
 
-def _arguments(name: str) -> Set[str]:
+def _arguments(measure: Measure) -> Set[str]:
     """List the arguments of a measure of the whole network."""
-    if isinstance(name, OwnMeasure):
-        return name.arguments
-    return NETWORK_WIDE[name].arguments if name in NETWORK_WIDE else set()
+    if not isinstance(measure, str):
+        return arguments_of(measure)
+    return NETWORK_WIDE[measure].arguments if measure in NETWORK_WIDE else set()
 
 
 def _measure_whole(
     network: Network,
-    names: Sequence[str],
+    measures: Sequence[Measure],
     tolerated: tuple[type[Exception], ...],
     params: Mapping[str, Any],
     known: Found,
@@ -299,15 +298,19 @@ def _measure_whole(
             summary = scan(network) if has_layers else scan_losses(network)
     diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
     found = {}
-    for name in names:
-        own = {key: value for key, value in params.items() if key in _arguments(name)}
-        compute = name.measure if isinstance(name, OwnMeasure) else NETWORK_WIDE[name]
+    for measure in measures:
+        own = {key: value for key, value in params.items() if key in _arguments(measure)}
         error = None
         try:
-            one = _NONE if diverged else compute(network, **own)
+            if diverged:
+                one = _NONE
+            elif isinstance(measure, str):
+                one = NETWORK_WIDE[measure](network, **own)
+            else:
+                one = measure_by_function(measure, network, **own)
         except tolerated as caught:
             one, error = _NONE, caught
-        found["", str(name)] = Flatness(
+        found["", name_of(measure)] = Flatness(
             one.value, one.stderr, one.method, network, summary, error=error
         )
     return found

@@ -30,19 +30,17 @@ References
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from relflat_sk._checks import check_number, is_number
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.layers import check_real, layer_map
 from relflat_sk._network.network import Network, layer_names
 from relflat_sk._network.tail import find_faster_step
 from relflat_sk._rescaling.layers import AffineLayer, fold_layers
@@ -262,85 +260,6 @@ def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Esti
     return _estimate_from_log(-2 * math.log(_positive_margin(network, percentile)))
 
 
-# -- spectra of the weights, the mean over the layers ---------------------------------------------
-
-# fewest eigenvalues for which a power law is fitted
-_FEWEST = 10
-
-
-def _spectral_mean(of_layer: Callable[[NDArray[np.float64], Any], float]) -> NetworkMeasure:
-    """Average a function of the squared singular values, largest first, and of (d, m)."""
-
-    def compute(network: Network) -> Estimate:
-        values = []
-        check_real(network.module)
-        with borrowed(network.module):
-            for name in layer_names(network):
-                weight = layer_map(network.module.get_submodule(name)).weight.double()
-                gram = weight.T @ weight if len(weight) > weight.shape[1] else weight @ weight.T
-                squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0).cpu().numpy()
-                values.append(of_layer(squares, weight.shape) if squares[0] > 0 else math.nan)
-        values = [value for value in values if not math.isnan(value)]
-        if not values:
-            raise NotApplicableError(
-                "no layer has a spectrum to be measured: weights are zero, or, for a power law, "
-                f"have fewer than {_FEWEST} singular values."
-            )
-        return Estimate(float(np.mean(values)))
-
-    return NetworkMeasure(compute, ("layer",))
-
-
-def _stable_rank(squares: NDArray[np.float64], shape: Any) -> float:
-    return float(squares.sum() / squares[0])
-
-
-def _soft_rank(squares: NDArray[np.float64], shape: Any) -> float:
-    """Compare the edge of Marchenko and Pastur's law with the largest eigenvalue.
-
-    The variance of the entries is that of the eigenvalues below the edge, which outliers would
-    enlarge: it falls until no further eigenvalue is above the edge.
-    """
-    larger, smaller = max(shape), min(shape)
-    n_outliers = 0
-    while True:
-        bulk = squares[n_outliers:].sum() / (larger * (smaller - n_outliers))
-        edge = bulk * (math.sqrt(larger) + math.sqrt(smaller)) ** 2
-        found = int((squares > edge).sum())
-        if found <= n_outliers or found == smaller:
-            return float(edge / squares[0])
-        n_outliers = found
-
-
-def _spectral_exponent(squares: NDArray[np.float64], shape: Any) -> float:
-    """Fit ``p(lambda) ~ lambda^-alpha`` to the eigenvalues from some eigenvalue on.
-
-    `alpha` maximises the likelihood, and of all such tails the one is taken whose distribution is
-    closest to the power law [1]_.
-
-    References
-    ----------
-    .. [1] Clauset, Shalizi and Newman, "Power-Law Distributions in Empirical Data", SIAM Review
-       51, 2009.
-    """
-    rounding = len(squares) * np.finfo(np.float64).eps
-    squares = squares[squares > squares[0] * rounding]
-    if len(squares) < _FEWEST:
-        return math.nan
-    best = math.inf, math.nan
-    for n in range(2, len(squares) + 1):
-        tail = np.sort(squares[:n])
-        logs = np.log(tail / tail[0])
-        if logs[-1] == 0:
-            continue
-        alpha = 1 + n / logs.sum()
-        model = 1 - np.exp((1 - alpha) * logs)
-        steps = np.arange(n + 1) / n
-        distance = max(np.abs(model - steps[:-1]).max(), np.abs(model - steps[1:]).max())
-        best = min(best, (distance, alpha))
-    return float(best[1])
-
-
 # -- robustness: the number of cells of inputs in which a classifier does not change its class ---
 #
 # A classifier is (K, epsilon)-robust [1]_, [2]_ if its inputs can be divided into K cells such that
@@ -416,7 +335,4 @@ NORM_MEASURES: dict[str, NetworkMeasure] = {
     "linf_lipschitz_product": Norm(_linf_lipschitz_product, ("layer",), power=1),
     "l2_lipschitz_product": Norm(_l2_lipschitz_product, ("layer",), power=1),
     "log_robustness": NetworkMeasure(_log_robustness, ("layer",)),
-    "stable_rank": _spectral_mean(_stable_rank),
-    "soft_rank": _spectral_mean(_soft_rank),
-    "spectral_exponent": _spectral_mean(_spectral_exponent),
 }

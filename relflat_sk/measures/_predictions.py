@@ -1,8 +1,8 @@
-"""What a network predicts: classes with their probabilities, margins, errors and scores.
+"""What a network predicts: classes, margins, errors and scores.
 
-`docs/definitions.md` defines the measures of predictions. Each token is a prediction, and so is
+Each token is a prediction, and so is
 each output of a logistic loss: it is that of two classes, of which the first has the score 0.
-Tokens that the criterion ignores do not count. Confidence and entropy need no labels.
+Tokens that the criterion ignores do not count.
 """
 
 import math
@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from scipy.stats import rankdata
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_integer
 from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._losses.table import TABLE
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network, Outcome, layer_names, outcomes, sample_weight
 from relflat_sk._network.recording import record_tail
 from relflat_sk._network.tail import find_link
-from relflat_sk.measures._results import EVERY_CHANGE, Estimate, NetworkMeasure, NotApplicableError
+from relflat_sk.measures._results import NotApplicableError
 
 # R2 must be above zero by more than float32 rounding
 _R2_ROUNDING = 1e-5
@@ -124,57 +123,6 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
         raise NotApplicableError("the criterion ignores all labels, so there is no margin.")
     return margins
 
-
-# -- measures of the predicted probabilities ------------------------------------------------------
-
-
-def _mean(network: Network, what: str, each: Callable[[Tensor], Tensor]) -> float:
-    """Average a function of the probabilities (r, c) over the predictions."""
-    total, divisor = 0.0, 0.0
-    for one in _scored_batches(network, what):
-        scores, _, weight = _score_rows(one)
-        total += float(weight @ each(scores.softmax(dim=1)))
-        divisor += float(weight.sum())
-    return _ratio(total, divisor)
-
-
-def _ratio(total: float, divisor: float) -> float:
-    if divisor == 0:
-        raise ValueError("no sample counts: the criterion ignores all labels, or weights are zero.")
-    return total / divisor
-
-
-def _inverse_confidence(network: Network) -> Estimate:
-    return Estimate(1 / _mean(network, "confidence", lambda p: p.amax(dim=1)))
-
-
-def _predictive_entropy(network: Network) -> Estimate:
-    # 0 log 0 is 0
-    return Estimate(_mean(network, "entropy", lambda p: torch.special.entr(p).sum(dim=1)))
-
-
-def _calibration_error(network: Network, *, n_bins: int = 15) -> Estimate:
-    """Compare confidence and accuracy in bins of equal width of the confidence."""
-    check_integer("n_bins", n_bins, minimum=1)
-    # of each bin: summed weight of its predictions, of the right ones, summed confidence
-    bins = torch.zeros(n_bins, 3, dtype=torch.float64, device=network.device)
-    for one in _scored_batches(network, "calibration"):
-        scores, labels, weight = _score_rows(one)
-        if labels is None:
-            raise ValueError("y is needed: calibration compares predictions with labels. Pass y.")
-        confidence, predicted = scores.softmax(dim=1).max(dim=1)
-        rows = torch.stack([weight, weight * (predicted == labels), weight * confidence], dim=1)
-        at = (confidence.nan_to_num() * n_bins).ceil().long().clamp(1, n_bins) - 1
-        bins.index_add_(0, at, rows)
-    weight, right, confidence = bins.T
-    return Estimate(_ratio(float((right - confidence).abs().sum()), float(weight.sum())))
-
-
-PREDICTION_MEASURES: dict[str, NetworkMeasure] = {
-    "inverse_confidence": NetworkMeasure(_inverse_confidence, EVERY_CHANGE),
-    "predictive_entropy": NetworkMeasure(_predictive_entropy, EVERY_CHANGE),
-    "calibration_error": NetworkMeasure(_calibration_error, EVERY_CHANGE),
-}
 
 # -- accuracy, R2, area under the ROC curve, beside those of the best constant prediction ---------
 

@@ -111,30 +111,6 @@ class LayerPass:
         own = group[:, None, None] == torch.arange(groups, device=weight.device)[:, None]
         return Factor((weight[:, None] * own).flatten(1))
 
-    def mixed_factor(self, root: Tensor) -> Factor:
-        """Return a matrix F with ``F F^T = W L L^T W^T`` within each group, and zeros between them.
-
-        Shapes: `root` (groups, m, m); returns (d, k).
-        """
-        weight = full_precision(self.weight)
-        mixed = weight.reshape(len(root), -1, root.shape[1]) @ root.to(weight.dtype)
-        if mixed.shape[1] < mixed.shape[2]:
-            mixed = torch.linalg.qr(mixed.mT, mode="r").R.mT
-        return Factor(torch.block_diag(*mixed))  # type: ignore[no-untyped-call]
-
-    def feature_moments(self, weights: Tensor) -> Tensor:
-        """Sum ``phi_ip phi_ip^T`` over samples and positions, in float64.
-
-        Shapes: `weights` (n,); returns (groups, m, m).
-        """
-        total, start = torch.zeros((), dtype=torch.float64), 0
-        for phi in self.patches():
-            rows = phi.permute(1, 2, 0, 3).flatten(2)  # (groups, m, n * P)
-            share = weights[start : (start := start + len(phi))]
-            shares = share.repeat_interleave(phi.shape[3])
-            total = (rows * shares) @ rows.mT + total.to(rows)
-        return total
-
     def patches(self) -> Iterator[Tensor]:
         """Copy ``phi_ip`` of some samples at a time: (n, groups, m, P), float64."""
         m = self.map.weight.shape[1]
@@ -443,33 +419,6 @@ class Trace(Quantity):
             return self._square_norms(layer)[:, None, None]
         every = (self._mix(phi.flatten(1, 2).mT, back=True) for phi in layer.patches())
         return torch.cat([phi @ phi.mT for phi in every])
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedTrace(Trace):
-    """``sum_c |F^T G_c L^-T|^2`` within each group of the layer: of features ``L^-1 phi``.
-
-    Shapes: `unmix` (groups, m, m), the inverse of L.
-    """
-
-    unmix: Tensor
-
-    def random_rows(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
-        if layer.is_flat:
-            return super().random_rows(layer, generator)
-        columns, n = self._columns(layer), len(layer.features)
-        signs = rademacher((n, columns.shape[1], layer.weight.shape[1]), columns, generator)
-        return layer.apply(self._mix(columns @ signs))
-
-    def _mix(self, matrices: Tensor, *, back: bool = False) -> Tensor:
-        root = (self.unmix.mT if back else self.unmix).to(matrices.dtype)
-        within = matrices.reshape(*matrices.shape[:-2], len(root), -1, matrices.shape[-1])
-        mixed: Tensor = within @ root
-        return mixed.flatten(-3, -2)
-
-    def _square_norms(self, layer: LayerPass) -> Tensor:
-        """Return ``|L^-1 phi_i|^2`` of a flat layer: (n,)."""
-        return (layer.features.double() @ self.unmix[0].mT).square().sum(dim=1)
 
 
 @dataclass(frozen=True)

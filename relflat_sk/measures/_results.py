@@ -162,4 +162,6 @@ class Flatness:
         return best_constant_loss(self.network, shape, link)
 
 
+# the name of a measure, or a function of model, X and y
+Measure = str | Callable[..., Any]
 Found = dict[tuple[str, str], Flatness]  # by layer and name of the measure

@@ -19,8 +19,9 @@ from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._api import evaluate, relative_flatness
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
-from relflat_sk.measures._names import find_measure, hold_functions
+from relflat_sk.measures._names import find_measure
 from relflat_sk.measures._results import Flatness
+from relflat_sk.measures._user_function import name_of
 
 DATA = ("given", "train")
 NON_MINIMUM = ("accept", "reject", "warn")
@@ -59,7 +60,7 @@ class FlatnessScorer(BaseEstimator):
     ----------
     measure : str or callable, default="relative_flatness"
         The measure's name, one of `get_measure_names`, or a function of model, X and y that
-        returns a number which is small for good minima; see `register_measure`.
+        returns a number which is small for good minima; see `measure`.
     layer : int, str or nn.Module, default=-1
         Where to measure: position among the layers with a weight matrix (-1 is the last one),
         dotted module name, or the module itself.
@@ -188,9 +189,6 @@ class FlatnessScorer(BaseEstimator):
         is_good = self._check_minimum(final_estimator(estimator), flatness, comparison)
         return score if is_good or self.non_minimum == "warn" else math.nan
 
-    def __getstate__(self) -> Any:
-        return {**super().__getstate__(), "measure": hold_functions(self.measure)}
-
     def _measure(self, estimator: Any, X: Any, y: Any, sample_weight: Any) -> Flatness:
         """Measure the model on the data that the scorer is called with."""
         params = dict(self.measure_params or {})
@@ -201,8 +199,7 @@ class FlatnessScorer(BaseEstimator):
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:
         """Warn if the flatness of a model is no score, or may be none; return False for none."""
         name = describe(model)
-        measure = find_measure(self.measure)
-        objection = find_objection(model, str(measure), flatness, comparison)
+        objection = find_objection(model, name_of(self.measure), flatness, comparison)
         if objection is not None:
             outcome = "its score is nan" if self.non_minimum == "reject" else "it is scored anyway"
             warn(f"the {name} {objection}. With non_minimum={self.non_minimum!r}, {outcome}.")

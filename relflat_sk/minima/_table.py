@@ -48,10 +48,7 @@ def column_of(measure: str | Callable[..., Any]) -> str:
         return measure
     name = str(getattr(measure, "__name__", "<lambda>"))
     if name == "<lambda>":
-        raise ValueError(
-            f"the measure {measure!r} has no name for its column: define it by def, or name it by "
-            "register_measure(name, function), and pass that name."
-        )
+        raise ValueError(f"the measure {measure!r} has no name for its column: define it by def.")
     return name
 
 

@@ -103,7 +103,7 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             Labels or targets, as in fit.
         measures : str, callable or sequence of these, default=("relative_flatness",)
             Names of measures, see `get_measure_names`, or functions of model, X and y, see
-            `register_measure`, with a panel for each.
+            `measure`, with a panel for each.
         layers : int, str, nn.Module, a sequence of these, or "all", default="all"
             The layers to measure.
         measure_params : dict or None, default=None
@@ -138,12 +138,12 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         ['0: hidden0', '1: output']
         """
         _refuse_arguments(kwargs, flatness_report, "measure_params")
-        names = find_measures(measures)
+        columns = find_measures(measures)
         report = flatness_report(
-            estimator, X, y, measures=names, layers=layers, **(measure_params or {})
+            estimator, X, y, measures=[*columns.values()], layers=layers, **(measure_params or {})
         )
         # the report has an order of its own; the panels follow the user's
-        report = pd.concat([report[report["measure"] == name] for name in names])
+        report = pd.concat([report[report["measure"] == name] for name in columns])
         display = cls(report=report.reset_index(drop=True))
         return display.plot(ax=ax, **with_unit(kwargs, [estimator]))
 

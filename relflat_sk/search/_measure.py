@@ -20,9 +20,10 @@ from relflat_sk.measures._measure_network import (
     measure_network,
 )
 from relflat_sk.measures._names import find_measures
-from relflat_sk.measures._results import Flatness
+from relflat_sk.measures._results import Flatness, Measure
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
-from relflat_sk.minima._table import AUTO, DETAILS, find_depth_band
+from relflat_sk.measures._user_function import name_of
+from relflat_sk.minima._table import AUTO, DETAILS, column_of, find_depth_band
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, blame_storage
 from relflat_sk.search._fit import LAST, missing_layer
@@ -53,7 +54,7 @@ class Way:
         return ({} if self.layer == LAST else {"layer": self.layer}) | self.params
 
 
-def _find_way(name: str, scorer: FlatnessScorer) -> Way:
+def _find_way(measure: Measure, scorer: FlatnessScorer) -> Way:
     """Check the arguments of a measure."""
     layer, params = scorer.layer, dict(scorer.measure_params or {})
     if not isinstance(layer, str) and not is_integer(layer):
@@ -61,16 +62,18 @@ def _find_way(name: str, scorer: FlatnessScorer) -> Way:
             "layer must be the position of a layer or its dotted name, because every "
             f"candidate has a network of its own, got {layer!r}."
         )
-    check_layers([name], layer)
+    check_layers([measure], layer)
     for key in _OWN.keys() & params.keys():
-        raise ValueError(f"the scorer of {name} holds {key!r} in measure_params: {_OWN[key]}.")
+        raise ValueError(
+            f"the scorer of {name_of(measure)} holds {key!r} in measure_params: {_OWN[key]}."
+        )
     batch_size = params.pop("batch_size", DataOptions.batch_size)
     check_integer("batch_size", batch_size, minimum=1)
     device = params.pop("device", None)
     check_device(device)
     own = {key: value for key, value in params.items() if key not in {"at_loss", "weight_decay"}}
-    check_arguments([name], own)
-    check_at_loss([name], params.get("at_loss"))
+    check_arguments([measure], own)
+    check_at_loss([measure], params.get("at_loss"))
     return Way(layer, batch_size, device, params)
 
 
@@ -79,16 +82,18 @@ class Measuring:
 
     def __init__(self, measures: Sequence[Any], criterion: Any = None) -> None:
         scorers = [read_measure(one) for one in measures]
-        self.names = find_measures([one.measure for one in scorers])
+        self.measures = find_measures([scorer.measure for scorer in scorers])
+        names = [column_of(scorer.measure) for scorer in scorers]
+        self.names = list(self.measures)
         self.criterion = criterion
         self.ways: dict[str, Way] = {}
-        for name, scorer in zip(self.names, scorers, strict=True):
-            way = _find_way(name, scorer)
+        for name, scorer in zip(names, scorers, strict=True):
+            way = _find_way(self.measures[name], scorer)
             if self.ways.setdefault(name, way) != way:
                 raise ValueError(
                     f"{name} is to be measured with the arguments {self.ways[name].arguments()} "
-                    f"and {way.arguments()}, but it has one column. Give one of the two a name of "
-                    "its own: register_measure(name, function), with a function of model, X and y."
+                    f"and {way.arguments()}, but it has one column. For one of the two "
+                    "pass a function of model, X and y with another name."
                 )
 
     def depth_band(self, by: str) -> float | None:
@@ -128,7 +133,7 @@ class Measuring:
             try:
                 measured = measure_network(
                     networks[way.reading],
-                    alike,
+                    [self.measures[name] for name in alike],
                     [way.layer],
                     random_state=seed,
                     tolerated=(Exception,),
@@ -139,7 +144,7 @@ class Measuring:
                     raise
                 raise missing_layer(way.layer, error) from error
             found |= {name: result for (_, name), result in measured.items()}
-        return {str(name): found[name] for name in names}
+        return {name: found[name] for name in names}
 
 
 TRAIN_LOSS = "train_loss"

@@ -30,7 +30,6 @@ from relflat_sk._models.network_of import defaults_of
 from relflat_sk._network.batches import copy_rows
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
-from relflat_sk.measures._own import OwnMeasure
 from relflat_sk.minima._table import MADE_WITH, UNITS
 from relflat_sk.search._data import LR_SCALING
 
@@ -129,12 +128,15 @@ def _record(objective: Any, n_objectives: int, measuring: Any) -> Record:
 
 def describe_measures(measuring: Any) -> dict[str, str]:
     """Describe how each measure is taken."""
-    return {str(name): _describe_measure(name, way) for name, way in measuring.ways.items()}
+    return {
+        name: _describe_measure(measuring.measures[name], way)
+        for name, way in measuring.ways.items()
+    }
 
 
-def _describe_measure(name: str, way: Any) -> str:
+def _describe_measure(measure: Any, way: Any) -> str:
     """Describe the arguments of a measure, and its function if it is the user's."""
-    parts = [describe(name.function)] if isinstance(name, OwnMeasure) else []
+    parts = [] if isinstance(measure, str) else [describe(measure)]
     parts += [f"{key}={describe(value)}" for key, value in sorted(way.arguments().items())]
     return ", ".join(parts) or "the default"
 

@@ -29,7 +29,6 @@ from relflat_sk._models.network_of import describe, final_estimator
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
-from relflat_sk.measures._names import hold_functions
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import attributes_of, mark_depth_band, shorten_parameters
 from relflat_sk.search._claims import Draws, Plan, failed_trials
@@ -219,7 +218,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         follow the batch size, see `MinimaObjective`.
     measure : str, callable, FlatnessScorer or sequence of these, default="relative_flatness"
         The measure to rank by: one of `get_measure_names`, a function of model, X and y, see
-        `register_measure`, or a `FlatnessScorer` with the layer and the arguments of a measure:
+        `measure`, or a `FlatnessScorer` with the layer and the arguments of a measure:
         ``FlatnessScorer("hessian_trace", layer=0, measure_params={"batch_size": 256})``. Of
         several, the first ranks and the others are recorded; those of the same layer and
         arguments share passes over the data. With `NSGAIISampler` or `NSGAIIISampler`, each is
@@ -1016,6 +1015,4 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()
-        state = {name: value for name, value in state.items() if name != "_objective"}
-        # a registered name is known in this process only
-        return state | {"measure": hold_functions(self.measure)}
+        return {name: value for name, value in state.items() if name != "_objective"}

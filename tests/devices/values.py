@@ -18,6 +18,7 @@ from relflat_sk import (
     feature_robustness,
     flatness_report,
     generalization_bound,
+    get_measure_names,
     label_constancy,
     layer_sensitivity,
     measure,
@@ -31,7 +32,6 @@ from relflat_sk import (
     worst_feature_robustness,
 )
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
-from relflat_sk.measures._names import number_names
 from relflat_sk.theory import Smoothing, sharpness_bound
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
 from tests.devices.place import DEVICE, IS_SIMULATED, other_device
@@ -69,7 +69,7 @@ def assert_same_everywhere(compute, net, rtol=1e-4, atol=1e-6, places=tuple(PLAC
 
 
 # a power law needs a larger layer than there are here
-MEASURES = sorted(set(number_names()) - {"spectral_exponent"})
+MEASURES = get_measure_names()
 if IS_SIMULATED:  # it has no forward-mode derivatives
     MEASURES.remove("fisher_rao_norm")
 

@@ -144,7 +144,7 @@ def test_networks_of_single_precision(case):
 
 
 OF_NETWORK = {
-    "fisher_rao_norm": {}, "takeuchi_criterion": {}, "network_flatness": {"rtol": 1e-10},
+    "fisher_rao_norm": {}, "network_flatness": {"rtol": 1e-10},
     "joint_eigenvalue_flatness": {"rtol": 1e-10}, "expected_sharpness": {"n_draws": 2},
     "keskar_sharpness": {"n_steps": 2}, "adaptive_sharpness": {"n_steps": 2},
 }  # fmt: skip

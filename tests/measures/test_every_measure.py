@@ -10,25 +10,24 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
 from torch import nn
 
-from relflat_sk import measure
+from relflat_sk import get_measure_names, measure
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
-from relflat_sk.measures._names import number_names
 from tests.measures.nets import CE, OF_CRITERIA, PROBLEMS, make, reached
 from tests.network.test_network import prepared, same, state_of
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
 # a power law needs a layer of at least ten inputs and outputs
-NAMES = sorted(set(number_names()) - {"spectral_exponent"})
+NAMES = get_measure_names()
 QUICK = {"random_state": 0, "n_draws": 2, "n_steps": 2, "target": 0.01}
 CHAINS = {"l1_path_norm", "l2_path_norm", "log_robustness"}  # need one
 MARGINS = {"inverse_margin", "log_robustness"}  # a percentile has no weights
 OF_CRITERION = {"adaptive_sharpness", "fisher_rao_norm", "joint_eigenvalue_flatness"}
-OF_CRITERION |= {"pac_bayes_flatness", "takeuchi_criterion"}
+OF_CRITERION |= {"pac_bayes_flatness"}
 WHOLE = set(NAMES) & set(NETWORK_WIDE) - CHAINS
-CLASSIFIERS = MARGINS | {"inverse_confidence", "predictive_entropy", "calibration_error"}
+CLASSIFIERS = MARGINS
 
 
 def value(name, net, X, y, **options):
@@ -190,7 +189,7 @@ def test_weights_of_relative_flatness(case, layer):
     ("case", "name"),
     [
         *(("mlp relu", name) for name in sorted(set(NAMES) - MARGINS)),
-        *(("conv", name) for name in sorted({*LAYER_MEASURES, "takeuchi_criterion"})),
+        *(("conv", name) for name in sorted(LAYER_MEASURES)),
     ],
 )
 def test_weights_of_every_measure(case, name):

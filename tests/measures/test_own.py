@@ -1,6 +1,5 @@
 """Measures of your own work wherever a measure's name does."""
 
-import copy
 import inspect
 import operator
 import pickle
@@ -32,19 +31,15 @@ from relflat_sk import (
     MinimaRankingDisplay,
     correlate_measures,
     flatness_report,
-    get_measure_names,
     measure,
     rank_minima,
-    register_measure,
 )
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._measure_network import measure_network
-from relflat_sk.measures._names import _REGISTERED, find_measure
-from relflat_sk.measures._own import TAKEN, OwnMeasure
+from relflat_sk.measures._user_function import TAKEN
 from tests.network.test_network import prepared, same, state_of
 
-pytestmark = pytest.mark.usefixtures("registry")
 X, Y = load_iris(return_X_y=True)
 MODEL = LogisticRegression(max_iter=1000).fit(X, Y)
 
@@ -70,42 +65,25 @@ def test_the_function_gets_model_and_data_as_they_were_passed():
         assert one is passed
 
 
-def test_by_function_and_by_name():
+def test_a_function_in_place_of_a_name():
     expected = np.sqrt((MODEL.coef_**2).sum())
-    assert measure(size_of_weights, MODEL, X, Y) == pytest.approx(expected, rel=1e-12)
-    register_measure("coefficients", size_of_weights, invariance=["own neurons", "layer"])
-    assert "coefficients" in get_measure_names()
-    found = evaluate("coefficients", MODEL, X, Y)
+    found = evaluate(size_of_weights, MODEL, X, Y)
     assert found.value == pytest.approx(expected, rel=1e-12)
-    assert (found.stderr, found.method, found.n_samples) == (0.0, "own", 150)
+    assert (found.stderr, found.method, found.n_samples) == (0.0, "function", 150)
     assert found.risk == pytest.approx(evaluate("l2_norm", MODEL, X, Y).risk, rel=1e-12)
-    one = measure("coefficients", MODEL, X, Y, order=1)
-    assert one == pytest.approx(np.abs(MODEL.coef_).sum(), rel=1e-12)
-    for each in (size_of_weights, "coefficients"):
-        assert FlatnessScorer(each, measure_params={"order": 1})(MODEL, X, Y) == -one
+    by_order = measure(size_of_weights, MODEL, X, Y, order=1)
+    assert by_order == pytest.approx(np.abs(MODEL.coef_).sum(), rel=1e-12)
+    scorer = FlatnessScorer(size_of_weights, measure_params={"order": 1})
+    assert scorer(MODEL, X, Y) == clone(scorer)(MODEL, X, Y) == -by_order
 
 
-@pytest.mark.filterwarnings("ignore:spectral_exponent does not apply:relflat_sk.FlatnessWarning")
 def test_standard_errors_and_reports():
-    register_measure("coefficients", size_of_weights, invariance=("own neurons", "layer"))
-    names = ["relative_flatness", with_error, "coefficients"]
+    names = ["relative_flatness", with_error, size_of_weights]
     report = flatness_report(MODEL, X, Y, measures=names).set_index("measure")
-    assert report.index.tolist() == ["relative_flatness", "with_error", "coefficients"]
-    assert all(type(name) is str for name in report.index)
+    assert report.index.tolist() == ["relative_flatness", "with_error", "size_of_weights"]
     row = report.loc["with_error"]
-    assert (row["value"], row["stderr"], row["layer"], row["method"]) == (3.5, 0.25, "", "own")
-    assert report["invariance"].tolist() == ["layer, own neurons", "unknown", "layer, own neurons"]
-    register_measure("refusing", refuses)
-    with pytest.warns(FlatnessWarning, match="refusing does not apply .*: only for trees"):
-        every = flatness_report(MODEL, X, Y, n_draws=2, n_steps=2).set_index("measure")
-    assert "coefficients" in every.index
-    assert np.isnan(every.loc["refusing", "value"])
-    register_measure("coefficients", None)
-    register_measure("coefficients", with_error, invariance=[])
-    again = flatness_report(MODEL, X, Y, measures="coefficients")
-    assert again[["value", "invariance"]].to_numpy().tolist() == [[3.5, "none"]]
-    register_measure("coefficients", None)
-    assert "coefficients" not in get_measure_names()
+    assert (row["value"], row["stderr"], row["layer"], row["method"]) == (3.5, 0.25, "", "function")
+    assert report["invariance"].tolist() == ["layer, own neurons", "unknown", "unknown"]
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "fails"])
@@ -131,32 +109,22 @@ def test_a_module_is_in_evaluation_mode_and_returned_as_it_was(fails):
     assert all(map(operator.is_, net.parameters(), parameters))
 
 
-def test_names_hold_their_function_in_other_processes():
-    register_measure("coefficients", size_of_weights)
+def test_scorers_searches_and_objectives_go_to_other_processes_with_their_functions():
     expected = measure(size_of_weights, MODEL, X, Y)
-    scorer = FlatnessScorer("coefficients")
-    search = FlatMinimaSearch(MODEL, {"C": [1.0]}, measure=["relative_flatness", "coefficients"])
-    objective = MinimaObjective(MODEL, X, Y, {"C": [1.0]}, measures=["coefficients"])
-    pickles = [
-        pickle.dumps(one) for one in (find_measure("coefficients"), scorer, search, objective)
-    ]
-    assert type(search.measure[1]) is str
-    offset = 2.0
-    register_measure("offset", lambda model, X, y: offset + len(X))
-    name = find_measure("offset")
-    assert copy.deepcopy(name).function is name.function
-    by_code = pickle.dumps(FlatnessScorer("offset"))  # pickle finds the function by no name
-    _REGISTERED.clear()
-    assert pickle.loads(by_code)(MODEL, X, Y) == -2 - len(X)
-    name, scorer, search, objective = map(pickle.loads, pickles)
-    assert isinstance(name, OwnMeasure)
-    assert name == "coefficients"
-    assert measure(name, MODEL, X, Y) == expected
-    assert scorer(MODEL, X, Y) == clone(scorer)(MODEL, X, Y) == -expected
-    assert search.fit(X, Y).minima_["coefficients"].item() == pytest.approx(expected, rel=0.1)
+    scorer, search, objective = (
+        pickle.loads(pickle.dumps(holder))
+        for holder in (
+            FlatnessScorer(size_of_weights),
+            FlatMinimaSearch(MODEL, {"C": [1.0]}, measure=["relative_flatness", size_of_weights]),
+            MinimaObjective(MODEL, X, Y, {"C": [1.0]}, measures=[size_of_weights]),
+        )
+    )
+    assert scorer(MODEL, X, Y) == -expected
+    minima = search.fit(X, Y).minima_
+    assert minima["size_of_weights"].item() == pytest.approx(expected, rel=0.1)
     study = optuna.create_study()
     study.optimize(objective, n_trials=1)
-    assert study.best_value == search.minima_["coefficients"].item()
+    assert study.best_value == minima["size_of_weights"].item()
 
 
 def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():
@@ -178,9 +146,6 @@ def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():
         ):
             with pytest.raises(ValueError, match=r"has no name for its column: define it by def"):
                 use()
-        register_measure("size", one)
-        assert flatness_report(MODEL, X, Y, measures="size")["value"].item() > 0
-        register_measure("size", None)
 
 
 def test_a_table_of_minima_knows_the_columns_of_functions():
@@ -262,11 +227,3 @@ def test_functions_in_a_grid_reach_workers():
     search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [1.0]})
     grid = GridSearchCV(search, {"measure": [size_of_weights]}, cv=2, n_jobs=2).fit(X, Y)
     assert "size_of_weights" in grid.best_estimator_.minima_
-
-
-def test_a_function_that_is_defined_again_replaces_the_earlier_one():
-    for value in (1, 2):
-        namespace = {"__name__": "__main__"}
-        exec(f"def cell(model, X, y): return {value}", namespace)
-        register_measure("of a notebook", namespace["cell"])
-        assert measure("of a notebook", MODEL, X, Y) == value

@@ -22,7 +22,6 @@ from relflat_sk import (
     get_measure_names,
     layer_sensitivity,
     measure,
-    register_measure,
     relative_flatness,
 )
 from relflat_sk.measures._sharpness import keskar_sharpness
@@ -30,7 +29,6 @@ from tests.measures.nets import CE, make, network
 from tests.measures.test_own import returns, size_of_weights
 
 pytestmark = [
-    pytest.mark.usefixtures("registry"),
     # networks with random weights are at no minimum
     pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
@@ -79,8 +77,14 @@ def on_iris(name, **own):
     return lambda: measure(name, LOGISTIC, *IRIS, **own)
 
 
-def register(name, function, **own):
-    return lambda: register_measure(name, function, **own)
+def called(name):
+    """A measure of the user's with a name."""
+
+    def function(model, X, y):
+        return 1.0
+
+    function.__name__ = name
+    return function
 
 
 def train_loss(model, X, y):
@@ -133,7 +137,7 @@ LAYER_WISE = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", "neu
 WHOLE = ["joint_eigenvalue_flatness", "fisher_rao_norm"]
 TWICE = [*LAYER_WISE, "joint_eigenvalue_flatness", "hessian_trace", "hessian_max_eigenvalue"]
 METHODS = r"\('auto', 'exact', 'hutchinson'\)"
-CHOICES = r"\['adaptive_sharpness', 'calibration_error'"
+CHOICES = r"\['adaptive_sharpness', 'comparable_flatness'"
 COLUMN = "is a measure or a column of relflat_sk"
 REFUSED = [
     # arguments of the measures of layers
@@ -190,16 +194,11 @@ REFUSED = [
     *[(once(name), V, "once_differentiable") for name in WHOLE],
     *[(in_loss(name), V, "once_differentiable") for name in TWICE],
     # names
-    (named("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}.* put the function there"),
+    (named("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}.* function of model, X and y"),
     (named("hessian_trace", layers=0), T, "layers=0: a measure takes one layer=.*, flatness_rep"),
     (named("hessian_trace", aggregate="mean"), V, "aggregate must be 'max', 'sum' or None, got"),
     (lambda: measure(LOGISTIC, "relative_flatness", *IRIS), T, r"name first: measure\('relative"),
     (lambda: measure(LOGISTIC, *IRIS), T, "name first: .* type LogisticRegression"),
-    # neurons
-    (scores("neuron_flatness"), V, "neuron_flatness is an array, not a number"),
-    (on_iris("neuron_flatness", aggregate="max"), V, "takes neither aggregate nor per_sample"),
-    (on_iris("neuron_flatness", per_sample=True), V, "takes neither aggregate nor per_sample"),
-    (register("neuron_flatness", train_loss), V, f"'neuron_flatness' {COLUMN}"),
     # reports
     (report(measures=[]), V, r"measures must name at least one measure, got \[\]"),
     (report(measures=1), T, "measures must be a name or a list of names, .* of type int"),
@@ -246,27 +245,6 @@ REFUSED = [
         "MSELoss is not known as a classification loss",
     ),
     # predictions, Takeuchi's criterion and spectra
-    (line("inverse_confidence"), V, "confidence needs a classifier, but MSELoss is not known"),
-    (line("predictive_entropy"), V, "entropy needs a classifier, but MSELoss is not known"),
-    (named("calibration_error", n_bins=0), V, "n_bins must be a positive integer, got 0"),
-    (named("calibration_error", y=None), V, "y is needed: calibration compares predictions with"),
-    (
-        named("inverse_confidence", y=1 + 0 * Y, criterion=IGNORING), V,
-        "no sample counts: the criterion ignores all labels",
-    ),
-    (named("takeuchi_criterion", ridge=0), V, "ridge must be a finite positive number, got 0"),
-    (named("takeuchi_criterion", y=None), V, "y is needed: takeuchi_criterion takes gradients"),
-    (
-        lambda: measure("takeuchi_criterion", nn.Linear(2100, 2), torch.randn(4, 2100), ONES,
-                        criterion=CE), V,
-        "of at most 4096 numbers.* layer '' has 4200 and features of shape",
-    ),
-    (
-        lambda: measure("takeuchi_criterion", nn.Linear(3, 1), INPUTS.float(), torch.ones(12, 1),
-                        criterion=lambda z, y: -(z - y).square().mean()), V,
-        "has negative eigenvalues, so the point is no minimum",
-    ),
-    (named("spectral_exponent"), V, "no layer has a spectrum .* fewer than 10 singular values"),
     # sharpness
     (
         lambda: keskar_sharpness(network(nn.Identity(), MSE, [[1.0]], [[1.0]])), V,
@@ -318,17 +296,11 @@ REFUSED = [
     ),
     (on_iris(train_loss), V, f"'train_loss' {COLUMN}"),
     *[
-        (register(name, size_of_weights), V, f"'{name}' {COLUMN}")
+        (on_iris(called(name)), V, f"'{name}' {COLUMN}")
         for name in ("l2_norm", "rank", "param_lr", "artifact_id", "seed", "in_fleet")
     ],
-    (register("three", 3), T, "function must be a function of model, X and y, got 3"),
-    (register("a scorer", FlatnessScorer()), T, "greater for flatter models, and a measure is"),
+    (report(measures=[called("mine"), called("mine")]), V, "two measures have the name 'mine'"),
     (on_iris(FlatnessScorer()), T, r"FlatnessScorer\(\) is greater .*only searches and rank_m"),
-    (register(3, size_of_weights), V, "name must be a text, got 3"),
-    (
-        register("mine", size_of_weights, invariance="all"), V,
-        r"invariance must name some of .* got 'all'",
-    ),
     # the scorer
     (
         lambda: FlatnessScorer().set_score_request(sample_weight=True), RuntimeError,
@@ -389,13 +361,6 @@ def test_a_function_that_is_differentiated_once_may_lie_before_the_layer_and_has
     ):
         with pytest.raises(V, match="once_differentiable"):
             net.fit(X.float().numpy(), Y.numpy())
-
-
-def test_a_name_of_another_function_is_taken():
-    register_measure("mine", size_of_weights)
-    register_measure("mine", size_of_weights)
-    with pytest.raises(V, match="'mine' is the name of <function size_of_weights .*already"):
-        register_measure("mine", train_loss)
 
 
 @pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")

@@ -227,7 +227,7 @@ def test_a_language_model_may_read_as_many_tokens_as_it_has_classes():
     """Later tokens change nothing in a causal model: those that do not count are left out."""
     net, ids = GPT2LMHeadModel(vocabulary=4).double(), torch.randint(0, 4, (3, 4))
     longer, labels = nn.functional.pad(ids, (0, 1)), nn.functional.pad(ids, (0, 1), value=-100)
-    for name, layer in (("relative_flatness", {"layer": "lm_head"}), ("inverse_confidence", {})):
+    for name, layer in (("relative_flatness", {"layer": "lm_head"}), ("inverse_margin", {})):
         found, expected = (
             measure(name, net, {"input_ids": x}, y, **layer)
             for x, y in ((ids, ids), (longer, labels))

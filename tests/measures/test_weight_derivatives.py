@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, hessian
 
-from relflat_sk import flatness_report, measure
+from relflat_sk import measure
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._sharpness import fisher_rao_norm
@@ -104,28 +104,3 @@ def test_a_matrix_of_zeros_has_the_eigenvalue_zero(size):
         torch.zeros_like, size, rtol=0.01, random_state=0, where="in a dead layer"
     )
     assert found == (0.0, 0.0)
-
-
-# -- neurons -----------------------------------------------------------------------------------
-
-
-def test_a_report_has_a_row_for_every_neuron_on_request():
-    net, X, y = make_kind("mlp relu")
-    names = ["relative_flatness", "neuron_flatness", "neuron_flatness_max"]
-    report = flatness_report(net, X, y, measures=names, criterion=CE)
-    rows = report[report["measure"] == "neuron_flatness"]
-    assert rows.groupby("layer")["neuron"].apply(list).to_dict() == {
-        "0": [0, 1, 2, 3],
-        "2": [0, 1, 2, 3, 4, 5],
-        "4": [0, 1, 2, 3, 4],
-    }
-    for layer in ("0", "2", "4"):
-        values = rows.loc[rows["layer"] == layer, "value"].to_numpy()
-        assert values == pytest.approx(
-            measure("neuron_flatness", net, X, y, layer=layer, criterion=CE), rel=1e-12
-        )
-    assert set(rows["invariance"]) == {"layer, feature neurons, own neurons"}
-    assert report.loc[report["measure"] != "neuron_flatness", "neuron"].isna().all()
-    assert "neuron" not in flatness_report(net, X, y, measures=names[0], criterion=CE)
-    alone = flatness_report(net, X, y, measures="neuron_flatness", layers=0, criterion=CE)
-    assert alone["measure"].tolist() == ["neuron_flatness"] * 4

@@ -21,7 +21,6 @@ from relflat_sk import (
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     measure,
-    register_measure,
 )
 from tests.search.examples import WEIGHTS, X, Y, logistic, make_net, make_search, piped
 
@@ -95,13 +94,15 @@ def test_a_measure_that_fails_is_nan_and_its_candidate_ranked_by_another(tmp_pat
     assert table["reason"].str.contains(f"^{MAGNITUDE} is nan: .*Use a smaller eps").all()
     assert table["reason"].str.contains("unlucky is nan: RuntimeError: out of luck").sum() == 1
     assert (search.cv_results_["mean_test_score"] < 0).all()
+
     # what fails is left out, and the others are measured
-    register_measure("fails for one", unlucky)
-    with pytest.warns(FlatnessWarning, match="fails for one of trial .: out of luck"):
-        found = search.remeasure(["trace_flatness", "fails for one"], retrain=True)
-    register_measure("fails for one", None)
+    def fails_for_one(model, X, y):
+        return unlucky(model, X, y)
+
+    with pytest.warns(FlatnessWarning, match="fails_for_one of trial .: out of luck"):
+        found = search.remeasure(["trace_flatness", fails_for_one], retrain=True)
     assert found["trace_flatness"].notna().all()
-    assert found["fails for one"].isna().sum() == 1
+    assert found["fails_for_one"].isna().sum() == 1
 
 
 def test_the_measure_that_ranks_fails_its_candidate():

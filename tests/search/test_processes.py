@@ -39,7 +39,6 @@ from relflat_sk import (
     FlatMinimaSearch,
     FlatnessScorer,
     RelativeFlatnessRegularizedClassifier,
-    register_measure,
 )
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search import _workers
@@ -166,13 +165,7 @@ def weight(model, X, y):
     return float(np.square(model.coef_).sum())
 
 
-@pytest.fixture
-def registered(registry):
-    register_measure("registered", lambda model, X, y: 2 * weight(model, X, y))
-    return "registered"
-
-
-def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, registered, monkeypatch):
+def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, monkeypatch):
     pickled, getstate = [], Sweep.__getstate__
     monkeypatch.setattr(Sweep, "__getstate__", lambda self: pickled.append(1) or getstate(self))
     trials, fitted = [], []
@@ -180,7 +173,7 @@ def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, regist
     def size(model, X, y):  # which no worker can import
         return weight(model, X, y)
 
-    arguments = {"measure": ["relative_flatness", size, registered]}
+    arguments = {"measure": ["relative_flatness", size]}
     count = {"callbacks": [lambda *_: trials.append(1)]}
     with parallel_config(**engine), monkeypatch.context() as patch:
         patch.setattr(LogisticRegression, "fit", lambda *_: fitted.append(1))  # in this process
@@ -189,7 +182,7 @@ def test_the_result_is_that_of_one_process_and_data_are_sent_once(engine, regist
     assert len(pickled) == 1 or engine["backend"] == "loky"
     assert len(trials) == len(CHOICES)
     alone = make_search(**arguments, n_jobs=None).fit(X, Y)
-    for name in ("param_C", "relative_flatness", "size", registered, "train_loss", "rank"):
+    for name in ("param_C", "relative_flatness", "size", "train_loss", "rank"):
         assert found.minima_[name].tolist() == alone.minima_[name].tolist()
     np.testing.assert_array_equal(found.predict(X), alone.predict(X))
 

@@ -28,11 +28,11 @@ from relflat_sk import (
     StopAtLoss,
     feature_robustness,
     flatness_report,
+    get_measure_names,
     measure,
     relative_flatness,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._names import number_names
 from relflat_sk.search import _provenance
 from tests.data_kinds import ARRAYS, KINDS, SETS, Stream, npy
 from tests.training.common import Binary, Classifier, same
@@ -69,7 +69,7 @@ def net():
 def report(net, *data):
     """Measure everything at all layers."""
     # a power law needs a larger layer than there are here
-    names = sorted(set(number_names()) - {"spectral_exponent"})
+    names = get_measure_names()
     params = {"random_state": 0, "n_draws": 2, "n_steps": 3, "percentile": 50}
     return flatness_report(net, *data, measures=names, **params).set_index("measure")
 

@@ -1,4 +1,4 @@
-"""A measure that the user wrote: a function of model, X and y, under the name of its column."""
+"""A measure that the user wrote: a function of model, X and y."""
 
 import copy
 import inspect
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import cloudpickle
 import joblib
 import numpy as np
 import torch
@@ -83,7 +82,7 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
 # value
 TAKEN = {
     "aggregate", "at_loss", "batch_size", "criterion", "device", "layer", "layers", "measure",
-    "measures", "name", "names", "network", "per_sample", "tolerated",
+    "measures", "name", "network", "per_sample", "tolerated",
     "weight_decay",
 }  # fmt: skip
 
@@ -91,67 +90,43 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class OwnMeasure(str):
-    """The name of a measure that the user wrote, which holds the function.
-
-    As a string it can be the key of a table or a study as any other name. As it holds its
-    function, it works in processes in which nothing was registered.
-    """
-
-    function: Callable[..., Any]
-    invariance: str
-    arguments: frozenset[str]
-
-    def __new__(
-        cls, name: str, function: Callable[..., Any], invariance: str = "unknown"
-    ) -> "OwnMeasure":
-        own = super().__new__(cls, name)
-        own.function = function
-        own.invariance = invariance
-        own.arguments = _arguments(function)
-        return own
-
-    def __deepcopy__(self, memo: Any) -> "OwnMeasure":
-        """Return the name itself, with the same function, as of any string."""
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Hold the function by its code where pickle finds it by no name, as for lambdas."""
-        return _unpickle, (str(self), cloudpickle.dumps(self.function), self.invariance)
-
-    def measure(self, network: Network, **params: Any) -> Estimate:
-        source = network.source
-        assert source is not None
-        if source.sample_weight is not None:
-            if "sample_weight" not in self.arguments:
-                raise ValueError(
-                    f"the measure {str(self)!r} does not take sample weights: measure without "
-                    "sample_weight, or give its function an argument sample_weight."
-                )
-            params["sample_weight"] = source.sample_weight
-        with kept_model(source.model):
-            result = self.function(source.model, source.X, source.y, **params)
-        both = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
-        pair = [number.detach() if isinstance(number, Tensor) else number for number in both]
-        try:
-            if any(isinstance(number, str) or np.ndim(number) for number in pair):
-                raise TypeError
-            value, stderr = map(float, pair)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"the measure {str(self)!r} must return a number, or a pair of a number and its "
-                f"standard error, got {result!r} of type {type(result).__name__}."
-            ) from None
-        if stderr < 0:
-            raise ValueError(f"the measure {str(self)!r} returned a standard error of {stderr}.")
-        return Estimate(value, stderr, "own")
+def measure_by_function(function: Callable[..., Any], network: Network, **params: Any) -> Estimate:
+    """Call a user's function with the model and the data that a network was made of."""
+    name, source = name_of(function), network.source
+    assert source is not None
+    if source.sample_weight is not None:
+        if "sample_weight" not in arguments_of(function):
+            raise ValueError(
+                f"the measure {name!r} does not take sample weights: measure without "
+                "sample_weight, or give its function an argument sample_weight."
+            )
+        params["sample_weight"] = source.sample_weight
+    with kept_model(source.model):
+        result = function(source.model, source.X, source.y, **params)
+    both = result if isinstance(result, tuple) and len(result) == 2 else (result, 0.0)
+    pair = [number.detach() if isinstance(number, Tensor) else number for number in both]
+    try:
+        if any(isinstance(number, str) or np.ndim(number) for number in pair):
+            raise TypeError
+        value, stderr = map(float, pair)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the measure {name!r} must return a number, or a pair of a number and its "
+            f"standard error, got {result!r} of type {type(result).__name__}."
+        ) from None
+    if stderr < 0:
+        raise ValueError(f"the measure {name!r} returned a standard error of {stderr}.")
+    return Estimate(value, stderr, "function")
 
 
-def _unpickle(name: str, function: bytes, invariance: str) -> OwnMeasure:
-    return OwnMeasure(name, cloudpickle.loads(function), invariance)
+def name_of(measure: str | Callable[..., Any]) -> str:
+    """Return the name of a measure, or of a function of the user's, whichever kind it is."""
+    if isinstance(measure, str):
+        return measure
+    return str(getattr(measure, "__name__", type(measure).__name__))
 
 
-def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
     """List the arguments of a function beside model, X and y; refuse what is no measure."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
