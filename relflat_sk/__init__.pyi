@@ -27,7 +27,14 @@ from .plots import (
     SharpnessKLDisplay,
     TrainingCurvesDisplay,
 )
-from .search import FlatMinimaSearch, MinimaObjective, flattest_within, optimize_study, rank_models
+from .search import (
+    FlatMinimaSearch,
+    MinimaObjective,
+    RelativeFlatnessPenaltyCV,
+    flattest_within,
+    optimize_study,
+    rank_models,
+)
 from .theory import (
     feature_robustness,
     generalization_bound,
@@ -71,6 +78,7 @@ __all__ = [
     "MinimaObjective",
     "MinimaRankingDisplay",
     "RelativeFlatnessPenalty",
+    "RelativeFlatnessPenaltyCV",
     "RelativeFlatnessRegularizedBinaryClassifier",
     "RelativeFlatnessRegularizedClassifier",
     "RelativeFlatnessRegularizedNet",

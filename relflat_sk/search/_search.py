@@ -15,9 +15,7 @@ from optuna.samplers import NSGAIIISampler, NSGAIISampler, TPESampler
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState
 from sklearn import get_config
-from sklearn.base import BaseEstimator, MetaEstimatorMixin, is_classifier, is_regressor
-from sklearn.ensemble import VotingClassifier, VotingRegressor
-from sklearn.frozen import FrozenEstimator
+from sklearn.base import BaseEstimator, MetaEstimatorMixin
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
 from sklearn.utils.metaestimators import available_if
@@ -25,12 +23,12 @@ from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNet
 
 from relflat_sk._checks import check_integer
-from relflat_sk._models.network_of import describe, final_estimator
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import attributes_of, mark_depth_band, shorten_parameters
+from relflat_sk.search._average import average, has_mean
 from relflat_sk.search._claims import Draws, Plan, failed_trials
 from relflat_sk.search._goal import own_goals
 from relflat_sk.search._objective import MinimaObjective, find_trial, measure_what_is_new, remeasure
@@ -121,54 +119,6 @@ class Choice(NamedTuple):
 
     way: str
     reason: str
-
-
-class _MeanRegressor(VotingRegressor):
-    """Averages predictions of any shape; VotingRegressor takes those of one target."""
-
-    def predict(self, X: Any) -> Any:
-        """Average the predictions of the members."""
-        return np.mean([member.predict(X) for member in self.estimators_], axis=0)
-
-
-def _has_mean(estimator: Any, y: Any = None) -> bool:
-    """Return whether networks trained by an estimator predict what their mean predicts alone.
-
-    A threshold of probabilities is no part of a mean, and several labels of a sample have none.
-    """
-    if is_regressor(estimator):
-        return True
-    if not (is_classifier(estimator) and hasattr(estimator, "predict_proba")):
-        return False
-    params = estimator.get_params()
-    steps = last_prefix(estimator).split("__")
-    prefixes = ["__".join([*steps[:i], ""]) for i in range(len(steps))]
-    limits = {str(params.get(f"{prefix}threshold", "auto")) for prefix in prefixes}
-    shape = y.shape if hasattr(y, "shape") else np.asarray(y).shape
-    return limits <= {"auto", "0.5"} and (len(shape) < 2 or shape[1] < 2)
-
-
-def _average(estimators: Mapping[int, Any], y: Any) -> Any:
-    """Return the estimators of trials as one that averages their predictions."""
-    members = [(f"trial{number}", FrozenEstimator(one)) for number, one in estimators.items()]
-    first, *others = estimators.values()
-    for one in (first, *others):
-        if not _has_mean(one, y) or getattr(final_estimator(one), "multilabel_", False):
-            raise ValueError(
-                "an ensemble averages probabilities of single labels without a threshold, or "
-                f"predictions of regressors, and {describe(one)} has no such predictions here. "
-                "Average the predictions of get_estimator(trial) yourself."
-            )
-    if is_regressor(first):
-        return _MeanRegressor(members).fit(None, [0.0])  # frozen members learn nothing
-    ensemble = VotingClassifier(members, voting="soft").fit(None, first.classes_)
-    if not all(np.array_equal(one.classes_, ensemble.classes_) for one in (first, *others)):
-        raise ValueError(
-            "an ensemble averages probabilities of the same sorted classes, and some candidates "
-            "have others, or were trained on data that lack a class. Average the predictions of "
-            "get_estimator(trial) yourself."
-        )
-    return ensemble
 
 
 def _if_available(method: str) -> Callable[[Any], Any]:
@@ -498,7 +448,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 quiet=quiet, fleet=self.fleet, deadline=deadline,
                 callbacks=list(map(guard.let_pass, called)), file=file_of(self.storage),
             )  # fmt: skip
-            averages = self.refit == MEAN and _has_mean(self.estimator, y)
+            averages = self.refit == MEAN and has_mean(self.estimator, y)
             held = HeldEstimators(objective.names[0], objective.depth_band, averages)
 
             def keep(trial: FrozenTrial, estimator: Any) -> None:
@@ -598,7 +548,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         space.check(self.estimator)
         if one_network:
             return Choice("best held out", "held-out data choose a better network than flatness")
-        if not _has_mean(self.estimator, y):
+        if not has_mean(self.estimator, y):
             return Choice("best held out", "predictions of this estimator have no mean")
         net = last_step(self.estimator)
         single = {name for name, one in space.distributions().items() if one.single()}
@@ -707,9 +657,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self, "minima_")
         check_integer("k", k, minimum=1, optional=True)
         numbers = self._first_trials(k)
-        members = {n: self.get_estimator(n, X, y, **fit_params) for n in numbers}
+        members = {f"trial{n}": self.get_estimator(n, X, y, **fit_params) for n in numbers}
         known = hasattr(self, "ensemble_")  # that these predictions have a mean
-        return _average(members, None if known else self._objective_of(X, y, fit_params).y)
+        return average(members, None if known else self._objective_of(X, y, fit_params).y)
 
     def _first_trials(self, k: int | None) -> list[int]:
         """Return the trials of the first k minima; if None, of those that are averaged."""
@@ -916,7 +866,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Return whether the search averages, or is going to when it is fitted."""
         if hasattr(self, "best_estimator_") or hasattr(self, "ensemble_"):
             return hasattr(self, "ensemble_")
-        return self.refit == MEAN and _has_mean(self.estimator)
+        return self.refit == MEAN and has_mean(self.estimator)
 
     def get_metadata_routing(self) -> MetadataRouter:
         """Return which arguments of `fit` and `score` the estimator asks for.
@@ -994,7 +944,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if not found:
             return
         try:
-            self.ensemble_ = _average(found, y)
+            self.ensemble_ = average({f"trial{n}": model for n, model in found.items()}, y)
         except ValueError as error:
             warn(f"the search predicts with the flattest minimum only: {error}")
             return

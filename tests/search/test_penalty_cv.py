@@ -1,0 +1,138 @@
+"""Layer and weight of the penalty, chosen by folds."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.datasets import load_diabetes, load_wine
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler, scale
+from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
+
+from relflat_sk import (
+    RelativeFlatnessPenaltyCV,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+)
+
+X, y = load_wine(return_X_y=True)
+X = scale(X).astype("float32")
+NONE, ALL = {"flatness_weight": 0}, {"flatness_layer": "all", "flatness_weight": 3.0}
+
+
+def make_net(kind=RelativeFlatnessRegularizedClassifier, **params):
+    return kind(**({"max_epochs": 6, "lr": 0.01, "verbose": 0, "random_state": 0} | params))
+
+
+@pytest.mark.filterwarnings("ignore:the penalty")
+def test_it_chooses_what_a_grid_search_chooses():
+    labels = np.where(np.random.default_rng(0).random(len(y)) < 0.3, (y + 1) % 3, y)
+    net, light = make_net(max_epochs=40), ALL | {"flatness_weight": 1.0}
+    search = RelativeFlatnessPenaltyCV(net, [light, NONE], cv=3).fit(X, labels)
+    grid = [{name: [value] for name, value in setting.items()} for setting in (NONE, light)]
+    by_hand = GridSearchCV(net, grid, cv=StratifiedKFold(3)).fit(X, labels)
+    assert search.best_params_ == by_hand.best_params_ == light
+    assert_allclose(
+        search.cv_results_["mean_test_score"], by_hand.cv_results_["mean_test_score"], atol=0.03
+    )
+    assert np.mean(search.predict(X) == by_hand.predict(X)) > 0.97
+    assert search.best_estimator_.flatness_weight == 1.0
+
+
+def test_ties_go_to_the_weaker_penalty():
+    weights = [2.0, 0.5, 1.0]
+    penalties = [{"flatness_layer": "all", "flatness_weight": weight} for weight in weights]
+    search = RelativeFlatnessPenaltyCV(make_net(), penalties, scoring=lambda *args: 1.0)
+    assert search.fit(X, y).best_params_["flatness_weight"] == 0.5
+
+
+def test_the_mean_of_the_folds_needs_no_further_training():
+    folds = KFold(3, shuffle=True, random_state=0)
+    search = RelativeFlatnessPenaltyCV(make_net(), [NONE, ALL], cv=folds, refit="mean").fit(X, y)
+    trained = [
+        make_net(**search.best_params_).fit(X[train], y[train]) for train, _ in folds.split(X)
+    ]
+    want = np.mean([net.predict_proba(X) for net in trained], axis=0)
+    assert_allclose(search.predict_proba(X), want, atol=1e-3)
+    assert search.score(X, y) == np.mean(search.predict(X) == y)
+    assert_array_equal(search.classes_, [0, 1, 2])
+    again = pickle.loads(pickle.dumps(search))
+    assert_array_equal(again.predict_proba(X), search.predict_proba(X))
+
+
+def test_default_settings_suit_the_optimizer():
+    adam = RelativeFlatnessPenaltyCV(make_net(max_epochs=1), cv=2).fit(X, y)
+    sgd = make_net(max_epochs=1, optimizer=torch.optim.SGD)
+    sgd = RelativeFlatnessPenaltyCV(sgd, cv=2, refit=False).fit(X, y)
+    decays = [params.get("optimizer__weight_decay") for params in adam.cv_results_["params"]]
+    assert len(decays) <= 12
+    assert any(decays)
+    assert not any("optimizer" in params for params in sgd.cv_results_["params"])
+    assert adam.cv_results_["params"][0] == {"flatness_weight": 0.0}
+    assert not hasattr(sgd, "best_estimator_")
+
+
+def test_pipelines_targets_and_weights():
+    data, target = load_diabetes(return_X_y=True)
+    regressor = make_net(RelativeFlatnessRegularizedRegressor)
+    estimator = TransformedTargetRegressor(
+        make_pipeline(StandardScaler(), regressor), transformer=StandardScaler()
+    )
+    search = RelativeFlatnessPenaltyCV(estimator, [NONE, ALL], cv=3, refit="mean").fit(data, target)
+    assert search.score(data, target) > 0.3
+    assert set(search.best_params_) <= {
+        f"regressor__relativeflatnessregularizedregressor__{name}"
+        for name in ("flatness_layer", "flatness_weight")
+    }
+    assert is_regressor(search)
+    # samples without weight are left out
+    weights = (y < 2).astype(float)
+    search = RelativeFlatnessPenaltyCV(make_net(), [NONE, ALL], cv=3)
+    assert set(search.fit(X, y, sample_weight=weights).predict(X)) == {0, 1}
+
+
+def checks():
+    for kind in (RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor):
+        net = make_net(kind, max_epochs=15, lr=0.03)
+        search = RelativeFlatnessPenaltyCV(net, [NONE], cv=2)
+        marks = [pytest.mark.scale] if is_regressor(net) else []
+        for estimator, check in estimator_checks_generator(search):
+            name = f"{kind.__name__}-{check.func.__name__}"
+            yield pytest.param(estimator, check, id=name, marks=marks)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("estimator", "check"), list(checks()))
+def test_check_of_scikit_learn(estimator, check):
+    try:
+        check(estimator)
+    except SkipTest as reason:
+        pytest.skip(str(reason))
+
+
+def test_it_is_an_estimator_of_scikit_learn():
+    search = RelativeFlatnessPenaltyCV()
+    assert is_classifier(search)
+    assert repr(clone(search)) == "RelativeFlatnessPenaltyCV()"
+    nested = RelativeFlatnessPenaltyCV(make_net(max_epochs=2), [NONE, ALL], cv=2)
+    assert cross_val_score(nested, X, y, cv=2).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"estimator": LogisticRegression()}, "flatness_weight"),
+        ({"refit": "best"}, "refit"),
+        ({"penalties": [{"flatness_wight": 1}]}, "flatness_wight"),
+    ],
+)
+def test_wrong_parameters(params, name):
+    params = {"estimator": make_net(), "penalties": [NONE]} | params
+    with pytest.raises(ValueError, match=name):
+        RelativeFlatnessPenaltyCV(**params).fit(X, y)
