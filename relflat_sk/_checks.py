@@ -126,6 +126,16 @@ def gather_checks() -> Iterator[None]:
         _settle(pending)
 
 
+@contextmanager
+def checks_at_once() -> Iterator[None]:
+    """Make the checks within the context where they are, also inside of `gather_checks`."""
+    token = _gathered.set(None)
+    try:
+        yield
+    finally:
+        _gathered.reset(token)
+
+
 def _settle(pending: list[tuple[Judge, list[Tensor]]]) -> None:
     """Make the gathered checks, in their order."""
     if not pending:

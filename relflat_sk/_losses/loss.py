@@ -46,6 +46,11 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
     try:
         losses = criterion(output, target)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        advice = getattr(criterion, "advice", None)  # of a net's own loss
+        if advice is not None:
+            raise ValueError(
+                f"{name_criterion(criterion)} raised {type(error).__name__}: {error}. {advice}"
+            ) from error
         of_torch = type(criterion).__module__.startswith("torch.")
         raise ValueError(
             f"{name_criterion(criterion)} cannot take outputs of shape {tuple(output.shape)} "
@@ -57,6 +62,26 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
             f"{name_criterion(criterion)} returned {type(losses).__name__}, expected a tensor."
         )
     return losses
+
+
+# by how much the gradients of two losses may differ that are multiples of each other, as a share
+_ROUNDING = 1e-4
+
+
+def multiple_of(loss: Tensor, reference: Tensor, output: Tensor) -> float | None:
+    """Return c if the gradient of a loss in the outputs is c > 0 times another one's, or None."""
+    if not (loss.requires_grad and reference.requires_grad and loss.numel() == 1):
+        return None
+    slopes = [
+        torch.autograd.grad(value.mean(), output, retain_graph=True, allow_unused=True)[0]
+        for value in (loss, reference)
+    ]
+    if slopes[0] is None or slopes[1] is None:
+        return None
+    slope, unit = (full_precision(one.detach()).flatten() for one in slopes if one is not None)
+    factor = (slope @ unit) / (unit @ unit)
+    same = (slope - factor * unit).norm() <= _ROUNDING * slope.norm()
+    return float(factor) if bool(same & (factor > 0)) else None
 
 
 def has_hooks(criterion: Any) -> bool:

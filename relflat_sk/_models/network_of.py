@@ -6,6 +6,7 @@ estimators, and the estimators that wrap them. A new kind of model needs one mor
 
 import copy
 import inspect
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,14 +30,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, is_integer
-from relflat_sk._losses.loss import Loss, as_criterion
+from relflat_sk._losses.loss import Loss, as_criterion, call_criterion, multiple_of
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
 from relflat_sk._models.transformed_rows import transform
 from relflat_sk._network.batches import Batch, Batches, LoadedBatches, make_batches
-from relflat_sk._network.borrowing import uncompiled, unwrapped
+from relflat_sk._network.borrowing import borrowed, uncompiled, unwrapped
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
+from relflat_sk._numerics import full_precision
 
 # -- options -------------------------------------------------------------------------------
 
@@ -113,6 +115,16 @@ def next_labels(labels: Tensor | None) -> Tensor:
 
 # implementations of get_loss that, outside training, return the criterion and nothing else
 CRITERION_ALONE: set[Any] = {NeuralNetClassifier.get_loss, NeuralNet.get_loss}
+# by how much factors of the same loss may differ, as a share
+_ROUNDING = 1e-4
+
+
+# what to do if the get_loss of a net cannot be called as measures call it
+_WITHOUT_X = (
+    "Measures call it with one tensor of outputs and with targets, without X and with "
+    "training=False. If it reads X, for instance weights of samples, pass criterion= to the "
+    "measure, and the weights as sample_weight; nets of relflat_sk take sample_weight in fit."
+)
 
 
 def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Network:
@@ -123,34 +135,66 @@ def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Ne
         net.criterion_.to(options.device)
         net.device = options.device
     module = unwrapped(net.module_)  # a compiled module runs no hooks
+    criterion = unwrapped(net.criterion_)  # of a compiled one
+    get_loss = type(net).get_loss
+    if get_loss is NeuralNetClassifier.get_loss and type(criterion) is nn.NLLLoss:
+        # skorch's classifiers take the logarithm of the module's probabilities
+        criterion = ProbabilityNLLLoss(
+            weight=criterion.weight,
+            ignore_index=criterion.ignore_index,
+            reduction=criterion.reduction,
+        )
 
     def forward(x: Any) -> Any:
         with uncompiled(net.module_):
             return net.infer(x)
 
-    return Network(module, options.loss(_criterion_of(net)), batches, forward)
+    network = Network(module, options.loss(criterion), batches, forward)
+    if get_loss in CRITERION_ALONE or options.criterion is not None:
+        return network
+    return replace(network, loss=Loss(_own_loss(net, network)))
 
 
-def _criterion_of(net: NeuralNet) -> Any:
-    """Find what a net minimises: its criterion, or its own `get_loss` where that differs."""
-    criterion = unwrapped(net.criterion_)  # of a compiled one
-    get_loss = type(net).get_loss
-    if get_loss is NeuralNetClassifier.get_loss and type(criterion) is nn.NLLLoss:
-        # skorch's classifiers take the logarithm of the module's probabilities
-        return ProbabilityNLLLoss(
-            weight=criterion.weight,
-            ignore_index=criterion.ignore_index,
-            reduction=criterion.reduction,
-        )
-    if get_loss in CRITERION_ALONE:
-        return criterion
+def _own_loss(net: NeuralNet, network: Network) -> Any:
+    """Find what a net with a `get_loss` of its own minimises: that, without a constant factor.
+
+    Gradient accumulation divides the loss by a number of batches, which is no property of the
+    minimum. If nothing but a factor is between `get_loss` and the criterion, it is the criterion.
+    """
+    criterion = network.loss.criterion
+    factor = 1.0
 
     def loss_of_net(output: Tensor, target: Tensor) -> Tensor:
         loss: Tensor = net.get_loss(output, target, training=False)
-        return loss
+        return loss if factor == 1 else loss / factor
 
     loss_of_net.reduction = getattr(criterion, "reduction", "mean")  # type: ignore[attr-defined]
-    return loss_of_net
+    loss_of_net.advice = _WITHOUT_X  # type: ignore[attr-defined]
+    loss_of_net.__name__ = f"the get_loss of {type(net).__name__}"
+    batch = next(iter(network.batches()))
+    if batch.y is None:
+        return loss_of_net
+    with borrowed(network.module), torch.no_grad():
+        output = full_precision(network(batch.x))
+    y, factors, is_criterion = batch.y.to(output.device), [], True
+    for rows in (slice(0, None, 2), slice(1, None, 2)) if len(y) > 1 else (slice(None),):
+        with torch.enable_grad():
+            z = output[rows].detach().requires_grad_()
+            loss = call_criterion(loss_of_net, z, y[rows], each=False)
+            try:
+                values = network.loss.check_target(z, y[rows])
+                reference = call_criterion(criterion, z, values, each=False)
+            except (TypeError, ValueError):
+                return loss_of_net  # a criterion that the net does not use
+            factors.append(multiple_of(loss, reference, z))
+        scaled = (factors[-1] or 0.0) * float(reference.detach().mean())
+        is_criterion &= math.isclose(float(loss.detach().mean()), scaled, rel_tol=_ROUNDING)
+    known = [one for one in factors if one is not None]
+    if len(known) < len(factors) or max(known) > (1 + _ROUNDING) * min(known):
+        return loss_of_net
+    factor = known[0]
+    # weights of classes cannot be told from a factor where there is one class
+    return criterion if is_criterion and bool((y != y[:1]).any()) else loss_of_net
 
 
 def skorch_batches(net: NeuralNet, X: Any, y: Any, options: DataOptions) -> Batches:

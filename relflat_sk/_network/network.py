@@ -38,7 +38,7 @@ class Source:
 # -- what a criterion takes of a network's output ------------------------------------------
 
 # what a criterion raises for an argument that it does not expect
-_REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+REFUSALS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 # what needs a criterion of one tensor, and what to do if the criterion is to stay
 _NEEDS = {
@@ -72,7 +72,7 @@ def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
         for choose in (primary_output, lambda output: output):
             try:
                 answers.append(criterion(choose(output), target))
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 answers.append(error)
     part, whole = answers
     if not isinstance(whole, Exception):

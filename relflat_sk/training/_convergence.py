@@ -129,8 +129,9 @@ class StopAtLoss(_StopWhenReached):
     Notes
     -----
     A net with a `get_loss` of its own may compute another loss than its criterion. The loss is
-    then what its `get_loss` returns with ``training=False``, regularisers included. Let it add
-    them only if `training` is true, to stop at the loss without them.
+    then what its `get_loss` returns with ``training=False``, regularisers included, but without a
+    constant factor of the criterion, such as one over the number of accumulated batches. Let it
+    add regularisers only if `training` is true, to stop at the loss without them.
 
     Examples
     --------

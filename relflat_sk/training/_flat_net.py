@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_boolean, check_device, check_integer, check_number
 from relflat_sk._losses.loss import Loss, weighted_loss
-from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
+from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss, Target
 from relflat_sk._models.network_of import (
     CRITERION_ALONE,
     DataOptions,
@@ -46,6 +46,7 @@ from relflat_sk.training._after_fit import Record, checksum, record_outcome
 from relflat_sk.training._batches import plain_batch, split_target, with_weights
 from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes
 from relflat_sk.training._mlp import MLP
+from relflat_sk.training._own_steps import penalised, recording, warn_without_penalty
 from relflat_sk.training._skorch_net import SkorchNet
 from relflat_sk.training._tasks import (
     TASKS,
@@ -88,6 +89,11 @@ class _Training:
     penalty: RelativeFlatnessPenalty | None = None
     output_shape: Size | None = None
     output_checked: bool = False
+    # for a class that replaces parts of the step, see `_own_steps`
+    in_infer: bool = False
+    own_loss: Any = None
+    own_criterion: Any = None
+    is_penalised: bool = False  # whether any step has computed the penalty, or that was said
     # of the current step: its loss, then the penalty, then the share of it that the limit leaves
     recorded: bool = False
     terms: list[Tensor] | None = None
@@ -103,7 +109,7 @@ class FlatNet(SkorchNet):
 
     Penalty and sample weights enter in `infer` and `get_loss` only. Code that changes other parts
     of skorch's training step (accelerate, gradient accumulation, the two passes of SAM) therefore
-    works together with this class.
+    works together with this class. Those of a subclass need not call these, see `_own_steps`.
     """
 
     flatness_weight: float
@@ -127,6 +133,14 @@ class FlatNet(SkorchNet):
     # whether what the task knows comes from outputs, because the labels were in a Dataset
     _knows_outputs = False
     _rng_states: list[Tensor]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        base = next(kind for kind in cls.__mro__[1:] if issubclass(kind, FlatNet))
+        for name, keep in (("infer", recording), ("get_loss", penalised)):
+            method = getattr(cls, name)
+            if method is not getattr(base, name):  # of the class, or of a mixin before the base
+                setattr(cls, name, keep(method))
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
@@ -236,7 +250,10 @@ class FlatNet(SkorchNet):
         self._record = None
         try:
             with self._own_random_state(restart=restart):
+                n_epochs = 0 if restart else len(self.history)
                 yield tuple(data)
+                if any(any(epoch.get("batches", ())) for epoch in self.history[n_epochs:]):
+                    self._check_penalised()  # a class may have its own on_epoch_end
                 self._learn_from_outputs()
                 record_outcome(self, self._training.dataset, since=since)
         finally:
@@ -656,7 +673,7 @@ class FlatNet(SkorchNet):
                 output = super().infer(x, **fit_params)
             self._ending = find_ending(primary_output(output))
             return _on_tensors(lambda one: full_precision(one.detach()), output)
-        if not (torch.is_grad_enabled() and self.flatness_weight):
+        if self._state().in_infer or not self._must_record():
             return _on_tensors(full_precision, super().infer(x, **fit_params))
         state, network = self._state(), unwrapped(module)
         penalty = self._penalty(state)
@@ -664,6 +681,10 @@ class FlatNet(SkorchNet):
             output = _on_tensors(full_precision, super().infer(x, **fit_params))
         state.recorded = True
         return output
+
+    def _must_record(self) -> bool:
+        """Return whether a pass through the module is one of which a penalty is computed."""
+        return bool(torch.is_grad_enabled() and self.flatness_weight and not self._is_unseen)
 
     def _to_inputs(self, x: Any) -> Any:
         return cast_inputs(to_tensor(x, device=self.device), self.module_)
@@ -685,14 +706,32 @@ class FlatNet(SkorchNet):
         state = self._state()
         recorded, state.recorded = state.recorded, False
         criterion = Loss(unwrapped(self.criterion_))
-        y_true, weight = split_target(y_true)
-        if not (isinstance(y_true, Tensor) and isinstance(y_pred, Tensor)):
-            # all other labels are checked where they are, for which the host need not wait
-            y_true = self._to_target(y_true)
         if not state.output_checked:
-            check_part(criterion, y_pred, y_true, "net")
+            check_part(criterion, y_pred, self._to_target(split_target(y_true)[0]), "net")
         output = full_precision(primary_output(y_pred))
         self._check_output(criterion, output)
+        criterion, target, weight, loss_of = self._read_loss(output, y_true)
+        loss, penalty, share = loss_of(output), None, None
+        if training and recorded and state.penalty is not None:
+            penalty, share = state.penalty._of_batch(
+                criterion, output, target, weight, self._penalty_weight(), loss_of, loss
+            )
+            state.is_penalised = True
+        if training and state.terms is None:  # the first pass of a step is at its first weights
+            state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
+        if penalty is None:
+            return loss
+        return loss + (penalty if share is None else share * penalty)
+
+    def _read_loss(
+        self, output: Tensor, y_true: Any
+    ) -> tuple[Loss, Target, Tensor | None, Callable[[Tensor], Tensor]]:
+        """Return criterion, targets, sample weights, and the loss as a function of outputs."""
+        criterion = Loss(unwrapped(self.criterion_))
+        y_true, weight = split_target(y_true)
+        if not isinstance(y_true, Tensor):
+            # all other labels are checked where they are, for which the host need not wait
+            y_true = self._to_target(y_true)
         target = criterion.read_target(output, y_true)
         weight = None if weight is None else weight.to(output)
 
@@ -702,16 +741,7 @@ class FlatNet(SkorchNet):
             value: Tensor = criterion.criterion(output, target.values)
             return value
 
-        loss, penalty, share = loss_of(output), None, None
-        if training and recorded and state.penalty is not None:
-            penalty, share = state.penalty._of_batch(
-                criterion, output, target, weight, self._penalty_weight(), loss_of, loss
-            )
-        if training and state.terms is None:  # the first pass of a step is at its first weights
-            state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
-        if penalty is None:
-            return loss
-        return loss + (penalty if share is None else share * penalty)
+        return criterion, target, weight, loss_of
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs of another size than the labels need; at first, of another kind too."""
@@ -760,6 +790,23 @@ class FlatNet(SkorchNet):
         """Forget losses that were computed between steps."""
         super().on_batch_begin(net, batch=batch, training=training)
         self._state().terms = None
+
+    def _is_trained_otherwise(self, *args: Any) -> bool:
+        done = super()._is_trained_otherwise(*args)
+        self._state().is_penalised |= done
+        return done
+
+    def on_epoch_end(self, net: Any, *args: Any, **kwargs: Any) -> None:
+        """Warn after an epoch whose steps were to compute the penalty and did not."""
+        super().on_epoch_end(net, *args, **kwargs)
+        if self.history[-1].get("train_batch_count", 1):
+            self._check_penalised()
+
+    def _check_penalised(self) -> None:
+        state = self._state()
+        if self._penalty_weight() and not state.is_penalised:
+            warn_without_penalty(self)
+            state.is_penalised = True
 
     def train_step(self, batch: Any, **fit_params: Any) -> Any:
         """Make a step of training; its numbers leave an accelerator in one transfer."""

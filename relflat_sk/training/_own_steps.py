@@ -1,0 +1,191 @@
+"""The penalty in nets whose class replaces parts of skorch's training step.
+
+A subclass may have an `infer` or a `get_loss` of its own, which need not call those of `FlatNet`.
+The layers of the network are recorded wherever `infer` calls it, and the penalty is that of the
+loss which `get_loss` returns.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from relflat_sk._checks import checks_at_once
+from relflat_sk._losses.loss import Loss, multiple_of
+from relflat_sk._losses.table import Target
+from relflat_sk._network.borrowing import ReplacedForwards, uncompiled, unwrapped
+from relflat_sk._network.network import REFUSALS, primary_output
+from relflat_sk._numerics import full_precision
+from relflat_sk._warnings import warn
+
+Method = Callable[..., Any]
+
+
+def recording(infer: Method) -> Method:
+    """Let an `infer` of a subclass record the penalised layers wherever it calls the network."""
+
+    @wraps(infer)
+    def recorded(net: Any, x: Any, **fit_params: Any) -> Any:
+        state = net._state()
+        if state.in_infer or not net._must_record():
+            return infer(net, x, **fit_params)
+        network, penalty = unwrapped(net.module_), net._penalty(state)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            replaced.__exit__()
+            try:
+                with penalty.capture(network):
+                    output = network.forward(*args, **kwargs)
+            finally:
+                replaced.__enter__()
+            state.recorded = True
+            return output
+
+        replaced = ReplacedForwards([(network, forward)])
+        state.in_infer = True
+        try:
+            with uncompiled(net.module_), replaced:
+                return infer(net, x, **fit_params)
+        finally:
+            state.in_infer = False
+
+    return recorded
+
+
+def penalised(get_loss: Method) -> Method:
+    """Let a `get_loss` of a subclass return its loss with the penalty of this loss."""
+
+    @wraps(get_loss)
+    def with_penalty(net: Any, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
+        state = net._state()
+        training = kwargs.get("training", args[1:2] == (True,))
+        if state.own_loss is not None or not training:
+            return get_loss(net, y_pred, y_true, *args, **kwargs)
+        is_first, recorded, state.recorded = state.terms is None, state.recorded, False
+        own = state.own_loss = _OwnLoss(get_loss, net, y_pred, args, kwargs)
+        try:
+            loss = get_loss(net, y_pred, y_true, *args, **kwargs)
+            total, terms = _with_penalty(own, loss, y_true, state.penalty if recorded else None)
+        finally:
+            state.own_loss = None
+        state.is_penalised |= len(terms) > 1
+        if is_first:
+            state.terms = terms
+        return total
+
+    return with_penalty
+
+
+@dataclass(eq=False)
+class _OwnLoss:
+    """The `get_loss` of a net in a step, as a function of the output and of targets."""
+
+    get_loss: Method
+    net: Any
+    y_pred: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def part(self) -> Tensor:
+        """The part of the output that a criterion takes."""
+        return primary_output(self.y_pred)
+
+    def __call__(self, output: Tensor, target: Any) -> Any:
+        """Compute the loss at another output, or that of some samples."""
+        whole = output if isinstance(self.y_pred, Tensor) else (output, *self.y_pred[1:])
+        if len(output) != len(self.part):  # X has other samples
+            return self.get_loss(self.net, whole, target, training=True)
+        return self.get_loss(self.net, whole, target, *self.args, **self.kwargs)
+
+    def read_criterion(self, loss: Tensor, y_true: Any) -> "_Reading | None":
+        """Read the net's criterion on the batch, if the loss is a multiple of it."""
+        part = self.part
+        if not part.requires_grad:
+            return None
+        output = full_precision(part)
+        try:
+            with checks_at_once():
+                criterion, target, weight, loss_of = self.net._read_loss(output, y_true)
+                value = loss_of(output)
+        except REFUSALS:  # a criterion that this get_loss does not use
+            return None
+        factor = multiple_of(loss, value, part)
+        if factor is None:
+            return None
+        return _Reading(criterion, target, weight, loss_of, value, factor)
+
+    def read(self, loss: Tensor, y_true: Any) -> "_Reading | None":
+        """Read the loss itself; None if it takes more of the output than can be changed."""
+        if not isinstance(self.y_pred, Tensor | tuple):
+            return None
+        state = self.net._state()
+        if state.own_criterion is None:
+            state.own_criterion = _make_criterion(self.net, state)
+        target = Target(y_true, y_true)
+        return _Reading(
+            Loss(state.own_criterion), target, None, partial(self, target=y_true), loss, 1.0
+        )
+
+
+class _Reading(NamedTuple):
+    """A loss on a batch, as `RelativeFlatnessPenalty` takes it, and a factor of it."""
+
+    criterion: Loss
+    target: Target
+    weight: Tensor | None
+    loss_of: Callable[[Tensor], Tensor]
+    value: Tensor
+    factor: float
+
+
+def _make_criterion(net: Any, state: Any) -> Any:
+    """Make a criterion, the same one in all steps, of the loss of the current step."""
+
+    def own_criterion(output: Tensor, target: Tensor) -> Any:
+        return state.own_loss(output, target)
+
+    own_criterion.__name__ = f"the get_loss of {type(net).__name__}"
+    own_criterion.reduction = getattr(net.criterion_, "reduction", "mean")  # type: ignore[attr-defined]
+    return own_criterion
+
+
+def _with_penalty(
+    own: _OwnLoss, loss: Tensor, y_true: Any, penalty: Any
+) -> tuple[Tensor, list[Tensor]]:
+    """Add a penalty, if there is one, to the loss of a batch; return the history's terms as well.
+
+    If the loss is the criterion's times a factor, as for gradients that accumulate, the penalty
+    is the criterion's times this factor, and the history gets the loss without it.
+    """
+    reading = own.read_criterion(loss, y_true)
+    terms = [loss.detach() / (1.0 if reading is None else reading.factor)]
+    if penalty is not None and reading is None:
+        reading = own.read(loss, y_true)
+    if penalty is None or reading is None:
+        return loss, terms
+    criterion, target, weight, loss_of, value, factor = reading
+    added, share = penalty._of_batch(
+        criterion,
+        full_precision(own.part),
+        target,
+        weight,
+        own.net._penalty_weight(),
+        loss_of,
+        value,
+    )
+    terms += [term.detach() for term in (added, share) if term is not None]
+    return loss + factor * (added if share is None else share * added), terms
+
+
+def warn_without_penalty(net: Any) -> None:
+    """Warn of a net with a penalty that no step of an epoch has computed."""
+    name = type(net).__name__
+    warn(
+        f"flatness_weight={net.flatness_weight!r} had no effect: no step of the {name} has "
+        "computed the penalty. A step of your own gets outputs from self.infer(x), and the loss, "
+        "which then has the penalty, from self.get_loss(y_pred, y, X=x, training=True). Write it "
+        f"so, or train the {name} with flatness_weight=0."
+    )
