@@ -33,13 +33,11 @@ def flattest_within(
         How far below the best score a candidate may be, in the unit of the score: 0.01 is
         one point of accuracy. With 0, flatness decides only between equal scores.
     score : str, default="mean_test_score"
-        The column of ``cv_results_`` with the score; greater is better. With
-        ``scoring={"accuracy": ...}`` its name is ``"mean_test_accuracy"``; the scorer's own
-        name, ``"accuracy"``, will do. If there is no column of the default name, and only one
-        column beside the one with the flatness, the rule takes that one.
+        The column of ``cv_results_`` with the score, or the name of its scorer; greater is better.
+        With ``scoring={"accuracy": ...}`` these are ``"mean_test_accuracy"`` and ``"accuracy"``.
+        The default also stands for the only column beside the one with the flatness.
     flatness : str, default="mean_test_flatness"
-        The column with the score of a `FlatnessScorer`, minus the flatness: greater is flatter.
-        It is found in the same way.
+        The column with the score of a `FlatnessScorer`, minus the flatness, or the scorer's name.
 
     Returns
     -------
@@ -53,14 +51,12 @@ def flattest_within(
         If a column's name is no string.
     ValueError
         If `tolerance` is no finite number of at least 0, or both columns are the same. At the end
-        of the search, if no candidate has a finite score.
+        of the search, if ``cv_results_`` has no such columns, or no candidate has a finite score.
 
     Warns
     -----
     FlatnessWarning
-        At the end of the search, if the rule chooses by score alone: ``cv_results_`` lacks a column
-        and it is not clear which other one to use, or no good candidate has a flatness. The fits
-        are not lost: ``flattest_within(...)(search.cv_results_)`` chooses again, with other names.
+        At the end of the search, if no good candidate has a flatness.
 
     See Also
     --------
@@ -75,8 +71,7 @@ def flattest_within(
     none, among all.
 
     scikit-learn calls the rule when all candidates are fitted, so that names cannot be checked
-    before. If the column of the score is missing as well, the best score is that of the first
-    scorer.
+    before.
 
     The halving searches of scikit-learn take one scorer only and do not ask `refit` for their
     choice, so that the rule has no effect there.
@@ -117,12 +112,13 @@ def flattest_within(
                 f"{name} must be the name of a scorer or of a column of cv_results_, got "
                 f"{column!r}."
             )
-    if score.removeprefix(PREFIX) == flatness.removeprefix(PREFIX):
+    columns = [PREFIX + name.removeprefix(PREFIX) for name in (score, flatness)]
+    if columns[0] == columns[1]:
         raise ValueError(
             f"score and flatness are both {score!r}, expected two columns of cv_results_: one with "
             "the score, and one with the flatness."
         )
-    return FlattestWithin(float(tolerance), score, flatness)
+    return FlattestWithin(float(tolerance), *columns)
 
 
 @dataclass(frozen=True)
@@ -153,8 +149,6 @@ class FlattestWithin:
                 f"No candidate has a finite {score!r} (0 of {len(scores)} have): there is none to "
                 "choose. The search's own warnings say why."
             )
-        if column is None:
-            return _best(scores, scored)
         flatness = np.asarray(cv_results[column], dtype=np.float64)
         known = scored & np.isfinite(flatness)
         best = scores[scored].max()
@@ -173,38 +167,20 @@ class FlattestWithin:
         )
         return chosen
 
-    def _columns(self, cv_results: Mapping[str, Any]) -> tuple[str, str | None]:
-        """Find the columns of score and flatness; None for the latter, with a warning, in doubt.
-
-        An error would lose all fits, because scikit-learn calls the rule after them.
-        """
-        given = [self.score, self.flatness]
-        found = [
-            next((column for column in (name, PREFIX + name) if column in cv_results), "")
-            for name in given
-        ]
+    def _columns(self, cv_results: Mapping[str, Any]) -> tuple[str, str]:
+        """Find the columns of score and flatness; the default may stand for the only other one."""
         columns = [key for key in cv_results if key.startswith(PREFIX)]
-        others = [column for column in columns if column not in found]
-        for i, default in enumerate((SCORE, FLATNESS)):
-            if not found[i] and found[1 - i] and given[i] == default and len(others) == 1:
-                found[i] = others[0]
-        score, flatness = found
-        if score and flatness:
-            return score, flatness
-        if not score and not others:
+        score, flatness = self.score, self.flatness
+        if score == SCORE and score not in columns and flatness in columns and len(columns) == 2:
+            (score,) = set(columns) - {flatness}
+        missing = [column for column in (score, flatness) if column not in columns]
+        if missing:
             raise ValueError(
-                f"cv_results_ has no column {self.score!r}, and no other one of a score: its "
-                f"columns of this kind are {columns}."
+                f"cv_results_ has no column {' and no column '.join(map(repr, missing))}; its "
+                f"columns of this kind are {columns}. Pass the names of both scorers: "
+                "flattest_within(..., score=..., flatness=...)."
             )
-        score = score or others[0]
-        warn(
-            f"cv_results_ has no column {given[found.index('')]!r}; its columns of this kind are "
-            f"{columns}. The candidate with the best {score!r} is chosen, without its flatness. "
-            "Pass the names of both scorers as score and flatness: "
-            "flattest_within(..., score=..., flatness=...)(search.cv_results_) chooses again from "
-            "the same fits."
-        )
-        return score, None
+        return score, flatness
 
 
 def _best(values: np.ndarray, among: np.ndarray) -> int:

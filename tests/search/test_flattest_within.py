@@ -73,8 +73,8 @@ def test_falls_back_to_the_best_score_that_has_a_flatness():
         (("accuracy", "flatness"), {"score": "mean_test_accuracy"}),
         (("accuracy", "flatness"), {"score": "accuracy"}),
         (("accuracy", "flatness"), {}),  # only one other score
-        (("score", "kappa"), {}),  # only one other flatness
         (("accuracy", "kappa"), {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"}),
+        (("score", "kappa"), {"flatness": "kappa"}),
     ],
 )
 def test_columns_are_found_by_name(names, given):
@@ -109,26 +109,37 @@ def test_is_cloned_copied_and_pickled():
     assert "tolerance=0.01" in repr(rule)
 
 
+SCORERS = {"flat": FlatnessScorer(), "acc": "accuracy"}
+
+
 @pytest.mark.parametrize(
-    ("columns", "names", "missing", "chosen"),
+    ("scoring", "names", "missing"),
     [
-        (("accuracy", "kappa"), {}, "mean_test_score", 0),
-        (("accuracy", "kappa"), {"score": "f1"}, "f1", 0),
-        (("accuracy", "kappa"), {"score": "accuracy", "flatness": "flat"}, "flat", 0),
-        (("kappa", "accuracy"), {"score": "accuracy", "flatness": "flat"}, "flat", 1),
-        (("accuracy", "f1", "flatness"), {}, r"mean_test_score'.*\['mean_test_accuracy', .*_f1", 0),
+        (SCORERS, {}, ["'mean_test_score'", "'mean_test_flatness'"]),
+        (dict(reversed(SCORERS.items())), {}, ["'mean_test_score'", "'mean_test_flatness'"]),
+        (SCORERS | {"score": "f1_macro"}, {}, ["'mean_test_flatness'"]),
+        (SCORERS, {"score": "acc"}, ["'mean_test_flatness'"]),
+        (SCORERS, {"flatness": "flat", "score": "accuracy"}, ["'mean_test_accuracy'"]),
+        ({"score": FlatnessScorer(), "acc": "accuracy"}, {}, ["'mean_test_flatness'"]),
+        (
+            {"flatness": FlatnessScorer(), "acc": "accuracy", "f1": "f1_macro"},
+            {},
+            ["'mean_test_score'"],
+        ),
+        (FlatnessScorer(), {}, ["'mean_test_flatness'"]),
     ],
 )
-def test_other_columns_are_not_guessed_and_the_fits_not_lost(columns, names, missing, chosen):
-    values = ([0.9, 0.8], [0.7, 0.8], [-2.0, -1.0])
-    table = {f"mean_test_{name}": v for name, v in zip(columns, values, strict=False)}
-    with pytest.warns(FlatnessWarning, match=f"no column '{missing}.* best 'mean_test_accuracy'"):
-        assert flattest_within(0.5, **names)(table) == chosen
+def test_columns_of_other_names_are_not_guessed(scoring, names, missing):
+    """A guess could take the flatness for the score, and choose the worst candidate."""
+    rule = flattest_within(0.02, **names)
+    model = LogisticRegression(max_iter=500)
+    search = GridSearchCV(model, {"C": [1e-3, 1.0]}, scoring=scoring, refit=rule, cv=2)
+    with pytest.raises(ValueError, match="and no column ".join(f"{name}.*" for name in missing)):
+        search.fit(X, Y)
 
 
 def test_without_any_flatness_the_score_decides_and_without_any_score_nothing():
     with pytest.warns(FlatnessWarning, match="and 0 of all 3 have both. Candidate 1"):
         assert flattest_within(0.1)(results([0.8, 0.9, nan], [nan, nan, -1.0])) == 1
-    for table in (results([nan, nan], [-1.0, -2.0]), {"mean_test_flatness": [-1.0]}):
-        with pytest.raises(ValueError, match=r"finite 'mean_test_score' \(0 of 2|no other one"):
-            flattest_within(0.1)(table)
+    with pytest.raises(ValueError, match="'mean_test_score'"):
+        flattest_within(0.1)(results([nan, nan], [-1.0, -2.0]))
