@@ -1,5 +1,6 @@
 """Measure any model by the name of a measure."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -209,6 +210,32 @@ def _checked(measure: Measure, found: Flatness) -> Flatness:
     return found
 
 
+def _refuse_scoring(model: Any, name: Any, function: str) -> TypeError | None:
+    """Return or raise an error if scikit-learn calls the function that calls this, as a scorer.
+
+    Its loops over folds turn what a scorer raises into nan, and choose the first candidate. They
+    end with what a scorer returns, if that is no number.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame and frame.f_back
+    module = str(frame.f_globals.get("__name__")) if frame else ""
+    # `sklearn.utils.parallel.delayed` calls what users ask it to call
+    if not module.startswith("sklearn.") or module.startswith("sklearn.utils."):
+        return None
+    scorer = "" if name == "relative_flatness" else repr(name)
+    refusal = TypeError(
+        f"{function}, which is no scorer: scikit-learn takes the largest score for the best, and "
+        f"small is flat; use FlatnessScorer({scorer})"
+    )
+    if hasattr(model, "fit") and module.startswith((
+        "sklearn.model_selection.",
+        "sklearn.metrics.",
+    )):
+        return refusal
+    raise refusal
+
+
 Floats = NDArray[np.float64]
 
 # nan if one of the values is nan
@@ -296,6 +323,9 @@ def measure(
     >>> round(measure(coefficient_norm, model, X, [1.0, 2.0, 3.0], order=1), 4)
     2.0
     """
+    refusal: Any = _refuse_scoring(model, name, "measure")
+    if refusal is not None:
+        return refusal  # type: ignore[no-any-return]
     if isinstance(model, str) or (_may_be_model(name) and not _may_be_model(model)):
         raise TypeError(
             "measure takes the name first: measure('relative_flatness', model, X, y); got a model "
@@ -501,6 +531,9 @@ def relative_flatness(  # noqa: PLR0913
     True
     """
     name = "normalized_relative_flatness" if normalize else "relative_flatness"
+    refusal: Any = _refuse_scoring(model, name, "relative_flatness")
+    if refusal is not None:
+        return refusal  # type: ignore[no-any-return]
     found = evaluate(
         name,
         model,

@@ -5,6 +5,7 @@ import pickle
 import re
 import warnings
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 
 import numpy as np
@@ -18,10 +19,12 @@ from sklearn.datasets import load_digits, load_iris, load_wine, make_classificat
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.inspection import permutation_importance
 from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, Ridge
-from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_validate
+from sklearn.metrics import make_scorer
+from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_validate, learning_curve
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
+from sklearn.utils.parallel import Parallel, delayed
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from torch import nn
 
@@ -121,6 +124,38 @@ def test_a_flatness_of_zero_gives_a_score_without_a_sign():
 
 
 # -- scikit-learn's tools -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [relative_flatness, partial(relative_flatness, layer=0), partial(measure, "hessian_trace")],
+    ids=str,
+)
+def test_a_measure_is_no_scorer(function):
+    """It would choose the sharpest candidate."""
+    model = LogisticRegression(max_iter=500)
+    for scoring in (function, {"flatness": function, "accuracy": "accuracy"}):
+        search = GridSearchCV(model, {"C": [0.1, 1.0]}, scoring=scoring, refit=False)
+        with pytest.raises(ValueError, match=r"use FlatnessScorer\("):
+            search.fit(X, Y)
+    with pytest.raises(ValueError, match=r"use FlatnessScorer\("):
+        learning_curve(model, X, Y, scoring=function, shuffle=True)
+    with pytest.raises(TypeError, match=r"use FlatnessScorer\("):
+        permutation_importance(model.fit(X, Y), X, Y, scoring=function)
+    with pytest.raises(TypeError, match=r"use FlatnessScorer\("):
+        make_scorer(function)(model, X, Y)
+
+
+def test_a_measure_is_called_by_users_through_joblib_partials_and_wrappers():
+    model = LogisticRegression(max_iter=500).fit(X, Y)
+    expected = relative_flatness(model, X, Y)
+    assert partial(measure, "relative_flatness")(model, X, Y) == expected
+    assert Parallel(n_jobs=1)([delayed(relative_flatness)(model, X, Y)]) == [expected]
+    found = cross_validate(
+        model, X, Y, scoring=lambda *fold: -relative_flatness(*fold), error_score="raise"
+    )
+    scored = cross_validate(model, X, Y, scoring=SCORER, error_score="raise")
+    assert_array_equal(found["test_score"], scored["test_score"])
 
 
 def test_importances_are_differences_of_scores():
