@@ -61,6 +61,18 @@ def measure_columns(table: pd.DataFrame) -> list[str]:
     ]
 
 
+def measure_column(
+    source: Any, table: pd.DataFrame, measure: str | Callable[..., Any] | None
+) -> str:
+    """Return the column of a measure; None is the first one of a study or search."""
+    if measure is not None:
+        return column_of(measure)
+    measures = measure_columns(table)
+    is_ambiguous = len(measures) > 1 and isinstance(source, pd.DataFrame)
+    default = "relative_flatness"
+    return default if is_ambiguous or not measures else measures[0]
+
+
 def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[np.float64]:
     """Return one column of a table of minima as floats. Shapes: returns (n_minima,)."""
     if name in table.columns and _is_numeric(table[name]):
@@ -421,7 +433,7 @@ def _within(depths: NDArray[np.float64], low: float, high: float) -> NDArray[np.
 
 def rank_minima(
     minima: Any,
-    by: str | Callable[..., Any] = "relative_flatness",
+    by: str | Callable[..., Any] | None = None,
     *,
     depth_band: float | str | None = AUTO,
 ) -> pd.DataFrame:
@@ -439,9 +451,10 @@ def rank_minima(
     minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
         The minima; `relflat_sk.minima` describes the columns of a table. Without a column
         ``converged`` every row counts as a minimum. The input is not changed.
-    by : str or callable, default="relative_flatness"
+    by : str or callable, optional
         The numeric column to rank by, or the measure function that produced it. The smallest value
-        comes first; of ``"train_score"`` and ``"test_score"``, the largest.
+        comes first; of ``"train_score"`` and ``"test_score"``, the largest. None takes the first
+        measure of a study or search, and of a table ``"relative_flatness"`` or its only measure.
     depth_band : float, "auto" or None, default="auto"
         The largest depth over the smallest of the minima that are compared. The depth is the loss
         of the best constant prediction over the training loss. The band with the most minima at
@@ -490,8 +503,8 @@ def rank_minima(
     2      1                0.0      False     3
     """
     check_depth_band(depth_band)
-    by = column_of(by)
     table = minima_table(minima)
+    by = measure_column(minima, table, by)
     if depth_band != AUTO:
         table = forget_depth_band(table)
     table = mark_depth_band(table, find_depth_band(depth_band, by))

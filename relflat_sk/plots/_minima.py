@@ -14,6 +14,7 @@ from relflat_sk.minima._table import (
     column_of,
     find_axes,
     find_axis,
+    measure_column,
     measure_columns,
     minima_table,
     numeric_column,
@@ -83,7 +84,7 @@ class FlatnessGapDisplay(MinimaDisplay):
     def from_minima(
         cls,
         minima: Any,
-        measure: str | Callable[..., Any] = "relative_flatness",
+        measure: str | Callable[..., Any] | None = None,
         target: str | Callable[..., Any] = "generalization_gap",
         *,
         color_by: str | None = "auto",
@@ -97,7 +98,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima, see `relflat_sk.minima`.
-        measure : str or callable, default="relative_flatness"
+        measure : str or callable, optional
             The numeric column on the x axis, or the measure function that produced it. The axis is
             logarithmic if it spans more than a decade.
         target : str or callable, default="generalization_gap"
@@ -139,7 +140,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         'relative flatness κ (nats)'
         """
         table = minima_table(minima)
-        measure, target = column_of(measure), column_of(target)
+        measure, target = measure_column(minima, table, measure), column_of(target)
         display = cls(
             minima=table,
             measure=measure,
@@ -332,7 +333,7 @@ class MinimaRankingDisplay(MinimaDisplay):
     def from_minima(
         cls,
         minima: Any,
-        by: str | Callable[..., Any] = "relative_flatness",
+        by: str | Callable[..., Any] | None = None,
         target: str | Callable[..., Any] | None = None,
         *,
         color_by: str | None = "auto",
@@ -346,7 +347,7 @@ class MinimaRankingDisplay(MinimaDisplay):
         ----------
         minima : pandas.DataFrame, optuna.Study or fitted FlatMinimaSearch
             The minima, in any order; `relflat_sk.minima` describes the columns of a table.
-        by : str or callable, default="relative_flatness"
+        by : str or callable, optional
             The numeric column to rank by, flattest first, or the measure function that produced it.
         target : str, callable or None, default=None
             The numeric column in the lower panel, in the same way. None takes the test loss or,
@@ -387,7 +388,7 @@ class MinimaRankingDisplay(MinimaDisplay):
         >>> display.minima["rank"].tolist(), display.minima["param_batch_size"].tolist()
         ([1, 2, 3], [8, 64, 512])
         """
-        by = column_of(by)
+        by = measure_column(minima, minima_table(minima), by)
         table = rank_minima(minima, by=by)
         if target is None:
             known = "test_loss" in table.columns and np.isfinite(table["test_loss"]).any()
@@ -462,7 +463,7 @@ class HyperparameterDisplay(MinimaDisplay):
         cls,
         minima: Any,
         axis: str | None = None,
-        measure: str | Callable[..., Any] = "relative_flatness",
+        measure: str | Callable[..., Any] | None = None,
         *,
         color_by: str | None = "auto",
         ax: "Axes | None" = None,
@@ -477,7 +478,7 @@ class HyperparameterDisplay(MinimaDisplay):
         axis : str or None, default=None
             The hyper-parameter, such as ``"batch_size"``. None takes the batch size if it was
             varied, or else the first parameter that was.
-        measure : str or callable, default="relative_flatness"
+        measure : str or callable, optional
             The numeric column on the y axis, or the measure function that produced it. The axis is
             logarithmic if it spans more than a decade.
         color_by : str or None, default="auto"
@@ -518,7 +519,8 @@ class HyperparameterDisplay(MinimaDisplay):
             column = find_axis(table, axis, argument="axis")
         if color_by == "auto":
             color_by = color_column(table.drop(columns=column), "auto")
-        display = cls(minima=table, axis=column, measure=column_of(measure), color_by=color_by)
+        measure = measure_column(minima, table, measure)
+        display = cls(minima=table, axis=column, measure=measure, color_by=color_by)
         return display.plot(ax=ax, **kwargs)
 
     def _draw(

@@ -1,5 +1,6 @@
 """Tests for the order of the minima."""
 
+import matplotlib.pyplot as plt
 import numpy as np
 import optuna
 import pandas as pd
@@ -7,10 +8,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
+from sklearn.datasets import load_iris
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 
-from relflat_sk import FlatMinimaSearch, rank_minima
+from relflat_sk import (
+    FlatMinimaSearch,
+    FlatnessGapDisplay,
+    HyperparameterDisplay,
+    MinimaObjective,
+    MinimaRankingDisplay,
+    rank_minima,
+)
 from relflat_sk.minima._table import FIXED, minima_table
 
 # (flatness, converged, state), with every reason for a place at the end
@@ -104,6 +113,40 @@ def test_fitted_search_is_its_minima():
     assert_frame_equal(rank_minima(Search()), rank_minima(Search.minima_))
 
 
+@pytest.mark.parametrize(
+    ("measures", "first"),
+    [
+        (["hessian_trace"], "hessian_trace"),
+        (["comparable_flatness", "relative_flatness"], "comparable_flatness"),
+        (["train_loss", "l2_norm"], "l2_norm"),
+    ],
+)
+def test_a_study_and_a_search_are_ranked_by_their_first_measure(measures, first):
+    X, y = load_iris(return_X_y=True)
+    space, model = {"C": [0.5, 1.0, 2.0]}, LogisticRegression(max_iter=1000)
+    study = optuna.create_study(
+        directions=["minimize"] * len(measures), sampler=optuna.samplers.GridSampler(space)
+    )
+    study.optimize(MinimaObjective(model, X, y, space, measures=measures, random_state=0), 3)
+    search = FlatMinimaSearch(model, space, measure=measures, random_state=0).fit(X, y)
+    for source in (study, search):
+        assert_frame_equal(rank_minima(source), rank_minima(source, first))
+        assert MinimaRankingDisplay.from_minima(source).by == first
+        for display in (FlatnessGapDisplay, HyperparameterDisplay):
+            target = {"target": "train_loss"} if display is FlatnessGapDisplay else {}
+            assert display.from_minima(source, **target).measure == first
+    plt.close("all")
+
+
+def test_a_table_is_ranked_by_relative_flatness_or_its_only_measure():
+    minima = make_minima()
+    ranked = rank_minima(minima, "relative_flatness")
+    assert_frame_equal(rank_minima(minima), ranked)
+    assert_frame_equal(rank_minima(minima[[*minima][::-1]]), ranked[[*[*ranked][-2::-1], "rank"]])
+    other = minima.rename(columns={"relative_flatness": "trace"}).drop(columns="l2_norm")
+    assert_frame_equal(rank_minima(other), rank_minima(other, "trace"))
+
+
 def study_of(objective=None):
     study = optuna.create_study()
     if objective is not None:
@@ -124,7 +167,8 @@ UNFITTED = FlatMinimaSearch(LogisticRegression(), {"C": [1.0]})
         (make_minima().assign(converged="True"), {}, ValueError,
          "'converged' must hold True and False, got texts such as 'True'"),
         (make_minima(), {"by": ["l2_norm"]}, TypeError, "a measure is one name or one function, g"),
-        (make_minima(), {"by": None}, TypeError, "a measure is one name or one function, got"),
+        (make_minima().drop(columns="relative_flatness").assign(trace=1.0), {}, ValueError,
+         r"by='relative_flatness' is not a column.*\['l2_norm', 'trace'\]"),
         ([1.0, 2.0], {}, TypeError, r"must be a pandas.DataFrame.*got list"),
         (UNFITTED, {}, NotFittedError, "this FlatMinimaSearch holds no minima yet: call fit"),
         (study_of(), {}, ValueError, "no minima to rank: no candidate has been trained"),
