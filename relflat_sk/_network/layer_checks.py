@@ -1,6 +1,6 @@
 """Refuse layers at which the curvature would not be that of one weight and single samples."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from relflat_sk._network.borrowing import ReplacedForwards
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder
-from relflat_sk._network.tail import depends_on, find_link, find_multiplier, kind_of
+from relflat_sk._network.tail import find_link, find_multiplier, kind_of, nodes_behind
 from relflat_sk._warnings import warn
 
 # multiplications by which it is checked what a layer computes
@@ -66,27 +66,31 @@ def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
 
 def check_rows(
     output: Tensor, records: Sequence[LayerRecord], pull: Pull, *, in_order: bool
-) -> None:
+) -> dict[str, Tensor]:
     """Refuse layers whose rows are no samples, and those that the output does not depend on.
 
     The curvature at a layer is computed for all samples together, as if each row of the network's
-    output depended on one row of the layer's. Backward passes show whether some rows do.
+    output depended on one row of the layer's. Backward passes show whether some rows do. Return
+    which rows of the layers that were checked have had slopes: without them, nothing was seen.
     """
-    others = [record for record in records if find_link(output, record.node) is None]
-    for record in others:
-        if not depends_on(output, record.node):
+    unknown = [record for record in records if find_link(output, record.node) is None]
+    behind = nodes_behind(output) if unknown else set()
+    for record in unknown:
+        if record.node not in behind:
             raise ValueError(
                 f"the criterion does not depend on the output of layer {record.name!r}, or not in "
                 "a way that gradients follow: the network returns it beside its first output, for "
                 "example. Name another layer."
             )
-    for record in (_out_of_order if in_order else _mixed)(output, others, pull):
+    seen, wrong = (_out_of_order if in_order else _mixed)(output, unknown, pull)
+    for record in wrong:
         raise ValueError(
             f"rows of the network's output, of shape {tuple(output.shape)}, depend on other rows "
             f"of what layer {record.name!r} puts out, of shape {tuple(record.check()[1].shape)}. "
             "Rows must be samples, in the order of the data, that do not depend on each other. "
             "Use batch_first=True, for example, or name another layer."
         )
+    return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}
 
 
 def warn_of_other_head(
@@ -108,28 +112,45 @@ def warn_of_other_head(
     )
 
 
-def _out_of_order(
-    output: Tensor, records: Sequence[LayerRecord], pull: Pull
-) -> Iterator[LayerRecord]:
+# which rows of some layers have had slopes, and the layers whose rows are no samples
+Seen = tuple[list[Tensor], list[LayerRecord]]
+
+
+def _out_of_order(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Seen:
     """Find layers of which other rows than every second one are used for every second sample."""
     n = len(output)
-    for size in {len(record.check()[1]) for record in records}:
-        same = [record for record in records if len(record.check()[1]) == size]
+    sizes = [len(record.check()[1]) for record in records]
+    used: dict[str, Tensor] = {}
+    for size in set(sizes):
+        same = [record for record, rows in zip(records, sizes, strict=True) if rows == size]
         sample = torch.arange(n, device=output.device) * size // n
-        used = _used(output, same, pull, sample % 2 == 0)
-        yield from (
-            record
-            for record, rows in zip(same, used, strict=True)
-            if n % size or bool(rows[1::2].any())
-        )
+        slopes = _used(output, same, pull, sample % 2 == 0)
+        used |= {record.name: rows for record, rows in zip(same, slopes, strict=True)}
+    wrong = [
+        record
+        for record, size in zip(records, sizes, strict=True)
+        if n % size or bool(used[record.name][1::2].any())
+    ]
+    return [used[record.name][::2] for record in records], wrong
 
 
-def _mixed(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Iterator[LayerRecord]:
-    """Find layers of which several rows are used for the first row, or one in the middle."""
-    numbers = torch.arange(len(output), device=output.device)
-    for row in {0, len(output) // 2}:
+def _mixed(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Seen:
+    """Find layers of which several rows are used for one row of the output.
+
+    That is the first one, one in the middle, or the one for which most rows seem to be used.
+    """
+    n = len(output)
+    numbers = torch.arange(n, device=output.device)
+    seen = _used(output, records, pull, numbers >= 0)
+    counts = torch.zeros(n, device=output.device)
+    for rows in seen:
+        position = torch.arange(len(rows), device=output.device) * n // max(1, len(rows))
+        counts.index_add_(0, position, rows.to(counts))
+    wrong = []
+    for row in {0, n // 2, int(counts.argmax())}:
         used = _used(output, records, pull, numbers == row)
-        yield from (r for r, rows in zip(records, used, strict=True) if int(rows.sum()) > 1)
+        wrong += [r for r, rows in zip(records, used, strict=True) if int(rows.sum()) > 1]
+    return seen, wrong
 
 
 def _used(output: Tensor, records: Sequence[LayerRecord], pull: Pull, rows: Tensor) -> list[Tensor]:
@@ -142,8 +163,10 @@ def _used(output: Tensor, records: Sequence[LayerRecord], pull: Pull, rows: Tens
     edges = [GradientEdge(record.node, record.output_nr) for record in records]
     # a slope of zero times infinity, of another sample, is nan
     return [
-        rows.new_zeros(0) if slopes is None else slopes.flatten(1).nan_to_num(nan=0.0).any(dim=1)
-        for slopes in pull([output], edges, [vector])
+        rows.new_zeros(len(record.check()[1]))
+        if slopes is None
+        else slopes.flatten(1).nan_to_num(nan=0.0).any(dim=1)
+        for record, slopes in zip(records, pull([output], edges, [vector]), strict=True)
     ]
 
 

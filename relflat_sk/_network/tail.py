@@ -156,9 +156,15 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
             )
 
 
-def depends_on(base: Tensor, node: Any) -> bool:
-    """Return whether a value depends on a layer's output."""
-    return base.grad_fn is node or bool(steps_behind(base, node))
+def nodes_behind(base: Tensor) -> set[Any]:
+    """Return the nodes of all steps that a value was computed by."""
+    stack, seen = [base.grad_fn], set[Any]()
+    while stack:
+        step = stack.pop()
+        if step is not None and step not in seen:
+            seen.add(step)
+            stack.extend(source for source, _ in step.next_functions)
+    return seen
 
 
 # products with a matrix, whose biases are vectors; those without biases

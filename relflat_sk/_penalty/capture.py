@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,22 +21,23 @@ from relflat_sk._network.layer_checks import (
 from relflat_sk._network.layer_maps import ConvolutionMap
 from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder, features_of, keep_graph
-from relflat_sk._network.tail import depends_on, find_link
+from relflat_sk._network.tail import find_link, nodes_behind
 from relflat_sk._numerics import without_autocast
+from relflat_sk._warnings import warn
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What training steps record of a network, found in its first forward pass.
+    """What a training step computes at the layers of a network.
 
-    `layers` are the penalised ones and then the last one. Layers in `twice` are differentiated
-    twice, and with them the normalisations in `explicit`. `at_convolutions` says whether
-    all penalised layers are convolutions before the last layer.
+    `recorded` are the layers that steps record, `layers` the penalised ones and then the last one.
+    Layers in `twice` are differentiated twice, and with them the normalisations in `explicit`.
+    `order` is that of the calls; `at_convolutions` says whether all penalised layers are
+    convolutions before the last layer.
     """
 
-    asked: tuple[Layer, ...] | None
-    parts: list[nn.Module]
-    children: list[dict[str, nn.Module | None]]
+    recorded: list[str]
+    order: list[str]
     layers: dict[str, nn.Module]
     penalised: list[str]
     twice: list[str]
@@ -44,22 +45,18 @@ class Plan:
     in_attention: bool
     at_convolutions: bool
 
-    def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
-        """Return whether the network is the one of this plan, with the same parts."""
-        return (
-            module is self.parts[0]
-            and asked == self.asked
-            and [part._modules for part in self.parts] == self.children
-        )
 
+class Survey:
+    """A network with the layers that are asked for, and what forward passes have shown of them.
 
-class FirstPass:
-    """A forward pass in which all layers of a network are recorded, to make a plan."""
+    The first pass records all layers. Later ones record those that it found, and again all of them
+    if all are asked for, because training may skip some layers at random.
+    """
 
     def __init__(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> None:
         self.asked = asked
         self.parts = list(module.modules())
-        self.children = [dict(part._modules) for part in self.parts]
+        self._children = [dict(part._modules) for part in self.parts]
         norms = find_fused(module)
         if asked == (-1,):  # nothing before the last layer is differentiated again
             layers = set(weight_layers(module).values())
@@ -67,90 +64,134 @@ class FirstPass:
             behind = set(self.parts[last:])
             norms = [norm for norm in norms if norm in behind]
         self.norms = norms
-        self.named: dict[str, nn.Module] = {}
-        self.penalised: list[str] | None = None
-        self.rows: dict[str, tuple[Tensor, Tensor]] = {}
+        self._named: dict[str, nn.Module] = {}
+        self._all: list[str] = []  # names of the layers with a weight matrix
+        self._penalised: list[str] | None = None
+        self._rows: dict[str, tuple[Tensor, Tensor]] = {}  # of layers that are to be checked
+        self._checked: set[str] = set()
+        self._draws = False  # whether the first pass drew random numbers
 
-    @contextmanager
-    def record(self) -> Iterator[Recorder]:
-        """Record the pass; attention must run step by step until the order is known."""
-        module = self.parts[0]
-        self.named = dict(module.named_modules())
-        layers = weight_layers(module)
-        names = _find_names(module, self.asked, list(layers))
-        # behind the last layer, attention is hardly ever to be differentiated twice
-        twice = names if self.asked == (-1,) else layers
-        with Recorder(layers, partial(_keep, names, self.rows), twice) as self.recorder:
-            yield self.recorder
-        self.find_penalised()
-
-    def find_penalised(self) -> list[str]:
-        """Find the names of the penalised layers, once the order of the calls is known."""
-        if self.penalised is None:
-            self.penalised = _find_names(self.parts[0], self.asked, self.recorder.order)
-            for name in self.penalised:
-                check_unshared(name, self.named)
-        return self.penalised
-
-    def make_plan(self, output: Tensor, explicit: ExplicitLayers, *, weighted: bool) -> Plan:
-        """Check the layers of the pass, and make the plan of further steps."""
-        penalised, order = self.find_penalised(), self.recorder.order
-        if self.asked is None:  # the term of a layer beside the criterion's input is zero
-            records = [self.recorder[name] for name in penalised]
-            penalised = [
-                one.name
-                for one in records
-                if one.calls > 1 or one.node is None or depends_on(output, one.node)
-            ]
-        self._check(penalised, output, explicit, weighted=weighted)
-        last = order[-1]
-        if self.asked is not None and -1 in self.asked:
-            called = [self.recorder[name].layer for name in order]
-            warn_of_other_head(output, self.recorder[last], self.parts[0], called)
-        names = [*(name for name in penalised if name != last), last]
-        earlier = len(names) > 1
-        is_output = find_link(output, self.recorder[last].node) is not None
-        owners = [self.named[name.rpartition(".")[0]] for name in names]
-        twice = [] if is_output and not earlier else penalised
-        return Plan(
-            self.asked,
-            self.parts,
-            self.children,
-            {name: self.named[name] for name in names},
-            penalised,
-            twice=twice,
-            explicit=self.norms if twice else [],
-            in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
-            at_convolutions=last not in penalised
-            and all(isinstance(self.recorder[name].map, ConvolutionMap) for name in penalised),
+    def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
+        """Return whether this is the network, with the same parts, and the layers are the same."""
+        return (
+            module is self.parts[0]
+            and asked == self.asked
+            and [part._modules for part in self.parts] == self._children
         )
 
-    def _check(
-        self, penalised: list[str], output: Tensor, explicit: ExplicitLayers, *, weighted: bool
-    ) -> None:
-        """Refuse layers at which the penalty would not be that of the criterion."""
-        called = [self.recorder[name] for name in self.recorder.order]
-        nodes = [record.node for record in called if record.node is not None]
-        if nodes and not any(depends_on(output, node) for node in reversed(nodes)):
+    @contextmanager
+    def record_all(self) -> Iterator[Recorder]:
+        """Record the first pass; attention must run step by step until the order is known."""
+        module = self.parts[0]
+        self._named = dict(module.named_modules())
+        layers = weight_layers(module)
+        self._all = list(layers)
+        names = _find_names(module, self.asked, self._all)
+        # behind the last layer, attention is hardly ever to be differentiated twice
+        twice = names if self.asked == (-1,) else self._all
+        before = torch.get_rng_state()
+        with Recorder(layers, partial(self._keep, names), twice) as recorder:
+            yield recorder
+        self._draws = not torch.equal(before, torch.get_rng_state())
+        self._find_penalised(recorder.order)
+
+    def record(self, plan: Plan) -> Recorder:
+        """Record a later pass."""
+        # the projections inside attention are new modules in each step
+        layers = {name: self.parts[0].get_submodule(name) for name in plan.recorded}
+        return Recorder(layers, partial(self._keep, plan.recorded), plan.twice)
+
+    def _keep(
+        self,
+        penalised: Collection[str],
+        record: LayerRecord,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> Tensor:
+        """Keep input and output of a layer with their graph, and copies of rows to be checked.
+
+        A penalised layer has a gradient also if all before it is frozen: the layers behind it can
+        still be trained to make it flat.
+        """
+        if record.name not in self._checked:
+            features, z = few_rows(record, features_of(record, args, kwargs), output)
+            self._rows[record.name] = features.clone(), z.clone()
+        if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
+            output = output.detach().requires_grad_().view_as(output)
+        return keep_graph(record, args, kwargs, output)
+
+    def _find_penalised(self, order: list[str]) -> list[str]:
+        """Find the names of the layers that are asked for, once the order of the calls is known."""
+        if self._penalised is None:
+            self._penalised = _find_names(self.parts[0], self.asked, order)
+            for name in self._penalised:
+                check_unshared(name, self._named)
+        return self._penalised
+
+    def make_plan(self, recorder: Recorder, output: Tensor) -> Plan:
+        """Make the plan of a pass with such an order of calls."""
+        penalised, order = self._find_penalised(recorder.order), recorder.order
+        behind = nodes_behind(output)
+        nodes = {name: recorder[name].node for name in order}
+        if any(nodes.values()) and behind.isdisjoint(nodes.values()):
             raise ValueError(
                 "y_pred is not the output of the captured forward pass. Call the network once, "
                 "inside `with penalty.capture(module):`, and pass the output of this call: "
                 "y_pred = module(X)."
             )
-        records = [self.recorder[name] for name in penalised]
-        records = [record for record in records if record.calls == 1 and record.node is not None]
+        if self.asked is None:  # the term of a layer beside the criterion's input is zero
+            penalised = [
+                name
+                for name in order
+                if recorder[name].calls > 1 or nodes[name] is None or nodes[name] in behind
+            ]
+        last = order[-1]
+        if self.asked is not None and -1 in self.asked:
+            called = [recorder[name].layer for name in order]
+            warn_of_other_head(output, recorder[last], self.parts[0], called)
+        names = [*(name for name in penalised if name != last), last]
+        recorded = self._all if self.asked is None else names
+        earlier = len(recorded) > 1
+        is_output = find_link(output, recorder[last].node) is not None
+        owners = [self._named[name.rpartition(".")[0]] for name in recorded]
+        twice = [] if is_output and not earlier else recorded if self.asked is None else penalised
+        return Plan(
+            recorded,
+            order,
+            {name: self._named[name] for name in names},
+            penalised,
+            twice=twice,
+            explicit=self.norms if twice else [],
+            in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
+            at_convolutions=last not in penalised
+            and all(isinstance(recorder[name].map, ConvolutionMap) for name in penalised),
+        )
+
+    def without_skipped(self, plan: Plan, recorder: Recorder) -> Plan:
+        """Leave out layers that this pass did not call, if passes may skip them at random."""
+        skipped = [
+            name
+            for name in plan.penalised
+            if not recorder[name].calls and (self._draws or name in self._checked)
+        ]
+        for name in set(skipped) - self._checked:
+            warn(
+                f"layer {name!r} was not called in this step, and the network draws random "
+                "numbers. If it skips layers at random, the term of one that it skips is zero. "
+                "If it never calls this one, name another layer."
+            )
+        rest = [name for name in plan.penalised if name not in skipped]
+        return replace(plan, penalised=rest) if skipped else plan
+
+    def check_layers(self, records: Sequence[LayerRecord], output: Tensor) -> None:
+        """Refuse layers, when first called, at which the penalty is not that of the criterion."""
         for record in records:
-            check_uses(record.name, [record.name] if uses_elsewhere(output, record) else [])
-            check_linear(record, *self.rows[record.name])
-        _check_rows(output, records, explicit, weighted=weighted)
-
-
-def _check_rows(
-    output: Tensor, records: list[LayerRecord], explicit: ExplicitLayers, *, weighted: bool
-) -> None:
-    """Refuse layers whose rows are not those of the output."""
-    with without_autocast(output):
-        check_rows(output, records, partial(explicit.pull_back, linear=True), in_order=weighted)
+            if record.name not in self._checked:
+                check_uses(record.name, [record.name] if uses_elsewhere(output, record) else [])
+                check_linear(record, *self._rows[record.name])
+                self._checked.add(record.name)
+        self._rows.clear()
 
 
 def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
@@ -160,77 +201,113 @@ def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[st
     return list(dict.fromkeys(find_layer(module, layer, order) for layer in asked))
 
 
-def _keep(
-    penalised: Collection[str],
-    rows: dict[str, tuple[Tensor, Tensor]] | None,
-    record: LayerRecord,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Tensor,
-) -> Tensor:
-    """Keep input and output of a layer with their graph, and in a first pass copies of some rows.
+# in so many steps of a layer, and then in those whose number is a power of two
+_FIRST_CHECKS = 8
 
-    A penalised layer has a gradient also if all before it is frozen: the layers behind it can
-    still be trained to make it flat.
+
+class RowChecks:
+    """Checks of whether rows of layers are samples, in outputs that arise in one way.
+
+    Slopes show it, and they can be zero at first, at all rows or some: behind a head or a branch
+    that starts at zero, for example. So a layer is checked until all its rows have had slopes.
     """
-    if rows is not None:
-        features, z = few_rows(record, features_of(record, args, kwargs), output)
-        rows[record.name] = features.clone(), z.clone()
-    if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
-        output = output.detach().requires_grad_().view_as(output)
-    return keep_graph(record, args, kwargs, output)
+
+    def __init__(self) -> None:
+        self._way: Any = None
+        self._steps: dict[str, int] = {}
+        self._settled: set[str] = set()
+        self._seen: dict[tuple[str, int], Tensor] = {}  # which rows have had slopes
+
+    def check(
+        self,
+        output: Tensor,
+        records: Sequence[LayerRecord],
+        explicit: ExplicitLayers,
+        *,
+        weighted: bool,
+    ) -> None:
+        """Refuse layers whose rows are not those of the output."""
+        way = type(output.grad_fn), weighted
+        if way != self._way:
+            self._steps, self._settled, self._seen = {}, set(), {}
+        due = [record for record in records if self._is_due(record.name)]
+        if due:
+            pull = partial(explicit.pull_back, linear=True)
+            with without_autocast(output):
+                seen = check_rows(output, due, pull, in_order=weighted)
+            self._settled |= {record.name for record in due} - seen.keys()
+            for name, rows in seen.items():
+                key = name, len(rows)
+                self._seen[key] = self._seen.get(key, rows) | rows
+                if bool(self._seen[key].all()):
+                    self._settled.add(name)
+        self._way = way
+
+    def _is_due(self, name: str) -> bool:
+        """Count a step of a layer, and return whether it is to be checked."""
+        self._steps[name] = step = self._steps.get(name, 0) + 1
+        is_power = step & (step - 1) == 0
+        return name not in self._settled and (step <= _FIRST_CHECKS or is_power)
 
 
 class Capture:
-    """The forward passes of one training."""
+    """The forward passes of one training; a copy begins anew."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.explicit = ExplicitLayers()
-        self._first: FirstPass | None = None  # from which the plan is to be made
         self.plan: Plan | None = None
-        self._checked: tuple[Any, bool] | None = None  # how outputs whose rows were checked arose
+        self._survey: Survey | None = None
+        self._rows = RowChecks()
+
+    def __reduce__(self) -> tuple[type["Capture"], tuple[()]]:
+        return Capture, ()
+
+    @property
+    def module(self) -> nn.Module:
+        """The network of the last pass."""
+        assert self._survey is not None
+        return self._survey.parts[0]
 
     def open(
         self, module: nn.Module, asked: tuple[Layer, ...] | None
     ) -> AbstractContextManager[Any]:
         """Record a forward pass."""
         self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
-        plan = self.plan
-        if plan is None or not plan.is_of(module, asked):
-            return self._find_layers(module, asked)
-        return self._record(module, plan)
+        survey, plan = self._survey, self.plan
+        if survey is None or plan is None or not survey.is_of(module, asked):
+            return self._record_all(Survey(module, asked))
+        return self._record(survey, plan)
 
     @contextmanager
-    def _record(self, module: nn.Module, plan: Plan) -> Iterator[None]:
+    def _record(self, survey: Survey, plan: Plan) -> Iterator[None]:
         """Record a forward pass, which runs what is differentiated twice step by step."""
-        attention = explicit_attention(module) if plan.in_attention else nullcontext()
-        with attention, ExplicitLayers(plan.explicit) as self.explicit:
-            # the projections inside attention are new modules in each step
-            layers = {name: module.get_submodule(name) for name in plan.layers}
-            keep = partial(_keep, plan.penalised, None)
-            with Recorder(layers, keep, plan.twice) as self.recorder:
-                yield
+        attention = explicit_attention(survey.parts[0]) if plan.in_attention else nullcontext()
+        with (
+            attention,
+            ExplicitLayers(plan.explicit) as self.explicit,
+            survey.record(plan) as self.recorder,
+        ):
+            yield
 
     @contextmanager
-    def _find_layers(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
+    def _record_all(self, survey: Survey) -> Iterator[None]:
         """Record all layers in a first forward pass, and find those that later ones need."""
         # the order of the calls is known only afterwards; training keeps the inputs of all
         # layers for the backward pass anyway
         self.plan = None
-        first = FirstPass(module, asked)
         with (
-            explicit_attention(module),
-            ExplicitLayers(first.norms) as self.explicit,
-            first.record() as self.recorder,
+            explicit_attention(survey.parts[0]),
+            ExplicitLayers(survey.norms) as self.explicit,
+            survey.record_all() as self.recorder,
         ):
-            self._first = first
+            self._survey, self._rows = survey, RowChecks()
             yield
 
     def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
         """End the step: return what was recorded, and what is known of the network."""
-        recorder = self.recorder
-        if recorder is None or recorder.failed or not recorder.calls:
+        recorder, survey = self.recorder, self._survey
+        if recorder is None or survey is None or recorder.failed or not recorder.calls:
             raise RuntimeError(
                 "the penalty has recorded no forward pass. Call the network inside `with "
                 "penalty.capture(module):` before each call of the penalty. If the network is "
@@ -248,13 +325,16 @@ class Capture:
                 "returned it, outside of these. To measure without training, use "
                 "relflat_sk.relative_flatness."
             )
-        self.recorder = None
-        if self.plan is None:
-            first, self._first = self._first, None
-            assert first is not None
-            self.plan = first.make_plan(output, self.explicit, weighted=weighted)
-        elif (type(output.grad_fn), weighted) != self._checked:
-            records = [recorder[name] for name in self.plan.penalised]
-            _check_rows(output, records, self.explicit, weighted=weighted)
-        self._checked = type(output.grad_fn), weighted
-        return self.plan, recorder
+        self.recorder, before = None, self.plan
+        self.plan = None  # if this step fails, the next one begins anew
+        if before is None or (survey.asked is None and before.order != recorder.order):
+            plan = survey.make_plan(recorder, output)
+        else:
+            plan = before
+        step = survey.without_skipped(plan, recorder)
+        records = [recorder[name] for name in step.penalised]
+        records = [record for record in records if record.calls == 1 and record.node is not None]
+        survey.check_layers(records, output)
+        self._rows.check(output, records, self.explicit, weighted=weighted)
+        self.plan = plan
+        return step, recorder

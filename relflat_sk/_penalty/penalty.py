@@ -289,7 +289,7 @@ class RelativeFlatnessPenalty:
         with without_autocast(output):
             norms = None
             if self.limit.needs_norms:
-                parameters = [p for p in plan.parts[0].parameters() if p.requires_grad]
+                parameters = [p for p in self._capture.module.parameters() if p.requires_grad]
                 norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
             share: Tensor = self.limit.share(
                 value.detach(),

@@ -41,9 +41,9 @@ from relflat_sk._network.recording import LayerRecord, record_order, record_tail
 from relflat_sk._network.tail import (
     Tail,
     choose_curvatures,
-    depends_on,
     find_ending,
     find_link,
+    nodes_behind,
 )
 from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk._warnings import warn
@@ -289,8 +289,10 @@ class _Runner:
         forward = _make_forward_pass(self.network, batch, output, records)
         # a network may mix samples in some batches only: in those of two samples or more
         if self.checked and len(output) not in self._sizes:
-            self._sizes.add(len(output))
-            check_rows(output, records, partial(pull_back, create_graph=False), in_order=True)
+            pull = partial(pull_back, create_graph=False)
+            seen = check_rows(output, records, pull, in_order=True).values()
+            if all(bool(rows.any()) for rows in seen):  # slopes of zero show nothing
+                self._sizes.add(len(output))
         return forward
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
@@ -313,7 +315,8 @@ class _Runner:
             elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
         mixed = find_mixed(lambda: self.network(batch.x), module)
         if self.layers == "all":
-            unused = {one.name for one in records if not depends_on(output, one.node)}
+            behind = nodes_behind(output)
+            unused = {record.name for record in records if record.node not in behind}
             names = self._measurable(recorder.calls, elsewhere, unused, mixed)
         else:
             names = self._names_in_order(guess)

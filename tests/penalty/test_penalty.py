@@ -458,3 +458,163 @@ def test_rows_are_checked_again_where_outputs_arise_in_another_way(layer, late):
         z = late(net(X))
     with pytest.raises(ValueError, match="depend on other rows"):
         penalty(nn.CrossEntropyLoss(), z, y[: len(z)])
+
+
+# -- rows that show nothing at first --------------------------------------------------------------
+
+
+class Windows(nn.Module):
+    """Takes the four windows of all samples below each other; their mean starts at zero or one."""
+
+    def __init__(self, start, embed):
+        super().__init__()
+        self.embed, self.head = embed, nn.Linear(6, 3)
+        self.gates = nn.Parameter(torch.ones(4, 1))
+        self.branch = nn.Parameter(torch.ones(()))
+        with torch.no_grad():
+            if start == "head":
+                self.head.weight.zero_()
+            elif start == "branch":
+                self.branch.zero_()
+            elif start == "windows":
+                self.gates[1:] = 0
+
+    def forward(self, x):  # (n, 4, 5)
+        h = torch.relu(self.embed(x.flatten(0, 1))).unflatten(0, x.shape[:2]) * self.gates
+        return self.head(self.branch * h.mean(1) + torch.tanh(x.mean(1) @ x.new_ones(5, 6)))
+
+
+@pytest.mark.parametrize("start", ["head", "branch", "windows"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_are_checked_until_they_show_something(start, weighted):
+    torch.manual_seed(0)
+    net = Windows(start, nn.Linear(5, 6)).double()
+    X, y = torch.randn(8, 4, 5).double(), torch.arange(8) % 3
+    penalty, weight = published_penalty("embed"), torch.ones(8) if weighted else None
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with pytest.raises(ValueError, match="depend on other rows of what layer 'embed'"):
+        for _ in range(3):
+            value = evaluate(penalty, net, CE, X, y, sample_weight=weight)
+            optimizer.zero_grad()
+            (CE(net(X), y) + 0 * value).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("start", ["head", "branch"])
+def test_layers_that_start_at_zero_are_penalised(start):
+    torch.manual_seed(0)
+    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    if start == "head":
+        nn.init.zeros_(net[2].weight)
+    else:
+        net[1] = Branch().double()
+    penalty, optimizer = published_penalty(0), torch.optim.SGD(net.parameters(), lr=0.5)
+    for _ in range(3):
+        assert_right_on_average(penalty, net, CE, X, y, expected(net, 0, CE, X, y))
+        optimizer.zero_grad()
+        CE(net(X), y).backward()
+        optimizer.step()
+
+
+class Branch(nn.Module):
+    """A branch beside the layer's output, which starts at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inside = nn.Parameter(torch.zeros(6)), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.scale * torch.tanh(self.inside(x))
+
+
+def test_rows_without_slopes_do_not_end_checks_of_the_others():
+    """The first samples of the first batch are dead, so that one window of them is used at most."""
+    torch.manual_seed(0)
+    net = Windows("", nn.Linear(5, 6)).double()
+    X, y = torch.randn(8, 4, 5).double(), torch.arange(8) % 3
+    X[:, 1:] = 0  # dead windows
+    nn.init.constant_(net.embed.bias, -1e-3)
+    penalty = published_penalty("embed")
+    evaluate(penalty, net, CE, X, y)
+    with pytest.raises(ValueError, match="depend on other rows of what layer 'embed'"):
+        evaluate(penalty, net, CE, torch.randn(8, 4, 5).double(), y)
+
+
+# -- layers that training skips -------------------------------------------------------------------
+
+
+class LayerDrop(nn.Module):
+    """Blocks of which some are skipped, in a pass with these numbers or at random."""
+
+    def __init__(self, skipped=()):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.skipped, self.share = skipped, 0.0
+
+    def forward(self, x):
+        h = self.first(x)
+        for i, block in enumerate(self.blocks):
+            if i not in self.skipped and not (self.share and torch.rand(()) < self.share):
+                h = h + torch.tanh(block(h))
+        return self.head(h)
+
+
+@pytest.mark.parametrize("layer", ["all", ["blocks.1", "head"], "blocks.1"], ids=str)
+def test_the_layers_of_a_step_are_those_that_it_calls(layer):
+    torch.manual_seed(0)
+    net = LayerDrop().double()
+    X, y = torch.randn(6, 5).double(), torch.arange(6) % 3
+    penalty = published_penalty(layer)
+    for skipped in [(2,), (), (0, 1), (1,), (0, 1, 2), ()]:
+        net.skipped = skipped
+        called = [name for name, part in net.named_modules() if isinstance(part, nn.Linear)]
+        called = [name for name in called if not name.endswith(tuple(map(str, skipped)))]
+        names = called if layer == "all" else {layer} if isinstance(layer, str) else set(layer)
+        truth = sum(oracles.penalty(net, name, CE, X, y) for name in called if name in names)
+        assert_right_on_average(penalty, net, CE, X, y, truth)
+
+
+@pytest.mark.parametrize("layer", ["all", "blocks.2", ["blocks.0", -1]], ids=str)
+@pytest.mark.filterwarnings("ignore:layer 'blocks.*was not called in this step")
+def test_a_network_that_skips_layers_trains(layer):
+    torch.manual_seed(0)
+    net = LayerDrop()
+    net.share = 0.5
+    X, y = torch.randn(8, 5), torch.arange(8) % 3
+    penalty, optimizer = RelativeFlatnessPenalty(layer), torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(40):
+        optimizer.zero_grad()
+        with penalty.capture(net):
+            output = net(X)
+        value = penalty(CE, output, y)
+        (CE(output, y) + value).backward()
+        optimizer.step()
+    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+
+
+def test_a_layer_that_is_never_called_is_refused_or_reported():
+    torch.manual_seed(0)
+    X, y, net = torch.randn(8, 5), torch.arange(8) % 3, LayerDrop(skipped=(1,))
+    with pytest.raises(ValueError, match="layer 'blocks.1' was called 0 times"):
+        evaluate(RelativeFlatnessPenalty("blocks.1"), net, CE, X, y)
+    net.share = 0.5
+    with pytest.warns(FlatnessWarning, match="layer 'blocks.1' was not called"):
+        value = evaluate(RelativeFlatnessPenalty("blocks.1"), net, CE, X, y)
+    assert value == 0
+
+
+def test_a_layer_is_checked_when_it_is_first_called():
+    class Squared(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square()
+
+    torch.manual_seed(0)
+    X, y, net = torch.randn(8, 5), torch.arange(8) % 3, LayerDrop(skipped=(1,))
+    net.blocks[1] = Squared(6, 6)
+    penalty = published_penalty("all")
+    evaluate(penalty, net, CE, X, y)
+    net.skipped = ()
+    with pytest.raises(ValueError, match="layer 'blocks.1' does not compute W x"):
+        evaluate(penalty, net, CE, X, y)
