@@ -40,7 +40,7 @@ layer hardly made it flatter.
 There is one formula for one net or several, over arrays of NumPy or torch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -112,6 +112,20 @@ class PenaltyLimit:
     def __getstate__(self) -> dict[str, Any]:
         own = vars(self).items()
         return {name: value.item() if hasattr(value, "item") else value for name, value in own}
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what past steps of one net have shown, as numbers."""
+        return {name.lstrip("_"): value for name, value in self.__getstate__().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Replace what past steps have shown by a state dict."""
+        names = {name.lstrip("_"): name for name in vars(self)}
+        if state_dict.keys() != names.keys():
+            raise ValueError(
+                f"state_dict must have the names {sorted(names)}, got {sorted(state_dict)}. Pass "
+                "that of a penalty."
+            )
+        vars(self).update({names[name]: value for name, value in state_dict.items()})
 
     @property
     def _due(self) -> Any:

@@ -6,7 +6,7 @@ computed from what the forward pass of the training step sends through the layer
 second pass. Its gradient flows to all parameters that influence features, weight or predictions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -155,6 +155,48 @@ class RelativeFlatnessPenalty:
         names = ("layer", "normalize", "probes", "weight", "clip")
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"{type(self).__name__}({values})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a criterion may be a function, which pickle cannot store
+        return vars(self) | {"_checked": None}
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what past steps have shown the limit, to resume a training.
+
+        Returns
+        -------
+        dict of str to number
+            For `load_state_dict` of a penalty with the same parameters. It is plain numbers, which
+            `torch.save` stores, and `torch.load` reads with ``weights_only=True``.
+
+        Examples
+        --------
+        >>> RelativeFlatnessPenalty().state_dict()["steps"]
+        0
+        """
+        return self.limit.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Go on where another penalty has stopped.
+
+        The training goes on as without interruption if torch's random state is restored as well.
+
+        Parameters
+        ----------
+        state_dict : dict of str to number
+            From `state_dict`.
+
+        Raises
+        ------
+        ValueError
+            If it has other names.
+
+        Examples
+        --------
+        >>> penalty = RelativeFlatnessPenalty()
+        >>> penalty.load_state_dict(RelativeFlatnessPenalty().state_dict())
+        """
+        self.limit.load_state_dict(state_dict)
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Record what a forward pass sends through the layers.

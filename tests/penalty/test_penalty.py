@@ -1,8 +1,13 @@
 """The penalty of a batch: its value against the full Hessian, its slope against differences."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -492,12 +497,16 @@ def test_rows_are_checked_until_they_show_something(start, weighted):
     X, y = torch.randn(8, 4, 5).double(), torch.arange(8) % 3
     penalty, weight = published_penalty("embed"), torch.ones(8) if weighted else None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    with pytest.raises(ValueError, match="depend on other rows of what layer 'embed'"):
+
+    def train():
         for _ in range(3):
             value = evaluate(penalty, net, CE, X, y, sample_weight=weight)
             optimizer.zero_grad()
             (CE(net(X), y) + 0 * value).backward()
             optimizer.step()
+
+    with pytest.raises(ValueError, match="depend on other rows of what layer 'embed'"):
+        train()
 
 
 @pytest.mark.parametrize("start", ["head", "branch"])
@@ -618,3 +627,93 @@ def test_a_layer_is_checked_when_it_is_first_called():
     net.skipped = ()
     with pytest.raises(ValueError, match="layer 'blocks.1' does not compute W x"):
         evaluate(penalty, net, CE, X, y)
+
+
+# -- copies, and trainings that are resumed --------------------------------------------------------
+
+
+def pickled(penalty):
+    return pickle.loads(pickle.dumps(penalty))
+
+
+def saved(penalty):
+    file = io.BytesIO()
+    torch.save(penalty, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def loaded(penalty):
+    file = io.BytesIO()
+    torch.save(penalty.state_dict(), file)
+    file.seek(0)
+    fresh = RelativeFlatnessPenalty(penalty.layer, weight=penalty.weight)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    return fresh
+
+
+class Trained(nn.Module):
+    """A network that holds its penalty, as a LightningModule does."""
+
+    def __init__(self, penalty):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3)
+        )
+        self.penalty = penalty
+
+    def forward(self, X):
+        return self.net(X)
+
+
+def train_steps(trained, optimizer, n_steps):
+    X, y = torch.randn(20, 5), torch.arange(20) % 3
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        with trained.penalty.capture(trained):
+            output = trained(X)
+        criterion = lambda z, y: nn.functional.cross_entropy(z, y)  # noqa: E731
+        (criterion(output, y) + trained.penalty(criterion, output, y)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, loaded])
+@pytest.mark.parametrize("layer", [-1, 0, "all"], ids=str)
+def test_a_resumed_training_goes_on_as_the_uninterrupted_one(copied, layer):
+    found = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        trained = Trained(RelativeFlatnessPenalty(layer, weight=5.0))
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.2)
+        train_steps(trained, optimizer, 20)
+        state = torch.get_rng_state()
+        if resumes:
+            other = Trained(copied(trained.penalty))
+            other.load_state_dict(trained.state_dict())
+            trained, optimizer = other, torch.optim.SGD(other.parameters(), lr=0.2)
+        torch.set_rng_state(state)
+        train_steps(trained, optimizer, 20)
+        found.append(torch.cat([parameter.flatten() for parameter in trained.parameters()]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_modules_that_hold_a_penalty_are_copied(in_a_step):
+    torch.manual_seed(0)
+    trained = Trained(RelativeFlatnessPenalty(0))
+    trained.penalty.layer = trained.net[0]  # which the copy has to find in its own network
+    train_steps(trained, torch.optim.SGD(trained.parameters(), lr=0.1), 3)
+    if in_a_step:
+        with trained.penalty.capture(trained):
+            trained(torch.randn(20, 5))
+    averaged = AveragedModel(trained)
+    averaged.update_parameters(trained)
+    train_steps(averaged.module, torch.optim.SGD(averaged.parameters(), lr=0.1), 3)
+    train_steps(saved(trained), torch.optim.SGD(averaged.parameters(), lr=0.1), 3)
+
+
+def test_a_state_dict_of_something_else_is_refused():
+    with pytest.raises(
+        ValueError, match=r"state_dict must have the names .*'steps'.* got \['lr'\]"
+    ):
+        RelativeFlatnessPenalty().load_state_dict({"lr": 0.1})
