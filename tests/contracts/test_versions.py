@@ -1,42 +1,22 @@
-"""`python -m relflat_sk` describes the installation; files that name the version agree."""
+"""`python -m relflat_sk` prints versions; files that name the version agree."""
 
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import pytest
 
 import relflat_sk
-from relflat_sk import __main__ as command
 from tests.contracts.pages import ROOT
 from tests.processes import run_module
 
 
-def test_the_command_prints_versions_devices_and_extras():
+def test_the_command_prints_versions():
     run = run_module("relflat_sk")
     assert run.returncode == 0, run.stderr
-    rows = dict(line.split(": ", 1) for line in run.stdout.splitlines())
-    assert rows["relflat_sk"] == relflat_sk.__version__
-    assert rows["devices"].startswith("cpu")
-    assert f"torch {version('torch')}" in rows["required"]
-    assert f"matplotlib {version('matplotlib')}" in rows["extra 'plot'"]
-
-
-def test_packages_that_are_missing_are_named(monkeypatch):
-    lines = ["numpy>=1", "no-such-package>=2; extra == 'more'"]
-    monkeypatch.setattr(command, "requires", lambda name: lines)
-    assert command._requirements() == {"": ["numpy"], "more": ["no-such-package"]}
-    assert "extra 'more': no-such-package (not installed)" in command._describe()
-
-
-def test_sources_that_are_not_installed_have_a_version(monkeypatch):
-    def requires(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(command, "requires", requires)
-    lines = command._describe().splitlines()
-    assert lines[0] == f"relflat_sk: {relflat_sk.__version__}"
-    assert lines[-1] == "required: unknown, because relflat_sk is imported but not installed"
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith(f"relflat_sk {relflat_sk.__version__}, Python 3.")
+    assert f"torch {version('torch')}" in lines
 
 
 @pytest.mark.parametrize("file", ["CITATION.cff", "recipe/recipe.yaml"])
