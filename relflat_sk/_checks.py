@@ -2,15 +2,12 @@
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 
 def is_integer(value: Any) -> bool:
@@ -81,70 +78,6 @@ def check_device(device: Any) -> None:
             f"device={device!r} cannot be used here: {reason}. Pass "
             "device='cpu', or install a torch that supports the device."
         ) from error
-
-
-# -- values on an accelerator, without a wait of the host for each batch --------------------
-
-Judge = Callable[..., None]  # called with numbers; raises if there is something wrong with them
-
-_gathered: ContextVar[list[tuple[Judge, list[Tensor]]] | None] = ContextVar(
-    "gathered", default=None
-)
-
-
-def gathers(tensor: Tensor) -> bool:
-    """Return whether checks of a tensor are made at the end of a `gather_checks`."""
-    return tensor.device.type != "cpu" and _gathered.get() is not None
-
-
-def judge(raise_if_wrong: Judge, *numbers: Tensor) -> None:
-    """Call a function with numbers, at once or at the end of a `gather_checks`."""
-    check = raise_if_wrong, [number.detach() for number in numbers]
-    pending = _gathered.get()
-    if pending is not None and gathers(numbers[0]):
-        pending.append(check)
-    else:
-        _settle([check])
-
-
-@contextmanager
-def gather_checks() -> Iterator[None]:
-    """Read the numbers of all checks within the context at its end, for which the host waits once.
-
-    Errors of the checks come before others, which a wrong value may have caused. In nested
-    contexts, the outermost one reads.
-    """
-    if _gathered.get() is not None:
-        yield
-        return
-    pending: list[tuple[Judge, list[Tensor]]] = []
-    token = _gathered.set(pending)
-    try:
-        yield
-    finally:
-        _gathered.reset(token)
-        _settle(pending)
-
-
-@contextmanager
-def checks_at_once() -> Iterator[None]:
-    """Make the checks within the context where they are, also inside of `gather_checks`."""
-    token = _gathered.set(None)
-    try:
-        yield
-    finally:
-        _gathered.reset(token)
-
-
-def _settle(pending: list[tuple[Judge, list[Tensor]]]) -> None:
-    """Make the gathered checks, in their order."""
-    if not pending:
-        return
-    device = pending[0][1][0].device
-    numbers = [number.to(device, torch.float64) for _, some in pending for number in some]
-    found = iter(torch.stack(numbers).cpu().tolist())
-    for raise_if_wrong, some in pending:
-        raise_if_wrong(*(next(found) for _ in some))
 
 
 _MOST_MEANT = 4  # names in a suggestion

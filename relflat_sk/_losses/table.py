@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import gathers, judge
 from relflat_sk._losses.curvature import ClosedForm, diagonal_curvature, softmax_curvature
 from relflat_sk._numerics import read_numbers
 
@@ -140,7 +139,7 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
         return Target(target.long(), None)
     classes = target.long()
     if target.is_floating_point():
-        _judge_range(
+        _check_range(
             target.where(classes != target, 0).abs(),
             (0, 0),
             f"{type(criterion).__name__} needs class indices 0, 1, ..., got fractions such as "
@@ -148,35 +147,29 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
             "MSELoss.",
         )
     n_classes, ignored = output.shape[1], criterion.ignore_index
-    if not gathers(classes):
-        # one operation, since every training step does it
-        low, high = read_numbers(*classes.aminmax())
-        if low >= 0 and high < n_classes:  # the usual case, in which no label is ignored
-            matter = ignored >= 0 or criterion.weight is not None
-            return Target(classes, classes if matter else None)
-    counting = classes.where(classes != ignored, 0)
-    _judge_range(
-        counting,
+    # one operation, since every training step does it
+    low, high = read_numbers(*classes.aminmax())
+    if low >= 0 and high < n_classes:  # the usual case, in which no label is ignored
+        matter = ignored >= 0 or criterion.weight is not None
+        return Target(classes, classes if matter else None)
+    _check_range(
+        classes.where(classes != ignored, 0),
         (0, n_classes - 1),
         f"y must hold class indices from 0 to {n_classes - 1}, one per output, got values from "
         "{low:.0f} to {high:.0f}. Encode the labels, for instance with "
         "sklearn.preprocessing.LabelEncoder, or give the network more outputs.",
     )
-    if gathers(classes):  # until the error comes, there must be something to compute with
-        classes = classes.where(counting == counting.clamp(0, n_classes - 1), ignored)
     return Target(classes, classes)
 
 
-def _judge_range(values: Tensor, allowed: tuple[float, float], message: str) -> None:
+def _check_range(values: Tensor, allowed: tuple[float, float], message: str) -> None:
     """Refuse values outside of a range, by a message that may name the extreme ones."""
+    if not values.numel():
+        return
     least, most = allowed
-
-    def refuse(low: float, high: float) -> None:
-        if not least <= low <= high <= most:
-            raise ValueError(message.format(low=low, high=high))
-
-    if values.numel():
-        judge(refuse, *values.aminmax())
+    low, high = read_numbers(*values.aminmax())
+    if not least <= low <= high <= most:
+        raise ValueError(message.format(low=low, high=high))
 
 
 def _class_totals(criterion: Any, target: Tensor, weight: Tensor, n_classes: int) -> Tensor:
@@ -297,7 +290,7 @@ def _check_within(
 ) -> Tensor:
     """Check the target as `_check_numbers` does, and that its numbers are in a range."""
     target = _check_numbers(criterion, output, target)
-    _judge_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
+    _check_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
     return target
 
 

@@ -5,12 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
-from torch.nn import functional as F
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 
-from relflat_sk._network.borrowing import ReplacedForwards
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder
 from relflat_sk._network.tail import find_link, find_multiplier, kind_of, nodes_behind
@@ -174,12 +171,6 @@ def _used(output: Tensor, records: Sequence[LayerRecord], pull: Pull, rows: Tens
 # An autoencoder whose decoder is ``F.linear(h, encoder.weight.T)`` calls its encoder once, and no
 # other module has the weight. The curvature in the weight is not that of the layer's call then.
 
-# a head that is tied to an embedding counts as if it had a copy of the weight to itself
-_LOOKUPS = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
-# a constant for the graph, which shows the uses of weights that are not frozen
-_DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
-_NO_USES = _LOOKUPS | _DETACHED
-
 
 def _parameters_of_weight(layer: nn.Module) -> list[nn.Parameter]:
     """List the parameters that a weight is, or is computed from."""
@@ -192,69 +183,6 @@ def _parameters_of_weight(layer: nn.Module) -> list[nn.Parameter]:
     # hooks of torch compute it before each call: weight_g, weight_v; weight_orig
     named = layer._parameters.items()
     return [one for name, one in named if name.startswith("weight_") and one is not None]
-
-
-class WeightWatch(TorchFunctionMode):
-    """Context of a forward pass that notices weights outside of the calls of their layers.
-
-    It costs little, because it follows no values: a weight of which only the device is asked for
-    is not noticed, but one that a tensor is made like is. `uses_elsewhere` then tells.
-    """
-
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.noticed: set[str] = set()
-        self._names = {
-            id(parameter): name
-            for name, layer in layers.items()
-            for parameter in _parameters_of_weight(layer)
-        }
-        self._running: list[str] = []  # the layers whose calls are being made
-        self._replaced = ReplacedForwards(
-            (layer, self._marked(name, layer.forward)) for name, layer in layers.items()
-        )
-
-    def __enter__(self) -> "WeightWatch":
-        self._replaced.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._replaced.__exit__()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run a function of torch, and notice the weights among its arguments."""
-        result = func(*args, **(kwargs or {}))
-        # a device or a shape holds no values of a weight
-        is_value = isinstance(result, Tensor | tuple | list) and not isinstance(result, torch.Size)
-        if func not in _NO_USES and is_value:
-            self._notice([*args, *(kwargs or {}).values()])
-        return result
-
-    def _notice(self, values: Iterable[Any]) -> None:
-        """Notice the weights among some arguments, which may be lists of tensors."""
-        for value in values:
-            if isinstance(value, Tensor):
-                name = self._names.get(id(value))
-                if name is not None and name not in self._running:
-                    self.noticed.add(name)
-            elif isinstance(value, tuple | list):
-                self._notice(value)
-
-    def _marked(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a layer's forward method that says that it runs."""
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self._running.append(name)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._running.pop()
-
-        return marked
 
 
 def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
@@ -276,13 +204,18 @@ def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
 
 
 def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Module]) -> set[str]:
-    """Find the layers whose weights a network uses outside of their calls, by running it once."""
+    """Find the layers whose weights a network uses outside of their calls, by running it once.
+
+    A head that is tied to an embedding counts as if it had a copy of the weight to itself.
+    """
     weights = [weight for layer in layers.values() for weight in _parameters_of_weight(layer)]
     frozen = [weight for weight in weights if not weight.requires_grad]
     try:
         for weight in frozen:
             weight.requires_grad = True
-        with torch.enable_grad(), Recorder(layers) as recorder:
+        # the graph alone, without the values that a backward pass would need
+        unsaved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+        with torch.enable_grad(), Recorder(layers) as recorder, unsaved:
             output = run()
     finally:
         for weight in frozen:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from relflat_sk._checks import check_boolean, check_integer, check_number, gather_checks
+from relflat_sk._checks import check_boolean, check_integer, check_number
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
@@ -227,29 +227,6 @@ class RelativeFlatnessPenalty:
         if original is None:
             return self._capture.open(module, self._asked())
         return self._capture_compiled(module, original)
-
-    def gather_checks(self) -> AbstractContextManager[None]:
-        """Check the labels of several steps together, with labels on an accelerator.
-
-        Without it, the host waits for the device in each step, to check the range of the labels.
-
-        Returns
-        -------
-        context manager
-            For an epoch. Its end raises the errors of wrong labels, which do not count until then.
-
-        Examples
-        --------
-        >>> import torch
-        >>> net, criterion = torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss()
-        >>> penalty = RelativeFlatnessPenalty()
-        >>> with penalty.gather_checks():
-        ...     for X, y in [(torch.ones(5, 4), torch.arange(5) % 3)] * 2:
-        ...         with penalty.capture(net):
-        ...             y_pred = net(X)
-        ...         loss = criterion(y_pred, y) + penalty(criterion, y_pred, y)
-        """
-        return gather_checks()
 
     @contextmanager
     def _capture_compiled(self, compiled: nn.Module, original: nn.Module) -> Iterator[None]:

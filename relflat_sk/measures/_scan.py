@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import gather_checks, is_integer
+from relflat_sk._checks import is_integer
 from relflat_sk._losses.curvature import pull_back
-from relflat_sk._losses.loss import Loss, warn_of_ending
+from relflat_sk._losses.loss import Loss, has_hooks, warn_of_ending
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.layer_checks import (
-    WeightWatch,
     check_linear,
     check_rows,
     check_unmixed,
@@ -201,7 +200,7 @@ def scan(
 def scan_losses(network: Network) -> Summary:
     """Make the same pass for a network without layers that can be measured."""
     summary = Summary()
-    with torch.no_grad(), gather_checks():
+    with torch.no_grad():
         for batch in network.batches():
             output = network(batch.x)
             loss, divisor = math.nan, float(len(output))
@@ -233,11 +232,10 @@ def _visit_batches(
     forwards: Iterator[ForwardPass] = map(run, network.batches())
     if isinstance(network, RecordedNetwork):
         forwards = (again(network) for again in network.passes)
-    with gather_checks():
-        for forward in forwards:
-            for visit in visits:
-                visit(forward)
-            del forward  # frees this batch before the next one runs
+    for forward in forwards:
+        for visit in visits:
+            visit(forward)
+        del forward  # frees this batch before the next one runs
 
 
 def _record(
@@ -267,6 +265,12 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
     """
     (name,) = _Runner(network, [layer]).run(next(iter(network.batches()))).layers
     return name
+
+
+def _is_of_torch(part: nn.Module) -> bool:
+    """Return whether no code of a user runs in the forward pass of a module."""
+    is_own = has_hooks(part) or "forward" in vars(part)
+    return type(part).__module__.startswith("torch.nn.") and not is_own
 
 
 @dataclass
@@ -303,16 +307,10 @@ class _Runner:
         guess = registered
         if self.layers != "all":
             guess = [_guess(module, layer, registered) for layer in self.layers]
-        watch = WeightWatch(weight_layers(module))
-        with record_order(module) as recorder, watch:
+        with record_order(module) as recorder:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
-        # layers whose weight is used outside of their calls
-        once = {name for name in watch.noticed if recorder.calls.count(name) == 1}
-        elsewhere: set[str] = set()
-        if once:
-            layers = {name: module.get_submodule(name) for name in once}
-            elsewhere = find_uses_elsewhere(lambda: self.network(batch.x), layers)
+        elsewhere = self._used_elsewhere(recorder.calls, batch)
         mixed = find_mixed(lambda: self.network(batch.x), module)
         if self.layers == "all":
             behind = nodes_behind(output)
@@ -335,6 +333,14 @@ class _Runner:
             called = [named[name] for name in recorder.order]
             warn_of_other_head(output, records[-1], module, called)
         return output, records
+
+    def _used_elsewhere(self, calls: Sequence[str], batch: Batch) -> set[str]:
+        """Find the layers that are called once and whose weight is used elsewhere as well."""
+        module = self.network.module
+        if all(map(_is_of_torch, module.modules())):
+            return set()
+        once = {name: module.get_submodule(name) for name in calls if calls.count(name) == 1}
+        return find_uses_elsewhere(lambda: self.network(batch.x), once)
 
     def _linear(self, records: list[LayerRecord]) -> list[LayerRecord]:
         """Leave out layers that are not linear in their weight; a single one says so itself."""

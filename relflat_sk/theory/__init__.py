@@ -1,5 +1,6 @@
 """The generalisation bound by relative flatness, its parts, and the conditions they rest on."""
 
+from relflat_sk._rescaling.reparameterization import reparameterize
 from relflat_sk.theory._bound import (
     GeneralizationBound,
     Smoothing,
@@ -8,7 +9,6 @@ from relflat_sk.theory._bound import (
 )
 from relflat_sk.theory._label_constancy import label_constancy
 from relflat_sk.theory._pac_bayes_bound import PacBayesBound, pac_bayes_bound
-from relflat_sk.theory._reparameterize import reparameterize
 from relflat_sk.theory._robustness import (
     WorstRobustness,
     feature_robustness,

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from relflat_sk._checks import checks_at_once
 from relflat_sk._losses.loss import Loss, multiple_of
 from relflat_sk._losses.table import Target
 from relflat_sk._network.borrowing import ReplacedForwards, uncompiled, unwrapped
@@ -28,9 +27,9 @@ def recording(infer: Method) -> Method:
 
     @wraps(infer)
     def recorded(net: Any, x: Any, **fit_params: Any) -> Any:
-        if not net._must_record() or net._state().in_infer:
-            return infer(net, x, **fit_params)
         state = net._state()
+        if state.in_infer or not net._must_record():
+            return infer(net, x, **fit_params)
         network, penalty = unwrapped(net.module_), net._penalty(state)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -59,10 +58,10 @@ def penalised(get_loss: Method) -> Method:
 
     @wraps(get_loss)
     def with_penalty(net: Any, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
-        training = kwargs.get("training", args[1:2] == (True,))
-        if not training or net._state().own_loss is not None:
-            return get_loss(net, y_pred, y_true, *args, **kwargs)
         state = net._state()
+        training = kwargs.get("training", args[1:2] == (True,))
+        if state.own_loss is not None or not training:
+            return get_loss(net, y_pred, y_true, *args, **kwargs)
         is_first, recorded, state.recorded = state.terms is None, state.recorded, False
         own = state.own_loss = _OwnLoss(get_loss, net, y_pred, args, kwargs)
         try:
@@ -107,9 +106,8 @@ class _OwnLoss:
             return None
         output = full_precision(part)
         try:
-            with checks_at_once():
-                criterion, target, weight, loss_of = self.net._read_loss(output, y_true)
-                value = loss_of(output)
+            criterion, target, weight, loss_of = self.net._read_loss(output, y_true)
+            value = loss_of(output)
         except REFUSALS:  # a criterion that this get_loss does not use
             return None
         factor = multiple_of(loss, value, part)

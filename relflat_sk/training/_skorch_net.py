@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from relflat_sk._checks import did_you_mean, gather_checks
+from relflat_sk._checks import did_you_mean
 from relflat_sk._engine.epoch import EPOCH_TRAINER, train_alone
 from relflat_sk._engine.qualify import NeedsOwnLoop
 from relflat_sk._network.batches import LoadedBatches
@@ -186,8 +186,7 @@ class SkorchNet(NeuralNet):
             return
         if training and self._is_trained_otherwise(iterator, fit_params):
             return
-        with gather_checks():
-            super().run_single_epoch(iterator, training, prefix, step_fn, **fit_params)
+        super().run_single_epoch(iterator, training, prefix, step_fn, **fit_params)
 
     def _is_trained_otherwise(self, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
         """Train for an epoch together with other nets, or by written-out gradients, if possible."""

@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from relflat_sk import _checks
 from relflat_sk._checks import (
     check_device,
     check_integer,
     check_number,
     did_you_mean,
-    gather_checks,
-    judge,
 )
 
 POSITIVE = partial(check_integer, "n", minimum=1, reason="why")
@@ -67,17 +64,3 @@ def test_names_are_found_by_their_last_part_or_their_spelling():
     assert did_you_mean("pipe__lr", known) == " Did you mean 'net__lr'?"
     assert did_you_mean("batchsize", known) == " Did you mean 'batch_size'?"
     assert did_you_mean("momentum", known) == ""
-
-
-@pytest.mark.parametrize("on_device", [True, False])
-def test_checks_on_a_device_are_made_at_the_end_and_in_order(monkeypatch, on_device):
-    monkeypatch.setattr(_checks, "gathers", lambda tensor: on_device)
-    seen = []
-    with gather_checks():
-        with gather_checks():
-            judge(lambda *numbers: seen.append(numbers), torch.tensor(1), torch.tensor(0.5))
-            judge(lambda *numbers: seen.append(numbers), torch.tensor(2.0))
-        assert seen == ([] if on_device else [(1, 0.5), (2.0,)])
-    assert seen == [(1, 0.5), (2.0,)]
-    judge(lambda *numbers: seen.append(numbers), torch.tensor(3))
-    assert seen[-1] == (3,)

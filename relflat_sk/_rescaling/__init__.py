@@ -1,0 +1,1 @@
+"""Changes of weights that keep the function: reparameterisation, folding of batch norm."""
