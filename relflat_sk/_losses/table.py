@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.special import entr
 
 from relflat_sk._losses.curvature import ClosedForm, diagonal_curvature, softmax_curvature
 from relflat_sk._numerics import read_numbers
@@ -83,6 +84,9 @@ class Row:
         Whether the curvature depends on the labels.
     has_temperature : bool
         Whether the likelihood has a scale: a temperature of logits, or a variance.
+    lowest : callable or None
+        From targets as `read_target` returns them to the loss of each sample that no prediction
+        is below, as with label smoothing; None if it is 0.
     """
 
     task: Task
@@ -92,6 +96,7 @@ class Row:
     links: Mapping[str, CurvatureOf]
     needs_target: Callable[[Any], bool] = never
     has_temperature: bool = True
+    lowest: Callable[[Any, Tensor, int], Tensor] | None = None
 
     @property
     def link(self) -> str:
@@ -233,6 +238,26 @@ def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: to
     return shares.reshape(-1, *(1 for _ in shape[1:])).expand(shape)
 
 
+def _lowest_cross_entropy(criterion: Any, target: Tensor, n_classes: int) -> Tensor:
+    """Return ``min_p -sum_k a_ik log p_ik`` with the weights of `_class_totals`."""
+    smoothing = getattr(criterion, "label_smoothing", 0.0)
+    weight = torch.ones(n_classes, dtype=torch.float64, device=target.device)
+    if criterion.weight is not None:
+        weight = criterion.weight.to(weight)
+    others = weight * smoothing / n_classes
+    if target.is_floating_point():
+        totals = (1 - smoothing) * target.double().movedim(1, -1) * weight + others
+        lowest = entr(totals).sum(-1) - entr(totals.sum(-1))
+    else:
+        counts = target != criterion.ignore_index
+        label = target.where(counts, 0)
+        of_label = (1 - smoothing) * weight[label]
+        lowest = entr(others).sum() - entr(others[label]) + entr(of_label + others[label])
+        lowest = (lowest - entr(of_label + others.sum())) * counts
+    of_samples: Tensor = lowest.reshape(len(target), -1).sum(1)
+    return of_samples
+
+
 def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) -> Row:
     """Return the row of a spelling of cross-entropy, whose input `to_output` makes of shares."""
     return Row(
@@ -242,6 +267,7 @@ def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) ->
         lambda criterion, y, w, shape: to_output(_class_frequencies(criterion, y, w, shape)),
         dict.fromkeys(links, _softmax),
         lambda criterion: criterion.weight is not None or criterion.ignore_index >= 0,
+        lowest=_lowest_cross_entropy,
     )
 
 
@@ -355,6 +381,18 @@ def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) ->
     return share.clamp(tiny, 1 - tiny)
 
 
+def _lowest_logistic(criterion: Any, target: Tensor, n_outputs: int) -> Tensor:
+    """Return the entropies of targets between 0 and 1, summed over outputs."""
+    positive, negative = target.double(), 1 - target.double()
+    if getattr(criterion, "pos_weight", None) is not None:
+        positive = positive * criterion.pos_weight.to(positive)
+    lowest = entr(positive) + entr(negative) - entr(positive + negative)
+    if criterion.weight is not None:
+        lowest = lowest * criterion.weight.to(lowest)
+    of_samples: Tensor = lowest.reshape(len(target), -1).sum(1)
+    return of_samples
+
+
 def _squared(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     return diagonal_curvature(torch.full_like(z, 2.0))
 
@@ -388,6 +426,7 @@ def _output_row(
     links: Mapping[str, CurvatureOf],
     needs_target: Callable[[Any], bool] = never,
     has_temperature: bool = True,
+    lowest: Callable[[Any, Tensor, int], Tensor] | None = None,
 ) -> Row:
     """Return the row of a criterion that is a sum over outputs."""
 
@@ -396,7 +435,7 @@ def _output_row(
         return Target(target, target)
 
     divisors = _output_divisors
-    return Row(task, read, divisors, best_constant, links, needs_target, has_temperature)
+    return Row(task, read, divisors, best_constant, links, needs_target, has_temperature, lowest)
 
 
 OUTPUT_LOSSES: dict[type, Row] = {
@@ -406,8 +445,11 @@ OUTPUT_LOSSES: dict[type, Row] = {
         lambda criterion, y, w, shape: _best_share(criterion, y, w, shape).logit(),
         {"identity": _logistic},
         lambda criterion: criterion.pos_weight is not None,
+        lowest=_lowest_logistic,
     ),
-    nn.BCELoss: _output_row("binary", _check_shares, _best_share, {"sigmoid": _logistic}),
+    nn.BCELoss: _output_row(
+        "binary", _check_shares, _best_share, {"sigmoid": _logistic}, lowest=_lowest_logistic
+    ),
     nn.MSELoss: _output_row(
         "regression",
         _check_numbers,

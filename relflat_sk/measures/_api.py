@@ -441,7 +441,9 @@ def relative_flatness(  # noqa: PLR0913
         A share of the best constant prediction's loss, such as 0.05: measure the network whose
         outputs are divided by the temperature at which its mean loss on X is that share. So
         networks can be compared that were trained to different losses, saturated ones included.
-        Squared errors are divided by the temperature instead of the outputs, as by a variance.
+        With label smoothing, or labels that are probabilities, it is a share of what the loss is
+        above their entropy. Squared errors are divided by the temperature instead of the outputs,
+        as by a variance.
         None: the network as it is.
 
     Returns

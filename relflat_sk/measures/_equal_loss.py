@@ -7,6 +7,9 @@ belongs to the smaller beta. Newton's iteration from ``beta = 0`` finds it: a ta
 function is below it, so no step goes past the root, and a point where the loss is larger and does
 not fall proves that there is no root.
 
+With label smoothing, or labels that are probabilities, no network is below their entropy. The share
+of the constant's loss is then that of what is above it.
+
 A squared error is, up to constants, the negative logarithm of a normal density with the variance T:
 ``|y - z|^2 / T``. So the temperature divides the loss, and ``T = L / target`` for every network.
 """
@@ -210,16 +213,28 @@ class _Recording:
             )
         return logits
 
+    def lowest(self, own: Summary) -> float:
+        """Return the mean loss that no prediction is below."""
+        loss, total = self.network.loss, 0.0
+        if loss.row is None or loss.row.lowest is None:
+            return total
+        for target, weight in self.labels:
+            lowest = loss.row.lowest(loss.criterion, target, own.output_shape[0])
+            total += float(weight.double() @ lowest)
+        return total / own.divisor
+
     def temperature(self, own: Summary, share: float, constant: float) -> float:
         """Find the temperature at which the mean loss is a share of a constant's."""
-        mean, target = own.loss / own.divisor if own.divisor else math.nan, share * constant
+        mean = own.loss / own.divisor if own.divisor else math.nan
         if math.isnan(mean) or not math.isfinite(constant):
             return math.nan  # a warning says why
-        if constant <= 0:
+        lowest = self.lowest(own)
+        if constant - lowest <= _ROUNDING * constant:
             raise _NotReachedError(
                 f"the best constant prediction has a loss of {constant:.3g}, of which there is no "
                 "share: all labels are the same"
             )
+        target = lowest + share * (constant - lowest)
         if not self.network.loss.divides_logits:
             if mean == 0:
                 raise _NotReachedError(
@@ -228,7 +243,7 @@ class _Recording:
                 )
             return mean / target
         beta = first = 1e-6 / max(1e-30, self.largest)
-        newton = partial(_Newton, first, target, constant)
+        newton = partial(_Newton, first, target, constant, lowest)
         fits = self.has_all("rows")
         if not fits and self.rows:
             with suppress(_NotReachedError):  # near the root, few passes are enough
@@ -251,6 +266,7 @@ class _Newton:
     first: float
     target: float
     constant: float
+    lowest: float  # the loss that no prediction is below
     rows: Callable[[], Iterable[_Rows]]
 
     def solve(self, beta: float, rounding: float = _ROUNDING) -> float:
@@ -296,12 +312,15 @@ class _Newton:
         beta = high
         if low < high and slope(math.log(low)) < 0 < slope(math.log(high)):
             beta = math.exp(brentq(slope, math.log(low), math.log(high), rtol=1e-3))
-        lowest = self.at(beta)[0]
+        loss = self.at(beta)[0]
         where = "at a temperature of" if beta > self.first else "at any temperature above"
+        above, most = self.constant - self.lowest, f"{self.constant:.4g}"
+        if self.lowest:
+            most += f" above the {self.lowest:.4g} that smoothed labels permit"
         return _NotReachedError(
-            f"the lowest mean loss that the network reaches is {lowest:.4g}, {where} "
-            f"{1 / beta:.3g}, which is {lowest / self.constant:.3g} of the best constant "
-            f"prediction's {self.constant:.4g}, more than the {self.target / self.constant:.3g} "
+            f"the lowest mean loss that the network reaches is {loss:.4g}, {where} "
+            f"{1 / beta:.3g}, which is {(loss - self.lowest) / above:.3g} of the best constant "
+            f"prediction's {most}, more than the {(self.target - self.lowest) / above:.3g} "
             "that at_loss asks for. So it has not fitted these data: train it longer, measure it "
             "on its training data, or compare at a larger share"
         )

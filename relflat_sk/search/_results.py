@@ -108,7 +108,7 @@ def check_table(
     if not table["converged"].any():
         what, advice = _explain_no_minimum(table["reason"].astype(str), estimator)
         warn(
-            f"{what}, by their training loss ({_losses(table)}). {advice} Reasons:\n"
+            f"{what} by their training loss ({_losses(table)}). {advice} Reasons:\n"
             + list_reasons(table)
         )
         return
@@ -156,10 +156,10 @@ def warn_if_few_fit(table: pd.DataFrame, by: str, depth_band: float | None) -> N
 def _explain_no_minimum(reasons: "pd.Series[str]", estimator: Any) -> tuple[str, str]:
     """Say what the ranking is of, if no candidate is a minimum, and what to do about it."""
     if reasons.str.startswith(NO_MEASURE).all():
-        what = "no candidate has a finite measure: the ranking is"
+        what = "no candidate has a finite measure: they are ranked"
         return what, "Rank by another measure, or mend the function that returns such values."
     if reasons.str.startswith(SATURATED).all():
-        what = "no candidate has a curvature to compare: the ranking is"
+        what = "no candidate has a curvature to compare: they are ranked"
         advice = (
             "Measure at equal loss (measure='comparable_flatness'), or train to a larger loss "
             "(goal, StopAtLoss), with a criterion that has a curvature."
@@ -167,7 +167,7 @@ def _explain_no_minimum(reasons: "pd.Series[str]", estimator: Any) -> tuple[str,
         return what, advice
     what = (
         "no candidate converged: the ranking is of networks that had not finished training, not "
-        "of minima"
+        "of minima,"
     )
     prefix, params = last_prefix(estimator), estimator.get_params()
     if f"{prefix}max_epochs" in params:
