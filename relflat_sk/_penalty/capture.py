@@ -269,6 +269,13 @@ class Capture:
         assert self._survey is not None
         return self._survey.parts[0]
 
+    def parts_of(self, module: nn.Module) -> list[nn.Module]:
+        """List the modules inside of a network, which takes time for one that is new."""
+        survey = self._survey
+        if survey is not None and survey.parts[0] is module:
+            return survey.parts
+        return list(module.modules())
+
     def open(
         self, module: nn.Module, asked: tuple[Layer, ...] | None
     ) -> AbstractContextManager[Any]:

@@ -27,6 +27,7 @@ from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture, Plan
 from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
+from relflat_sk._penalty.quiet import QuietHooks, has_hooks, without_hooks
 
 __all__ = ["RelativeFlatnessPenalty"]
 
@@ -150,6 +151,7 @@ class RelativeFlatnessPenalty:
         self.limit = PenaltyLimit()
         self._checked: Any = None  # a criterion
         self._capture = Capture()
+        self._hooks = QuietHooks()
 
     def __repr__(self) -> str:
         names = ("layer", "normalize", "probes", "weight", "clip")
@@ -224,13 +226,22 @@ class RelativeFlatnessPenalty:
         ...     y_pred = net(torch.ones(5, 4))
         """
         original = module._modules.get("_orig_mod")
-        if original is None:
-            return self._capture.open(module, self._asked())
-        return self._capture_compiled(module, original)
+        if original is not None:
+            return self._capture_compiled(module, original)
+        recorded = self._capture.open(module, self._asked())
+        hooked = [part for part in self._capture.parts_of(module) if has_hooks(part)]
+        return self._capture_hooked(recorded, hooked) if hooked else recorded
 
     @contextmanager
     def _capture_compiled(self, compiled: nn.Module, original: nn.Module) -> Iterator[None]:
         with uncompiled(compiled), self.capture(original):
+            yield
+
+    @contextmanager
+    def _capture_hooked(
+        self, recorded: AbstractContextManager[Any], hooked: Sequence[nn.Module]
+    ) -> Iterator[None]:
+        with recorded, self._hooks.guarded(hooked):
             yield
 
     @property
@@ -284,11 +295,12 @@ class RelativeFlatnessPenalty:
 
         Shapes: `weight` (n,).
         """
-        plan, recorder = self._capture.finish(output, weighted=weight is not None)
+        with self._hooks.quiet():
+            plan, recorder = self._capture.finish(output, weighted=weight is not None)
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             self._checked = loss.criterion
-        with without_autocast(output):
+        with self._hooks.quiet(), without_autocast(output):
             penalty = batch_flatness(
                 loss,
                 output,
@@ -309,7 +321,8 @@ class RelativeFlatnessPenalty:
             norms = None
             if self.limit.needs_norms:
                 parameters = [p for p in self._capture.module.parameters() if p.requires_grad]
-                norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
+                with self._hooks.quiet(), without_hooks(parameters):
+                    norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
             share: Tensor = self.limit.share(
                 value.detach(),
                 of_constant,
@@ -329,5 +342,9 @@ def _gradient_norm(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     found = torch.autograd.grad(
         value, parameters, constant(1.0, value), retain_graph=True, allow_unused=True
     )
-    norm: Tensor = nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
+    norm: Tensor = nn.utils.get_total_norm([
+        gradient.coalesce().values() if gradient.is_sparse else gradient  # as embeddings may have
+        for gradient in found
+        if gradient is not None
+    ])
     return norm.to(value.device)

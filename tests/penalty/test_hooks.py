@@ -1,0 +1,100 @@
+"""Hooks of users are called once in a step, and sparse gradients have a norm."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
+
+X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
+N_STEPS = 12
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def of_parameters(net, calls):
+    return [p.register_hook(lambda grad: calls.append(grad.clone())) for p in net.parameters()]
+
+
+def of_modules(net, calls):
+    return [
+        part.register_full_backward_hook(lambda part, inside, outside: calls.append(outside[0]))
+        for part in net
+    ]
+
+
+def of_modules_before(net, calls):
+    return [
+        part.register_full_backward_pre_hook(lambda part, outside: calls.append(outside[0]))
+        for part in net
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # at the first layer
+@pytest.mark.parametrize("register", [of_parameters, of_modules, of_modules_before])
+@pytest.mark.parametrize("layer", [-1, 0, "all"])
+def test_a_hook_is_called_once_in_a_step(register, layer):
+    net, calls, penalty = network(), [], RelativeFlatnessPenalty(layer, weight=1.0)
+    handles, criterion = register(net, calls), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for step in range(N_STEPS):
+        optimizer.zero_grad()
+        with penalty.capture(net):
+            output = net(X)
+        (criterion(output, Y) + penalty(criterion, output, Y)).backward()
+        optimizer.step()
+        assert len(calls) == (step + 1) * len(handles)
+    if register is of_parameters:
+        grads = [p.grad for p in net.parameters()][::-1]
+        torch.testing.assert_close(
+            sorted(map(torch.norm, calls[-6:])), sorted(map(torch.norm, grads))
+        )
+    for handle in handles:
+        handle.remove()
+    criterion(net(X), Y).backward()
+    assert len(calls) == N_STEPS * len(handles)
+    copy.deepcopy(penalty)
+
+
+def test_a_net_calls_hooks_once_in_a_step():
+    calls = []
+
+    class Hooked(RelativeFlatnessRegularizedClassifier):
+        def initialize_module(self):
+            super().initialize_module()
+            self.module_[0].weight.register_hook(calls.append)
+            return self
+
+    Hooked(network(), max_epochs=3, batch_size=8, verbose=0).fit(X.numpy(), Y.numpy())
+    assert len(calls) == 3 * 3
+
+
+class Words(nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out = nn.Embedding(9, 5, sparse=sparse), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.words(x).mean(dim=1)))
+
+
+@pytest.mark.parametrize("layer", [-1, "all"])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_sparse_gradients_train_as_dense_ones(layer, clip):
+    tokens = np.random.default_rng(0).integers(0, 9, (60, 4))
+    labels, trained = tokens[:, 0] % 3, []
+    for sparse in (False, True):
+        net = RelativeFlatnessRegularizedClassifier(
+            Words(sparse), optimizer=torch.optim.SGD, lr=0.1, flatness_weight=1.0, verbose=0,
+            flatness_layer=layer, flatness_clip=clip, max_epochs=3, random_state=0,
+        )  # fmt: skip
+        trained.append(net.fit(tokens, labels))
+    dense, sparse = (net.module_.state_dict() for net in trained)
+    torch.testing.assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
