@@ -70,7 +70,7 @@ papers: $(READY)  ## quick runs of the papers' figures
 gpu: $(READY)  ## run the tests and benchmarks of CUDA, and store what they print in benchmarks/results/
 	mkdir -p benchmarks/results/cuda
 	rc=0; $(BIN)/python -m pytest -q -m gpu tests > benchmarks/results/cuda/tests.txt || rc=1; \
-	for costs in scoring training heads stacking; do \
+	for costs in scoring training heads; do \
 		$(BIN)/python -m benchmarks.costs.$$costs --device cuda \
 			> benchmarks/results/cuda/$$costs.txt || rc=1; \
 	done; \

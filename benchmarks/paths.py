@@ -18,7 +18,7 @@ import relflat_sk
 from relflat_sk import FlatMinimaSearch, FlatnessScorer, RelativeFlatnessRegularizedClassifier
 
 LIBRARY = str(Path(relflat_sk.__file__).parent)
-MOST = {"a score": 30, "a fit of one step": 45, "a search of two candidates": 75}
+MOST = {"a score": 25, "a fit of one step": 32, "a search of two candidates": 42}
 
 
 def passed(call: Callable[[], Any]) -> tuple[set[str], set[tuple[str, int]]]:

@@ -1,7 +1,9 @@
-"""Print how large the library and its tests are, package by package, and how large its surface.
+"""Print how large library, tests and benchmarks are, package by package, and how large the surface.
 
-Code is what remains of the lines without docstrings, comments and blank lines. The surface is the
-names that can be imported from `relflat_sk`, with the parameters of functions and constructors.
+Code is what remains of the lines without docstrings, comments and blank lines. Refusals are the
+lines of `raise` and `warn` with their messages; checks are refusals with the functions around them
+that return nothing. The surface is the names that can be imported from `relflat_sk`, with the
+parameters of functions and constructors.
 
 Usage::
 
@@ -18,9 +20,11 @@ import relflat_sk
 
 ROOT = Path(__file__).parents[1]
 TARGETS = {
-    "relflat_sk": {"modules": 145, "lines": 26_000, "code": 14_000, "functions": 1_500},
+    "relflat_sk": {"modules": 100, "lines": 27_000, "code": 16_000, "functions": 1_500},
     "tests": {"lines": 22_000},
+    "benchmarks": {"lines": 6_500},
 }
+MOST_REFUSALS = 0.07  # of the library's code
 
 
 def docstring_lines(tree: ast.AST) -> set[int]:
@@ -36,17 +40,45 @@ def docstring_lines(tree: ast.AST) -> set[int]:
 
 
 def weigh(path: Path) -> dict[str, int]:
-    """Count the lines, the lines of code and the functions of a file."""
+    """Count the lines of a file, those of code, of refusals and of checks, and the functions."""
     source = path.read_text(encoding="utf-8")
     tree, lines = ast.parse(source), source.splitlines()
     docstrings = docstring_lines(tree)
-    code = [
-        line
+    code = {
+        number
         for number, line in enumerate(lines, 1)
         if number not in docstrings and line.strip() and not line.strip().startswith("#")
-    ]
+    }
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {"modules": 1, "lines": len(lines), "code": len(code), "functions": len(functions)}
+    refusals, checks = refusal_lines(tree), refusal_lines(tree)
+    for function in functions:
+        returns_nothing = getattr(function.returns, "value", function) is None
+        if returns_nothing and refusal_lines(function):
+            checks |= lines_of(function)
+    return {
+        "modules": 1,
+        "lines": len(lines),
+        "code": len(code),
+        "functions": len(functions),
+        "refusals": len(code & refusals),
+        "checks": len(code & checks),
+    }
+
+
+def lines_of(node: ast.AST) -> set[int]:
+    """Return the numbers of a node's lines."""
+    return set(range(node.lineno, (node.end_lineno or 0) + 1))  # type: ignore[attr-defined]
+
+
+def refusal_lines(tree: ast.AST) -> set[int]:
+    """Return the numbers of the lines of `raise` and of calls of `warn`."""
+    refusals: set[int] = set()
+    for node in ast.walk(tree):
+        called = getattr(node, "func", None)
+        name = getattr(called, "attr", getattr(called, "id", ""))
+        if isinstance(node, ast.Raise) or name == "warn":
+            refusals |= lines_of(node)
+    return refusals
 
 
 def sizes(folder: str) -> pd.DataFrame:
@@ -82,6 +114,12 @@ def main() -> None:
         for what, most in targets.items():
             found = int(table.loc["all", what])
             print(f"{what}: {found:,}, at most {most:,}: {'ok' if found <= most else 'OVER'}")
+        if folder == "relflat_sk":
+            refusals, checks = (table.loc["all", what] / table.loc["all", "code"]
+                                for what in ("refusals", "checks"))  # fmt: skip
+            verdict = "ok" if refusals <= MOST_REFUSALS else "OVER"
+            print(f"refusals: {refusals:.1%} of the code, at most {MOST_REFUSALS:.0%}: {verdict};")
+            print(f"with the functions that only check: {checks:.1%}")
         print()
     counts = count_parameters()
     print(f"{len(relflat_sk.__all__)} public names, {counts.sum()} parameters; the most have")

@@ -19,7 +19,6 @@ RATIOS = [
     ("heads", "relative_flatness / forward"),
     ("fitting", "digits, defaults / scikit-learn"),
     ("fleet", "64-128-64-10, batch 32, fleet / torch loop"),
-    ("stacking", "64-128-64-10, batch 8"),
     ("imports", "the first public name / what it imports"),
 ]
 MINIMA = {
@@ -75,14 +74,6 @@ def test_quick_run_prints_ratios_and_budgets(module, ratio):
 def test_parts_that_quick_runs_leave_out(module, arguments):
     """Each of them runs in a process of its own, and prints a number."""
     assert float(run(f"benchmarks.costs.{module}", *arguments)) > 0
-
-
-@pytest.mark.scale
-def test_networks_of_other_libraries():
-    printed = run("benchmarks.costs.networks", "--quick", "--only", "llama")
-    rows = [line.split() for line in printed.splitlines() if line.startswith("llama")]
-    assert [row[2] for row in rows] == 2 * ["0", "7", "-2"]
-    assert all(float(row[5]) <= 51 for row in rows)
 
 
 @pytest.mark.scale

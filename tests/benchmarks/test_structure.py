@@ -14,7 +14,22 @@ ROOT = Path(__file__).parents[2]
 def test_code_is_counted_without_docstrings_comments_and_blank_lines(tmp_path):
     file = tmp_path / "module.py"
     file.write_text('"""Two\n\nlines."""\n\n# comment\ndef f():\n    """One."""\n    return 1\n')
-    assert size.weigh(file) == {"modules": 1, "lines": 8, "code": 2, "functions": 1}
+    counts = size.weigh(file)
+    assert {name: counts[name] for name in ("lines", "code", "functions")} == {
+        "lines": 8, "code": 2, "functions": 1,
+    }  # fmt: skip
+
+
+def test_refusals_are_counted_with_their_messages_and_the_functions_that_only_check(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text(
+        "def check(x) -> None:\n    if not x:\n"
+        "        raise ValueError(\n            'no'\n        )\n"
+        "def f(x) -> int:\n    warnings.warn('odd')\n    return x\n"
+        "def g(x) -> None:\n    x.clear()\n"
+    )
+    counts = size.weigh(file)
+    assert (counts["code"], counts["refusals"], counts["checks"]) == (10, 4, 6)
 
 
 def test_every_package_has_its_row():

@@ -24,7 +24,7 @@ DOORS = ("measures", "training", "fleet", "theory", "minima", "plots", "search")
 OPTIONAL = {
     *("accelerate", "curvlinops", "distributed", "h5py", "hypothesis", "importlinter"),
     *("lightning", "matplotlib", "numpydoc", "peft", "PIL", "plotly", "pyhessian", "pytest"),
-    *("ray", "safetensors", "sqlalchemy", "torchvision", "transformers"),
+    *("ray", "safetensors", "sqlalchemy", "transformers"),
 }
 
 
