@@ -13,17 +13,13 @@ LinearRegression,   squared error                ``MSELoss``
 Ridge, ElasticNet,
 Lasso, their CVs
 HuberRegressor      huber                        ``HuberLoss(delta=epsilon * scale_)``
-PoissonRegressor,   ``mu = exp(z)``              ``PoissonNLLLoss(log_input=True)``
-GammaRegressor,     ``mu = exp(z)``              `FormulaLoss` of half the deviance
-TweedieRegressor
+PoissonRegressor    ``mu = exp(z)``              ``PoissonNLLLoss(log_input=True)``
 LogisticRegression  two classes                  ``BCEWithLogitsLoss``, divided by the sum
 \                                                of class weights if there are any
 \                   more classes                 ``CrossEntropyLoss``
 SGDClassifier       log_loss                     ``BCEWithLogitsLoss``
-\                   modified_huber, …            `FormulaLoss` of the margin ``(2t - 1) z``
 SGDRegressor        squared_error                ``MSELoss``
 \                   huber                        ``HuberLoss(delta=epsilon)``
-\                   squared_epsilon_insensitive  `FormulaLoss` of ``z - t``
 MLPClassifier       softmax outputs              ``CrossEntropyLoss``
 \                   logistic outputs             ``BCEWithLogitsLoss``
 MLPRegressor        squared_error                ``MSELoss``
@@ -34,7 +30,7 @@ OneVsRestClassifier those of its estimators      the sum over the classes
 The criteria are torch's, with torch's constants, so that values compare across models. A
 squared error has no factor 1/2. Losses of several classes against the rest, and of several
 labels, are summed, as scikit-learn sums them; those of several targets are averaged. The losses
-of Poisson, gamma and Tweedie models leave out the terms that depend on the targets alone. The
+of Poisson models leave out the terms that depend on the targets alone. The
 criterion includes class weights, but neither weight decay nor sample weights.
 """
 
@@ -52,7 +48,6 @@ from scipy.sparse import issparse
 from sklearn.linear_model import (
     ElasticNet,
     ElasticNetCV,
-    GammaRegressor,
     HuberRegressor,
     Lasso,
     LassoCV,
@@ -63,7 +58,6 @@ from sklearn.linear_model import (
     RidgeCV,
     SGDClassifier,
     SGDRegressor,
-    TweedieRegressor,
 )
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neural_network import MLPClassifier, MLPRegressor
@@ -71,7 +65,6 @@ from sklearn.utils import check_array, column_or_1d
 from sklearn.utils.class_weight import compute_class_weight
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from relflat_sk._losses.table import WeightedLogisticLoss
 
@@ -81,115 +74,14 @@ LossT = TypeVar("LossT")
 # -- losses --------------------------------------------------------------------------------
 
 
-class FormulaLoss(nn.Module):
-    """A loss by a formula for each output, with the weights of ``BCEWithLogitsLoss``.
-
-    The formula takes the module's output and the target, of classes 0 or 1.
-
-    Shapes: `weight, pos_weight` (k,).
-    """
-
-    weight: Tensor | None
-    pos_weight: Tensor | None
-
-    def __init__(
-        self,
-        formula: Callable[[Tensor, Tensor], Tensor],
-        weight: Tensor | None = None,
-        pos_weight: Tensor | None = None,
-        reduction: str = "mean",
-    ) -> None:
-        super().__init__()
-        self.formula = formula
-        self.register_buffer("weight", weight)
-        self.register_buffer("pos_weight", pos_weight)
-        self.reduction = reduction
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of outputs. Shapes: `input`, `target` (n, k)."""
-        losses = self.formula(input, target)
-        if self.pos_weight is not None:
-            losses = losses * (1 + (self.pos_weight - 1) * target)
-        if self.weight is not None:
-            losses = losses * self.weight
-        if self.reduction == "none":
-            return losses
-        return losses.sum() if self.reduction == "sum" else losses.mean()
-
-
-def _squared_tube(residual: Tensor, epsilon: float) -> Tensor:
-    return torch.relu(residual.abs() - epsilon).square()
-
-
-def _squared_hinge(margin: Tensor) -> Tensor:
-    return torch.relu(1 - margin).square()
-
-
-def _deviance(power: float) -> nn.Module:
-    """Return half the Tweedie deviance of ``mu = exp(z)``, up to terms of the target alone.
-
-    With power p: ``mu^(2-p) / (2-p) - t mu^(1-p) / (1-p)``; for p = 2 ``z + t / mu``.
-    """
-    if power == 1:
-        return nn.PoissonNLLLoss(log_input=True)
-    first, second = 2 - power, 1 - power
-
-    def deviance(z: Tensor, target: Tensor) -> Tensor:
-        of_mean = z if first == 0 else torch.exp(first * z) / first
-        return of_mean - target * torch.exp(second * z) / second
-
-    return FormulaLoss(deviance)
-
-
-# Losses as functions of the margin, and of an epsilon. scikit-learn codes classes as -1 and 1: the
-# residual of a classifier is 1 - margin, up to sign.
-MARGIN_LOSSES: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "huber": lambda margin, epsilon: F.huber_loss(
-        margin, torch.ones_like(margin), reduction="none", delta=epsilon
-    ),
-    "modified_huber": lambda margin, _: torch.where(
-        margin < -1, -4 * margin, _squared_hinge(margin)
-    ),
-    "squared_epsilon_insensitive": lambda margin, epsilon: _squared_tube(1 - margin, epsilon),
-    "squared_error": lambda margin, _: (1 - margin).square(),
-    "squared_hinge": lambda margin, _: _squared_hinge(margin),
-}
-
-
-def _sgd_loss(estimator: Any) -> Callable[..., nn.Module]:
-    """Return the class of a classifier's criterion, which is called with the class weights."""
-    if estimator.loss == "log_loss":
-        return nn.BCEWithLogitsLoss
-    of_margin = _fitted_loss(estimator, {"log_loss": None, **MARGIN_LOSSES})
-    assert of_margin is not None
-    epsilon = estimator.epsilon
-    return partial(FormulaLoss, lambda z, target: of_margin((2 * target - 1) * z, epsilon))
-
-
 def _fitted_loss(estimator: Any, losses: Mapping[str, LossT]) -> LossT:
     """Look up the loss that an estimator was fitted with."""
     if estimator.loss not in losses:
-        raise ValueError(
-            f"{type(estimator).__name__}(loss={estimator.loss!r}) has no flatness: the loss "
-            "is piecewise linear, so that its second derivative is zero or does not exist. "
-            f"Losses that work: {', '.join(losses)}."
+        raise TypeError(
+            f"{type(estimator).__name__}(loss={estimator.loss!r}) cannot be measured: its loss is "
+            f"none of torch's criteria. Losses that work: {', '.join(losses)}."
         )
     return losses[estimator.loss]
-
-
-def _tweedie(estimator: Any) -> nn.Module:
-    power, link = estimator.power, estimator.link
-    if link == "auto":
-        link = "identity" if power <= 0 else "log"
-    if link == "log":
-        return _deviance(power)
-    if power != 0:
-        raise ValueError(
-            f"TweedieRegressor(power={power:g}, link='identity') has no loss here: its deviance "
-            "does not exist where a prediction is not positive. Fit it with link='log', or with "
-            "power=0."
-        )
-    return nn.MSELoss()
 
 
 # from the types of regressors to functions of the estimator that return its criterion
@@ -200,21 +92,13 @@ _REGRESSORS: dict[type, Callable[[Any], nn.Module]] = {
     ),
     # its loss is 2 / scale_ times torch's
     HuberRegressor: lambda estimator: nn.HuberLoss(delta=estimator.epsilon * estimator.scale_),
-    PoissonRegressor: lambda estimator: _deviance(1),
-    GammaRegressor: lambda estimator: _deviance(2),
-    TweedieRegressor: _tweedie,
+    PoissonRegressor: lambda estimator: nn.PoissonNLLLoss(log_input=True),
     SGDRegressor: lambda estimator: _fitted_loss(
         estimator,
-        {
-            "huber": nn.HuberLoss(delta=estimator.epsilon),
-            "squared_epsilon_insensitive": FormulaLoss(
-                lambda z, target: _squared_tube(z - target, estimator.epsilon)
-            ),
-            "squared_error": nn.MSELoss(),
-        },
+        {"huber": nn.HuberLoss(delta=estimator.epsilon), "squared_error": nn.MSELoss()},
     ),
     MLPRegressor: lambda estimator: _fitted_loss(
-        estimator, {"poisson": _deviance(1), "squared_error": nn.MSELoss()}
+        estimator, {"poisson": nn.PoissonNLLLoss(log_input=True), "squared_error": nn.MSELoss()}
     ),
 }
 
@@ -341,7 +225,9 @@ def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
     Logistic regression is the one with softmax.
     """
     is_logistic = isinstance(estimator, LogisticRegression)
-    make = nn.BCEWithLogitsLoss if is_logistic else _sgd_loss(estimator)
+    make: Any = nn.BCEWithLogitsLoss
+    if not is_logistic:
+        make = _fitted_loss(estimator, {"log_loss": make})
     array, classes = class_weights(estimator, y), estimator.classes_
     weights = None if array is None else torch.as_tensor(array)
     encode = partial(class_columns, classes=classes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from optuna.trial import TrialState, create_trial
 from sklearn.base import clone, is_classifier, is_regressor
-from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
+from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import FixedThresholdClassifier
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline
@@ -236,7 +236,6 @@ def test_a_search_predicts_with_the_mean_of_what_has_learned(kind, kept, monkeyp
 
 
 NO_MEANS = {  # estimator, labels
-    "scores": (SGDClassifier(loss="squared_hinge", max_iter=10**5, random_state=0), Y),
     "labels": (MLPClassifier((6,), max_iter=3000, tol=1e-2), np.stack([Y == 0, Y == 1], axis=1)),
     "threshold": (FixedThresholdClassifier(LogisticRegression(), threshold=0.2), Y == 0),
     "threshold in a pipeline": (
