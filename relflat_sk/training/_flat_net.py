@@ -23,6 +23,7 @@ from relflat_sk._losses.loss import Loss, weighted_loss
 from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss, Target
 from relflat_sk._models.network_of import (
     CRITERION_ALONE,
+    IGNORED,
     DataOptions,
     skorch_batches,
     skorch_network,
@@ -291,13 +292,18 @@ class FlatNet(SkorchNet):
         learned = {name: attributes.pop(name) for name in _LEARNED if reset and name in attributes}
         try:
             X = check_inputs(self, X, reset=reset)
-            if labelled:
+            positions = (
+                self._task.read_positions(y) if labelled and self.module is not MLP else None
+            )
+            if positions is not None:  # they are targets, as those in a Dataset
+                y = positions
+            elif labelled:
                 if reset:
                     self._task.learn(self, y, classes)
                     self._check_ignored()
                 y = self._encode(y)
-                if hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
-                    raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")
+            if labelled and hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
+                raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")
             if sample_weight is None:
                 return X, y, None
             n = len(X) if isinstance(X, Dataset) else count_samples(X)  # type: ignore[arg-type]
@@ -430,8 +436,22 @@ class FlatNet(SkorchNet):
         float
             At most 1, which is a perfect prediction.
         """
-        metric = r2_score if self._task.estimator_type == "regressor" else accuracy_score
-        return float(metric(to_array(y), self.predict(X), sample_weight=sample_weight))
+        truth, predicted = np.asarray(to_array(y)), self.predict(X)
+        if self._task.estimator_type == "regressor":
+            truth, predicted = (one.reshape(len(one), -1) for one in (truth, predicted))
+            return float(r2_score(truth, predicted, sample_weight=sample_weight))
+        return self._accuracy(truth, predicted, sample_weight)
+
+    def _accuracy(self, truth: Any, predicted: Any, sample_weight: Any = None) -> float:
+        """Compute an accuracy, over all pixels or tokens if these have labels."""
+        if predicted.ndim > 1 and not getattr(self, "multilabel_", False):
+            right = predicted == truth
+            counts = truth != getattr(self.criterion_, "ignore_index", IGNORED)
+            axes = tuple(range(1, predicted.ndim))
+            right, counts = (right & counts).sum(axis=axes), counts.sum(axis=axes)
+            weights = np.ones(len(truth)) if sample_weight is None else sample_weight
+            return float((weights @ right) / (weights @ counts))
+        return float(accuracy_score(truth, predicted, sample_weight=sample_weight))
 
     def _predictions(self, X: Any, *, labels: bool = False) -> Any:
         """Return what the module's outputs predict, or what labels are read from."""
@@ -862,4 +882,4 @@ def _apply(function: Callable[[Tensor], Tensor], outputs: list[Tensor]) -> Any:
 def _accuracy_of_targets(net: Any, X: Any, y: Any) -> float:
     """Compute the accuracy on the net's own data sets, which hold targets."""
     targets = y if isinstance(y, np.ndarray) else np.asarray([np.asarray(t) for t in y])
-    return float(accuracy_score(targets, net.predict(X)))
+    return net._accuracy(targets, net.predict(X))  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ import torch
 from scipy.sparse import csr_matrix, issparse
 from sklearn.utils.validation import assert_all_finite, check_array, validate_data
 from skorch.dataset import ValidSplit
+from skorch.helper import SliceDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -27,6 +28,8 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         return LoadedBatches(X)
     if isinstance(X, Dataset):
         return X
+    if isinstance(X, SliceDataset) and net.get_params_for("iterator_train").get("collate_fn"):
+        return X  # its rows may differ in length, and only the collate function knows how
     check_kind(X)
     if isinstance(X, Mapping) and not issparse(X):  # a dok_matrix is a Mapping too
         return {name: _check_part(part) for name, part in X.items()}

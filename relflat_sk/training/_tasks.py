@@ -5,6 +5,7 @@ outputs, and turns outputs into predictions. It stores what it learns from the l
 in fitted attributes such as `classes_`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,9 +51,14 @@ class Link:
     logarithm: Callable[[Tensor], Tensor] | None = None
 
 
+def _are_several(outputs: Any) -> bool:
+    """Return whether each sample has more than one output."""
+    return bool(outputs.ndim > 1 and math.prod(outputs.shape[1:]) > 1)
+
+
 def _log_sigmoid(z: Tensor) -> Tensor:
     """Return the logarithms for two classes with one logit, or for each of several labels."""
-    if z.ndim == 2 and z.shape[1] > 1:
+    if _are_several(z):
         return nn.functional.logsigmoid(z)
     z = z.reshape(-1)
     return nn.functional.logsigmoid(torch.stack([-z, z], dim=1))
@@ -84,6 +90,10 @@ class Task:
     def encode(self, net: Any, y: Any) -> Any:
         """Turn labels into targets."""
         return y
+
+    def read_positions(self, y: Any) -> Any:
+        """Return labels of the positions of each sample as targets; None if y has no such axes."""
+        return None
 
     def n_outputs(self, net: Any) -> int | None:
         """Count the outputs that the targets need."""
@@ -124,6 +134,9 @@ class _Classification(Task):
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         net.classes_ = np.arange(n_outputs)
+
+    def read_positions(self, y: Any) -> Any:
+        return _read_positions(y, 2, np.int64)  # of pixels or tokens
 
     def encode(self, net: Any, y: Any) -> Any:
         y = column_or_1d(to_array(y), warn=True)
@@ -166,6 +179,9 @@ class _Binary(_Classification):
                 "torch.nn.CrossEntropyLoss for more classes, or one 0/1 column per label."
             )
 
+    def read_positions(self, y: Any) -> Any:
+        return _read_positions(y, 3, np.float32)  # two axes are those of several labels
+
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         net.classes_ = np.arange(max(n_outputs, 2))
         net.multilabel_ = n_outputs > 1
@@ -179,17 +195,17 @@ class _Binary(_Classification):
         return len(net.classes_) if net.multilabel_ else 1
 
     def probabilities(self, outputs: Array) -> Array:
-        if outputs.ndim == 2 and outputs.shape[1] > 1:
+        if _are_several(outputs):
             return outputs
         second = outputs.reshape(-1)
         return np.stack([1 - second, second], axis=1)
 
     def predict(self, outputs: Array) -> Array:
-        rows = outputs if outputs.ndim == 2 and outputs.shape[1] > 1 else outputs.reshape(-1)
+        rows = outputs if _are_several(outputs) else outputs.reshape(-1)
         return (rows > 0.5).astype(np.int64)
 
     def decode(self, net: Any, predicted: Array) -> Array:
-        return predicted if predicted.ndim == 2 else super().decode(net, predicted)
+        return predicted if predicted.ndim > 1 else super().decode(net, predicted)
 
 
 class _Regression(Task):
@@ -200,12 +216,12 @@ class _Regression(Task):
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         y = _numbers(y)
-        net.n_outputs_ = 1 if y.ndim == 1 else y.shape[1]
+        net.n_outputs_ = int(np.prod(y.shape[1:]))
         net.flat_target_ = y.ndim == 1
 
     def encode(self, net: Any, y: Any) -> Any:
         numbers = _numbers(y)
-        return numbers.reshape(len(numbers), -1)
+        return numbers if numbers.ndim > 2 else numbers.reshape(len(numbers), -1)
 
     def n_outputs(self, net: Any) -> int | None:
         return int(net.n_outputs_)
@@ -237,6 +253,15 @@ def to_array(y: Any) -> Any:
     return y.detach().cpu().numpy() if hasattr(y, "detach") else y
 
 
+def _read_positions(y: Any, least: int, dtype: Any) -> Array | None:
+    """Return y as an array of targets if it has at least so many axes, and is of whole numbers."""
+    array = np.asarray(to_array(y))
+    if array.ndim < least or array[:1].size < 2 or array.dtype.kind not in "biuf":
+        return None
+    assert_all_finite(array, input_name="y")
+    return array.astype(dtype) if np.array_equal(array, array.astype(np.int64)) else None
+
+
 def _require(y: Any) -> Any:
     """Return labels as an array; refuse missing ones."""
     if y is None:
@@ -254,6 +279,7 @@ def _numbers(y: Any) -> Array:
         dtype=[np.float64, np.float32],  # other types become the first
         copy=True,
         ensure_2d=False,
+        allow_nd=True,  # images, or several series
         ensure_min_samples=0,
         input_name="y",
     )
