@@ -91,7 +91,7 @@ def train_rows(
 def of_layer(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
     """Measure P19's flatness, again after fc2 is divided and fc3 multiplied, and robustness."""
     factor = rescaling(run)
-    rescaled = reparameterize(module, {"features.9": 1 / factor, "head": factor})
+    rescaled = reparameterize(module, {"features.9": 1 / factor, "head": factor}, X=X)
     found = {
         f"{name}{end}": measure(name, one, X, y, criterion=nn.CrossEntropyLoss(), random_state=0)
         for end, one in {"": module, "_rescaled": rescaled}.items()

@@ -75,10 +75,10 @@ def mean_loss(net: nn.Module, X: Tensor, y: Tensor) -> float:
         return float(CRITERION(net(X), y))
 
 
-def rescale(net: nn.Module, rng: np.random.Generator) -> nn.Module:
+def rescale(net: nn.Module, X: Tensor, rng: np.random.Generator) -> nn.Module:
     """Multiply all layers but the last by random factors, and the last by their inverse."""
     factors = rng.uniform(LOW, HIGH, size=len(WIDTHS) - 2)
-    return reparameterize(net, [*factors, 1 / factors.prod()])
+    return reparameterize(net, [*factors, 1 / factors.prod()], X=X)
 
 
 def measure_all(net: nn.Module, X: Tensor, y: Tensor, names: Sequence[str] | None) -> pd.DataFrame:
@@ -164,7 +164,7 @@ def main() -> int:
     tables: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
     difference = 0.0
     for net, row in find_minima(data, arguments.seeds, arguments.max_epochs):
-        same = rescale(net, rng)
+        same = rescale(net, X, rng)
         with torch.no_grad():
             difference = max(difference, float((net(X) - same(X)).abs().max()))
         for which, one in (("before", net), ("after", same)):

@@ -27,7 +27,7 @@ net = RelativeFlatnessRegularizedClassifier(
 # The first layer is multiplied by a factor, and the last one divided by it.
 
 factors = np.logspace(-1, 1, 9)
-copies = [reparameterize(net.module_, [factor, 1 / factor]) for factor in factors]
+copies = [reparameterize(net.module_, [factor, 1 / factor], X=X) for factor in factors]
 criterion = torch.nn.CrossEntropyLoss()
 names = ["hessian_trace", "relative_flatness"]
 values = {

@@ -24,10 +24,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
+from relflat_sk._network.folding import AffineLayer, describe_step, step_name, trace
 from relflat_sk._network.network import Network, primary_output
 from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
-from relflat_sk._rescaling.layers import AffineLayer, describe_step, trace
-from relflat_sk._rescaling.scales import step_name
 from relflat_sk.measures._results import NotApplicableError
 
 

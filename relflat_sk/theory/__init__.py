@@ -1,6 +1,5 @@
 """The generalisation bound by relative flatness, its parts, and the conditions they rest on."""
 
-from relflat_sk._rescaling.reparameterization import reparameterize
 from relflat_sk.theory._bound import (
     GeneralizationBound,
     Smoothing,
@@ -9,6 +8,7 @@ from relflat_sk.theory._bound import (
 )
 from relflat_sk.theory._label_constancy import label_constancy
 from relflat_sk.theory._pac_bayes_bound import PacBayesBound, pac_bayes_bound
+from relflat_sk.theory._reparameterize import reparameterize
 from relflat_sk.theory._robustness import (
     WorstRobustness,
     feature_robustness,

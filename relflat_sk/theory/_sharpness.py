@@ -31,10 +31,10 @@ from relflat_sk._checks import check_number, is_number
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import DataOptions, to_network
 from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.folding import fold_layers
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
 from relflat_sk._network.tail import is_piecewise_linear
-from relflat_sk._rescaling.layers import fold_layers
 from relflat_sk._warnings import warn
 from relflat_sk.theory._moves import counting
 

@@ -377,7 +377,7 @@ def test_the_scorer_says_it_in_its_own_words():
         lambda net: relative_flatness(net, RANDOM, THREE, criterion=CE),
         lambda net: flatness_report(net, RANDOM, THREE, criterion=CE),
         lambda net: feature_robustness(net, RANDOM, THREE, 0.1, criterion=CE),
-        lambda net: reparameterize(net, [2.0, 0.5]),
+        lambda net: reparameterize(net, [2.0, 0.5], X=RANDOM),
     ],
     ids=["relative_flatness", "report", "robustness", "reparameterize"],
 )

@@ -13,8 +13,8 @@ from torch import nn
 from relflat_sk import FlatnessWarning
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.folding import fold_layers
 from relflat_sk._network.tail import find_faster_step
-from relflat_sk._rescaling.layers import fold_layers
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins

@@ -186,7 +186,7 @@ def test_a_criterion_that_computes_means_only_has_the_same_standard_error():
 def test_the_scale_of_layers_does_not_matter(a, b, layer):
     net, X, y = network(n=9, activation=nn.ReLU)
     options = {"layer": layer, "random_state": 0, **CE}
-    rescaled = reparameterize(net, [a, b, 1 / (a * b)])
+    rescaled = reparameterize(net, [a, b, 1 / (a * b)], X=X)
     assert feature_robustness(rescaled, X, y, 0.3, **options) == pytest.approx(
         feature_robustness(net, X, y, 0.3, **options), rel=1e-8
     )

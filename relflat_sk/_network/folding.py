@@ -13,6 +13,7 @@ The network is not changed: the folded weights are copies, in float64.
 
 import copy
 import inspect
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,6 +118,17 @@ def describe_step(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
     owner = next(reversed(node.meta.get("nn_module_stack") or {"": None}))
     inside = f"module {owner!r}" if owner else "the network's forward"
     return f"the {node.op.removeprefix('call_')} {name!r} in {inside}"
+
+
+def step_name(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
+    """Return the name that a module, function and method of torch share; empty for any other."""
+    step: Any = node.target
+    if node.op == "call_module":
+        step = None if has_own_forward(modules[step]) else type(modules[step])
+    if not isinstance(step, str):  # of torch, or an operator of Python
+        origin = getattr(step, "__module__", "").partition(".")[0]
+        step = getattr(step, "__name__", "") if origin in {"torch", "_operator", "builtins"} else ""
+    return re.sub(r"_|[123]d$", "", step.lower())
 
 
 # -- layers as affine maps ------------------------------------------------------------------------

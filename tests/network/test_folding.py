@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from relflat_sk._network.borrowing import borrowed, has_own_forward
-from relflat_sk._rescaling.layers import fold_layers
+from relflat_sk._network.folding import fold_layers
 from tests.cases import Net
 from tests.measures.nets import CE, network
 

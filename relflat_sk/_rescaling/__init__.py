@@ -1,1 +1,0 @@
-"""Changes of weights that keep the function: reparameterisation, folding of batch norm."""
