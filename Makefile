@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-scale test-lowest coverage lint format bench papers gpu docs links dist test-dist clean
+.PHONY: help install demo test test-scale test-lowest test-kernels coverage lint format bench papers gpu docs links dist test-dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -41,6 +41,15 @@ test-lowest: $(READY)  ## run the tests of the packages with the lowest versions
 	out/lowest/bin/python -m pytest -q -n 2 --dist worksteal \
 		-W ignore::DeprecationWarning -W ignore::FutureWarning \
 		tests --ignore tests/contracts --ignore tests/benchmarks --ignore tests/devices
+
+# other kernels add the terms of a sum in another order
+OLD_KERNELS := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 OPENBLAS_CORETYPE=Haswell \
+	ONEDNN_MAX_CPU_ISA=SSE41
+test-kernels: $(READY)  ## run the tests with the kernels of four kinds of machines
+	rc=0; for kernels in "" "$(OLD_KERNELS)" ATEN_CPU_CAPABILITY=avx2 TEST_THREADS=4; do \
+		echo "kernels: $$kernels"; \
+		env $$kernels $(BIN)/python -m pytest -q -n 2 --dist worksteal || rc=1; \
+	done; exit $$rc
 
 coverage: $(READY)  ## run the tests and print which lines and branches they leave out
 	$(PIP) pytest-cov

@@ -16,11 +16,12 @@ from tests.processes import fork_workers_of_joblib
 mpl.use("Agg")
 if os.name == "posix":
     fork_workers_of_joblib()
-# several test processes share few cores: threads of small kernels only wait for each other, and
-# those of BLAS and OpenMP spin while they wait
-os.environ["OMP_NUM_THREADS"] = "1"  # of libraries loaded later, and of processes that tests start
-torch.set_num_threads(1)
-threadpool_limits(1)
+# one unless asked otherwise: several test processes share few cores, threads of small kernels only
+# wait for each other, and those of BLAS and OpenMP spin while they wait
+N_THREADS = int(os.environ.get("TEST_THREADS", "1"))
+os.environ["OMP_NUM_THREADS"] = str(N_THREADS)  # of libraries loaded later, and of child processes
+torch.set_num_threads(N_THREADS)
+threadpool_limits(N_THREADS)
 
 
 @pytest.fixture(autouse=True)

@@ -130,7 +130,7 @@ def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> bool:
         try:
             # in the order of targets or one-hot classes, whose parts differ most in their classes
             columns = target.reshape(n, -1).float()
-            place = columns @ torch.arange(1.0, columns.shape[1] + 1, device=columns.device)
+            place = columns @ torch.arange(1, columns.shape[1] + 1).to(columns)
             values, order = place.sort()
             apart = Loss(copy.deepcopy(loss.criterion))  # it may count its calls
             # pairs of a few samples show batch statistics, all samples the weights of rare classes
@@ -146,10 +146,19 @@ def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> bool:
                     break
             else:
                 return bool(values[0] < values[-1])
-        except Exception:  # of a user's code; where it matters, it raises again
-            return True
+        except Exception as raised:  # a user's criterion may raise anything
+            error: Exception | None = raised
+        else:
+            error = None
+    name = name_criterion(loss.criterion)
+    if error is not None:
+        warn(
+            f"it could not be checked that {name} is a mean of losses of single samples, as "
+            f"flatness needs: for some of {n} samples it raised {type(error).__name__}: {error}"
+        )
+        return True
     warn(
-        f"{name_criterion(loss.criterion)} is no mean of losses of single samples: for "
+        f"{name} is no mean of losses of single samples: for "
         f"{len(rows)} samples it is {together / len(rows):.6g}, and {sum(each) / len(rows):.6g} as "
         f"the mean of {len(each)} parts. Flatness counts the curvature of each sample's loss in "
         "its own output alone, so that the value is not that of this criterion, and depends on "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pickle import PicklingError
 from typing import Any
 
 import joblib
@@ -141,7 +142,7 @@ def _is_same(value: Any, other: Any) -> bool:
     """Return whether a value equals its copy, which holds no tensors but plain ones."""
     if isinstance(value, Tensor):
         return isinstance(other, Tensor) and torch.equal(value, other)
-    with suppress(Exception):  # what cannot be pickled may have changed
+    with suppress(AttributeError, PicklingError, TypeError):  # what cannot be pickled may change
         return value is other or bool(joblib.hash(value) == joblib.hash(other))
     return False
 

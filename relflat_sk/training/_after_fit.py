@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from torch import nn
 
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import describe
+from relflat_sk._network.network import REFUSALS
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
@@ -34,8 +35,6 @@ _HARDLY = 0.05
 # The weight of the penalty does not matter if a net that has learned was at the penalty's limit
 # in this share of steps. The first steps of any training are: there is nothing yet to spend.
 _NEARLY_ALL, _FIRST_STEPS = 0.95, 200
-# a stream that is read once, a criterion of the user's own: no reason for fit to fail
-_UNKNOWN = ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
 
 # what is left to do for nets that are fitted inside of `measured_later`
 _LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", default=None)
@@ -118,7 +117,7 @@ def _record(net: Any, found: Sequence[Flatness]) -> None:
     value, comparison, has_curvature = np.nan, ConstantComparison(np.nan, np.nan), True
     if found:
         value = sum(flatness.value for flatness in found)
-        with suppress(*_UNKNOWN):
+        with _saying("constant_comparison_ could not be computed"):
             comparison = compare_with_constant(found[0])
     net._record = Record(
         value, comparison, net.flatness_layer, net.flatness_normalize, checksum(net.module_)
@@ -126,7 +125,7 @@ def _record(net: Any, found: Sequence[Flatness]) -> None:
     if not _is_flat(net):
         return
     network = found[0].network
-    with suppress(*_UNKNOWN):
+    with _saying("it could not be checked that the criterion has a curvature"):
         has_curvature = criterion_has_curvature(network)
     if not has_curvature:
         # of the class only: one warning for many nets at a line
@@ -142,6 +141,15 @@ def _record(net: Any, found: Sequence[Flatness]) -> None:
             f"the network of {describe(net)} is perfectly flat: it has probably died (its "
             f"outputs are constant). {_advice(net)}"
         )
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Turn errors of a criterion or of data into a warning, because they are no reason to fail."""
+    try:
+        yield
+    except REFUSALS as error:
+        warn(f"{what}: {error}")
 
 
 def _is_flat(net: Any) -> bool:

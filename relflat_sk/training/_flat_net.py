@@ -693,7 +693,7 @@ class FlatNet(SkorchNet):
                 output = super().infer(x, **fit_params)
             self._ending = find_ending(primary_output(output))
             return _on_tensors(lambda one: full_precision(one.detach()), output)
-        if self._state().in_infer or not self._must_record():
+        if not self._must_record() or self._state().in_infer:
             return _on_tensors(full_precision, super().infer(x, **fit_params))
         state, network = self._state(), unwrapped(module)
         penalty = self._penalty(state)

@@ -27,9 +27,9 @@ def recording(infer: Method) -> Method:
 
     @wraps(infer)
     def recorded(net: Any, x: Any, **fit_params: Any) -> Any:
-        state = net._state()
-        if state.in_infer or not net._must_record():
+        if not net._must_record() or net._state().in_infer:
             return infer(net, x, **fit_params)
+        state = net._state()
         network, penalty = unwrapped(net.module_), net._penalty(state)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -58,10 +58,10 @@ def penalised(get_loss: Method) -> Method:
 
     @wraps(get_loss)
     def with_penalty(net: Any, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
-        state = net._state()
         training = kwargs.get("training", args[1:2] == (True,))
-        if state.own_loss is not None or not training:
+        if not training or net._state().own_loss is not None:
             return get_loss(net, y_pred, y_true, *args, **kwargs)
+        state = net._state()
         is_first, recorded, state.recorded = state.terms is None, state.recorded, False
         own = state.own_loss = _OwnLoss(get_loss, net, y_pred, args, kwargs)
         try:

@@ -130,6 +130,38 @@ def test_a_penalty_warns_of_it_in_the_first_step(data, chain):
     assert caught[1] == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [False, True])
+def test_a_criterion_that_is_no_mean_warns_under_any_default_dtype(data, chain, dtype, classes):
+    X, y = data
+    if classes:
+        chain, y = nn.Linear(4, 2), (y > y.median()).long().flatten()
+    criterion = partial(F.cross_entropy, weight=torch.tensor([1.0, 9.0])) if classes else rmse
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with pytest.warns(FlatnessWarning, match="is no mean of losses of single samples"):
+            relative_flatness(chain, X, y, criterion=criterion)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class RefusesParts(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [AssertionError, RefusesParts, ValueError])
+def test_a_criterion_that_takes_no_part_of_a_batch_says_so(data, chain, error):
+    def criterion(output, target):
+        if len(output) < len(data[0]):
+            raise error("all samples are needed")
+        return F.mse_loss(output, target)
+
+    with pytest.warns(FlatnessWarning, match="could not be checked.*all samples are needed"):
+        value = relative_flatness(chain, *data, criterion=criterion)
+    assert value == pytest.approx(relative_flatness(chain, *data, criterion=nn.MSELoss()), rel=1e-4)
+
+
 class Summed(nn.Module):
     """A sum over samples, that counts its calls."""
 

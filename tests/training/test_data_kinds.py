@@ -35,6 +35,7 @@ from relflat_sk import (
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.search import _provenance
 from tests.data_kinds import ARRAYS, KINDS, SETS, Stream, npy
+from tests.rounding import FLOAT32, rounding
 from tests.training.common import Binary, Classifier, same
 
 N = 90
@@ -102,16 +103,19 @@ def trained_on_arrays(**params):
 @pytest.mark.usefixtures("own_loop")
 def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kind, tmp_path):
     inputs, labels = (KINDS | SPARSE_KINDS)[kind](tmp_path, X, Y)
-    assert_allclose(relative_flatness(net, inputs, labels), relative_flatness(net, X, Y))
-    assert_allclose(FlatnessScorer()(net, inputs, labels), FlatnessScorer()(net, X, Y))
+    for function in (relative_flatness, FlatnessScorer()):
+        assert_allclose(function(net, inputs, labels), function(net, X, Y), rtol=FLOAT32)
     # data sets are shuffled in another order
     params = {"iterator_train__shuffle": labels is not None}
     params |= {"batch_size": 13} if kind == "loader" else {}
     trained, expected = sized(**params).fit(inputs, labels), trained_on_arrays(**params)
-    assert trained.history[:, "train_loss"] == expected.history[:, "train_loss"]
-    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
-    assert_allclose(trained.constant_comparison_.loss, expected.constant_comparison_.loss)
-    assert_array_equal(trained.predict_proba(inputs), expected.predict_proba(X))
+    close = rounding(3 * -(-N // 13))
+    losses = [fitted.history[:, "train_loss"] for fitted in (trained, expected)]
+    assert_allclose(*losses, **close)
+    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, **close)
+    constants = [fitted.constant_comparison_.loss for fitted in (trained, expected)]
+    assert_allclose(*constants, rtol=FLOAT32)
+    assert_allclose(trained.predict_proba(inputs), expected.predict_proba(X), **close)
     assert trained.score(inputs, Y) == expected.score(X, Y)
     assert trained.__sklearn_tags__().input_tags.sparse
     if labels is not None:
@@ -125,7 +129,7 @@ def test_samples_that_are_held_out_are_not_measured(kind, tmp_path):
     weights = RNG.uniform(size=N)
     trained = sized(**params).fit(inputs, labels, sample_weight=weights)
     expected = sized(**params).fit(X, Y, sample_weight=weights)
-    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
+    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=FLOAT32)
     of_tensors = sized(train_split=ValidSplit(3)).fit(*SETS["tensors"](tmp_path, X, Y))
     assert np.isfinite(of_tensors.history[-1, "valid_acc"])
 
@@ -143,7 +147,7 @@ def test_several_inputs(tmp_path):
     expected = make(module=Two).fit(parts, Y)
     assert expected.score(parts, Y) > 0.3
     trained = make(module=Two).fit({**parts, "b": npy(tmp_path, parts["b"])}, Y)
-    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=1e-6)
+    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=FLOAT32)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -152,7 +156,7 @@ def test_a_pipeline_transforms_inputs_of_any_kind(kind, tmp_path):
     for last in (LogisticRegression(), sized(batch_size=20)):
         model = make_pipeline(StandardScaler(), StandardScaler(), last).fit(X, Y)
         found = relative_flatness(model, inputs, labels, batch_size=20)
-        assert_allclose(found, relative_flatness(model, X, Y), rtol=1e-6)
+        assert_allclose(found, relative_flatness(model, X, Y), rtol=FLOAT32)
 
 
 def test_labels_of_a_data_set_are_not_transformed(tmp_path):
@@ -192,10 +196,11 @@ class Sized(Stream):
 def test_streams_with_all_layers_in_further_training_and_validation(stream):
     streamed = sized(flatness_layer="all").fit(stream(X, Y))
     fitted = sized(flatness_layer="all", iterator_train__shuffle=False).fit(X, Y)
-    assert streamed.history[:, "train_loss"] == fitted.history[:, "train_loss"]
-    assert_allclose(streamed.relative_flatness_, fitted.relative_flatness_, rtol=1e-6)
+    losses = [net.history[:, "train_loss"] for net in (streamed, fitted)]
+    assert_allclose(*losses, **rounding(3))
+    assert_allclose(streamed.relative_flatness_, fitted.relative_flatness_, **rounding(3))
     net = sized(train_split=predefined_split(stream(X, Y))).partial_fit(stream(X, Y))
-    assert_allclose(net.relative_flatness_, relative_flatness(net, X, Y), rtol=1e-6)
+    assert_allclose(net.relative_flatness_, relative_flatness(net, X, Y), rtol=FLOAT32)
     assert len(net.history[:, "valid_loss"]) == 3
 
 
@@ -226,18 +231,18 @@ def test_a_stream_that_is_read_once_is_trained_and_not_measured():
         net.fit(Once())
     assert np.isnan(net.relative_flatness_)
     for name in ("train_loss", "flatness_penalty", "flatness_clipped"):  # recorded on the way
-        assert net.history[0, name] == pytest.approx(in_order.history[0, name], rel=1e-6)
+        assert net.history[0, name] == pytest.approx(in_order.history[0, name], rel=FLOAT32)
 
 
 def test_data_loaders_that_shuffle_and_plain_nets_of_skorch(net):
     pairs = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
     loader = DataLoader(pairs, batch_size=30, shuffle=True)
-    assert_allclose(relative_flatness(net, loader), relative_flatness(net, X, Y))
+    assert_allclose(relative_flatness(net, loader), relative_flatness(net, X, Y), rtol=FLOAT32)
     with pytest.raises(ValueError, match="nobody knows which prediction is whose"):
         net.predict(loader)
     plain = NeuralNetClassifier(nn.Linear, module__in_features=4, module__out_features=3)
     plain.set_params(criterion=nn.CrossEntropyLoss, verbose=0, train_split=None).fit(X, Y)
-    assert_allclose(relative_flatness(plain, loader), relative_flatness(plain, X, Y), rtol=1e-6)
+    assert_allclose(relative_flatness(plain, loader), relative_flatness(plain, X, Y), rtol=FLOAT32)
 
 
 # -- sparse matrices -----------------------------------------------------------------------
@@ -274,8 +279,10 @@ def test_ways_of_training_on_sparse_data(params):
         make(**params).fit(data, Z, sample_weight=np.arange(N)).partial_fit(data, Z)
         for data in (DENSE, SPARSE)
     )
-    assert sparse.history[:, "train_loss"] == dense.history[:, "train_loss"]
-    assert_allclose(sparse.relative_flatness_, dense.relative_flatness_, rtol=1e-12)
+    close = rounding(len(dense.history), torch.float64)
+    losses = [net.history[:, "train_loss"] for net in (sparse, dense)]
+    assert_allclose(*losses, **close)
+    assert_allclose(sparse.relative_flatness_, dense.relative_flatness_, **close)
 
 
 def test_types_of_sparse_numbers():
@@ -350,9 +357,11 @@ def test_frames_train_the_net_that_arrays_train(library):
     expected = net.fit(IRIS, SPECIES, sample_weight=WEIGHTS).predict_proba(IRIS)
     flatness = net.relative_flatness_
     net.fit(frame, labels, sample_weight=weights)
-    assert_array_equal(net.predict_proba(frame), expected)
+    close = rounding(2 * 2, torch.float64)  # columns lie in another order in memory
+    assert_allclose(net.predict_proba(frame), expected, **close)
     assert net.feature_names_in_.tolist() == NAMES
-    assert relative_flatness(net, frame, labels, sample_weight=weights) == flatness
+    found = relative_flatness(net, frame, labels, sample_weight=weights)
+    assert_allclose(found, flatness, **close)
     search = FlatMinimaSearch(net, {"random_state": [0]}, goal=0.9)
     search.fit(frame, labels, sample_weight=weights, X_test=frame, y_test=labels)
     assert search.feature_names_in_.tolist() == NAMES
