@@ -70,24 +70,37 @@ def check_rows(
     output depended on one row of the layer's. Backward passes show whether some rows do. Return
     which rows of the layers that were checked have had slopes: without them, nothing was seen.
     """
+    seen, reasons = find_mixed_rows(output, records, pull, in_order=in_order)
+    for reason in reasons.values():
+        raise ValueError(reason)
+    return seen
+
+
+def find_mixed_rows(
+    output: Tensor, records: Sequence[LayerRecord], pull: Pull, *, in_order: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return what `check_rows` does, and of the layers that it refuses the reasons."""
     unknown = [record for record in records if find_link(output, record.node) is None]
     behind = nodes_behind(output) if unknown else set()
-    for record in unknown:
-        if record.node not in behind:
-            raise ValueError(
-                f"the criterion does not depend on the output of layer {record.name!r}, or not in "
-                "a way that gradients follow: the network returns it beside its first output, for "
-                "example. Name another layer."
-            )
+    reasons = {
+        record.name: (
+            f"the criterion does not depend on the output of layer {record.name!r}, or not in a "
+            "way that gradients follow: the network returns it beside its first output, for "
+            "example. Name another layer."
+        )
+        for record in unknown
+        if record.node not in behind
+    }
+    unknown = [record for record in unknown if record.name not in reasons]
     seen, wrong = (_out_of_order if in_order else _mixed)(output, unknown, pull)
     for record in wrong:
-        raise ValueError(
+        reasons[record.name] = (
             f"rows of the network's output, of shape {tuple(output.shape)}, depend on other rows "
             f"of what layer {record.name!r} puts out, of shape {tuple(record.check()[1].shape)}. "
             "Rows must be samples, in the order of the data, that do not depend on each other. "
             "Use batch_first=True, for example, or name another layer."
         )
-    return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}
+    return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}, reasons
 
 
 def warn_of_other_head(

@@ -5,7 +5,7 @@ runs on the next one.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ from relflat_sk._losses.loss import Loss, has_hooks, warn_of_ending
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.layer_checks import (
     check_linear,
-    check_rows,
     check_unmixed,
     check_uses,
     few_rows,
     find_mixed,
+    find_mixed_rows,
     find_uses_elsewhere,
     is_linear,
     warn_of_other_head,
@@ -289,15 +289,29 @@ class _Runner:
             output, records = _record(self.network, self._names, batch)
         else:
             output, records = self._find(batch)
-            self._names = [record.name for record in records]
         forward = _make_forward_pass(self.network, batch, output, records)
         # a network may mix samples in some batches only: in those of two samples or more
         if self.checked and len(output) not in self._sizes:
             pull = partial(pull_back, create_graph=False)
-            seen = check_rows(output, records, pull, in_order=True).values()
-            if all(bool(rows.any()) for rows in seen):  # slopes of zero show nothing
+            seen, reasons = find_mixed_rows(output, records, pull, in_order=True)
+            if reasons:
+                records = self._leave_out(reasons, next(iter(reasons.values())), records)
+                forward = _make_forward_pass(self.network, batch, output, records)
+            if all(bool(rows.any()) for rows in seen.values()):  # slopes of zero show nothing
                 self._sizes.add(len(output))
+        self._names = [record.name for record in records]
         return forward
+
+    def _leave_out(
+        self, names: Collection[str], refusal: str, records: list[LayerRecord]
+    ) -> list[LayerRecord]:
+        """Leave out layers whose rows are no samples, if there are others and all are measured."""
+        rest = [record for record in records if record.name not in names]
+        if not rest or self._names or self.layers != "all":
+            raise ValueError(refusal)
+        left_out = ", ".join(map(repr, names))
+        warn(f"{left_out} left out: the rows of the layer's output are no samples, in their order.")
+        return rest
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
@@ -324,6 +338,10 @@ class _Runner:
         records = [by_name[name] for name in names]
         if self.layers == "all":
             records = self._linear(records)
+            sizes = {record.name: len(record.check()[1]) for record in records}
+            mixing = [name for name, size in sizes.items() if size != len(output)]
+            if 0 < len(mixing) < len(records):
+                records = self._leave_out(mixing, "", records)
         for record in records if self.checked else ():
             check_unshared(record.name, named)
             check_linear(record, *few_rows(record, *record.check()))

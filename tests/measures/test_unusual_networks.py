@@ -12,6 +12,7 @@ from relflat_sk import (
     FlatnessWarning,
     RelativeFlatnessPenalty,
     flatness_report,
+    layer_sensitivity,
     measure,
     relative_flatness,
 )
@@ -418,3 +419,62 @@ def test_a_function_that_is_named_as_a_lookup_uses_a_weight():
         relative_flatness(net, X, y, criterion=criterion, layer="first")
     with pytest.raises(ValueError, match="'first' outside of the layer's call"):
         penalty_of(published_penalty(layer="first"), net, criterion, X, y)
+
+
+class TimeFirst(nn.Module):
+    """A recurrent network whose first layer has the time steps as its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.recurrent = nn.Linear(3, 4), nn.RNN(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        states, _ = self.recurrent(torch.tanh(self.embed(x.transpose(0, 1))))
+        return self.head(states[-1])
+
+
+class Windows(nn.Module):
+    """A network whose middle layer has the windows of all samples as its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.within, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        windows = torch.tanh(self.first(x)).unflatten(1, (2, -1)).movedim(1, 0).flatten(0, 1)
+        return self.head(torch.tanh(self.within(windows)).mean(1).unflatten(0, (2, -1)).mean(0))
+
+
+@pytest.mark.parametrize("n_steps", [6, 12], ids=lambda n_steps: f"{n_steps} steps")
+@pytest.mark.parametrize(
+    ("build", "mixing", "rest"),
+    [(TimeFirst, "embed", ["head"]), (Windows, "within", ["first", "head"])],
+)
+def test_a_layer_whose_rows_are_no_samples_is_left_out(build, mixing, rest, n_steps):
+    torch.manual_seed(0)
+    net, X, y = build().double(), torch.randn(12, n_steps, 3).double(), torch.arange(12) % 3
+    options = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
+    left_out = partial(pytest.warns, FlatnessWarning, match=f"'{mixing}' left out")
+    expected = {
+        layer: relative_flatness(net, X, y, layer=layer, method="exact", **options)
+        for layer in rest
+    }
+    with left_out():
+        report = flatness_report(
+            net, X, y, measures="relative_flatness", method="exact", **options
+        ).set_index("layer")
+    assert report["value"].to_dict() == pytest.approx(expected)
+    with left_out():
+        most = measure("relative_flatness", net, X, y, aggregate="max", method="exact", **options)
+    assert most == pytest.approx(max(expected.values()))
+    with left_out():
+        flattest = measure("network_flatness", net, X, y, **options)
+    eigenvalues = [
+        measure("eigenvalue_flatness", net, X, y, layer=layer, **options) for layer in rest
+    ]
+    assert flattest == pytest.approx(max(eigenvalues), rel=0.05)
+    with left_out():
+        assert set(layer_sensitivity(net, X, y, bits=8, **options)["layer"]) == set(rest)
+    with pytest.raises(ValueError, match=mixing):
+        relative_flatness(net, X, y, layer=mixing, **options)
