@@ -12,6 +12,8 @@ estimator           loss                         criterion
 LinearRegression,   squared error                ``MSELoss``
 Ridge, ElasticNet,
 Lasso, their CVs
+RidgeClassifier,    squared error of -1 and 1    ``MSELoss``
+its CV
 HuberRegressor      huber                        ``HuberLoss(delta=epsilon * scale_)``
 PoissonRegressor    ``mu = exp(z)``              ``PoissonNLLLoss(log_input=True)``
 LogisticRegression  two classes                  ``BCEWithLogitsLoss``, divided by the sum
@@ -55,6 +57,8 @@ from sklearn.linear_model import (
     LogisticRegression,
     PoissonRegressor,
     Ridge,
+    RidgeClassifier,
+    RidgeClassifierCV,
     RidgeCV,
     SGDClassifier,
     SGDRegressor,
@@ -173,6 +177,16 @@ def label_indicators(y: Any, n_labels: int) -> Array:
     return indicators
 
 
+def signs(y: Any, classes: Array) -> Array:
+    """Turn labels, or a label indicator matrix, into columns of -1 and 1.
+
+    Shapes: `y` (n,), `classes` (n_classes,); returns (n, k).
+    """
+    is_matrix = len(np.shape(y)) == 2 and np.shape(y)[1] > 1
+    columns = label_indicators(y, len(classes)) if is_matrix else class_columns(y, classes)
+    return 2 * columns - 1
+
+
 def regression_targets(y: Any, n_outputs: int) -> Array:
     """Check regression targets, and bring them into columns.
 
@@ -249,6 +263,17 @@ def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
     return TorchModel(_to_module(estimator), criterion, encode)
 
 
+def _ridge_classifier(estimator: Any, y: Any) -> TorchModel:
+    """Use the squared error of signs, which is what it was fitted by."""
+    if estimator.class_weight is not None:
+        raise ValueError(
+            f"{type(estimator).__name__}(class_weight={estimator.class_weight!r}) weighs samples: "
+            "measure it without class_weight, and pass these weights as sample_weight."
+        )
+    encode = partial(signs, classes=estimator.classes_)
+    return TorchModel(_to_module(estimator), nn.MSELoss(), encode)
+
+
 def _one_vs_rest(estimator: Any, y: Any) -> TorchModel:
     """Put linear classifiers of one class each side by side, as the rows of one layer."""
     encode = partial(class_columns, classes=estimator.classes_)
@@ -300,6 +325,8 @@ def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
 
 _CLASSIFIERS: dict[type, Callable[[Any, Any], TorchModel]] = {
     LogisticRegression: _linear_classifier,
+    RidgeClassifier: _ridge_classifier,
+    RidgeClassifierCV: _ridge_classifier,
     SGDClassifier: _linear_classifier,
     OneVsRestClassifier: _one_vs_rest,
     MLPClassifier: _mlp_classifier,

@@ -25,6 +25,8 @@ from sklearn.linear_model import (
     Perceptron,
     PoissonRegressor,
     Ridge,
+    RidgeClassifier,
+    RidgeClassifierCV,
     RidgeCV,
     SGDClassifier,
     SGDRegressor,
@@ -34,8 +36,9 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import compute_sample_weight
 from torch import nn
 
-from relflat_sk import relative_flatness
+from relflat_sk import FlatnessScorer, relative_flatness
 from relflat_sk._models.sklearn_estimators import _CLASSIFIERS, _REGRESSORS, to_torch
+from tests.oracles import TABLE_1, weight_hessian
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 
@@ -157,6 +160,15 @@ CASES = {
     "ridge": (Ridge(), ONE_TARGET, linear, squared, columns),
     "ridge-outputs": (RIDGES, THREE_TARGETS, linear, squared, columns),
     "ridge-cv": (RidgeCV(), ONE_TARGET, linear, squared, columns),
+    **{
+        f"{type(ridge).__name__}-{name}": (
+            ridge, y, linear, squared, lambda y, to=to: 2 * to(y) - 1,
+        )
+        for name, y, to in [
+            ("two", TWO, per_class), ("three", THREE, per_class), ("labels", LABELS, columns),
+        ]
+        for ridge in (RidgeClassifier(), RidgeClassifierCV())
+    },
     "logistic-two": (LogisticRegression(), TWO, linear, logistic, per_class),
     "logistic-three": (LogisticRegression(), *MULTINOMIAL),
     "logistic-no-intercept": (LogisticRegression(fit_intercept=False), *MULTINOMIAL),
@@ -402,6 +414,19 @@ def test_flatness_is_the_papers_sum(name, curvature):
     assert_allclose(relative_flatness(estimator, X, y), each.mean(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("y", [TWO, THREE, LABELS], ids=["two", "three", "labels"])
+def test_a_ridge_classifier_is_measured_as_the_regression_that_it_is(y):
+    model = RidgeClassifier().fit(X, y)
+    target = 2 * (columns(y) if y is LABELS else per_class(y)) - 1
+    net = nn.Sequential(nn.Linear(5, target.shape[1])).double()
+    with torch.no_grad():
+        net[0].weight.copy_(tensor(np.atleast_2d(model.coef_)))
+        net[0].bias.copy_(tensor(np.ravel(model.intercept_)))
+    H, W = weight_hessian(net, "0", nn.MSELoss(), tensor(X), tensor(target))
+    assert_allclose(relative_flatness(model, X, y), TABLE_1["relative_flatness"](H, W), rtol=1e-9)
+    assert_allclose(FlatnessScorer()(model, X, y), -TABLE_1["relative_flatness"](H, W), rtol=1e-9)
+
+
 def test_a_frozen_estimator_is_the_one_inside():
     model = LogisticRegression().fit(X, THREE)
     expected = relative_flatness(model, X, THREE)
@@ -439,6 +464,10 @@ REFUSED = {
     "balanced": (lambda: of(LogisticRegression(), class_weight="balanced"), ValueError, BALANCED),
     "balanced SGD": (
         lambda: of(sgd(SGDClassifier, "log_loss"), class_weight="balanced"), ValueError, BALANCED,
+    ),
+    "ridge of weighted classes": (
+        lambda: of(RidgeClassifier(class_weight="balanced")), ValueError,
+        r"RidgeClassifier\(class_weight='balanced'\) .* sample_weight",
     ),
     "one class": (
         lambda: of(LogisticRegression(), class_weight={"no": 0.0, "yes": 1.0}), ValueError,
