@@ -15,7 +15,7 @@ from sklearn.exceptions import ConvergenceWarning
 from torch import nn
 
 from relflat_sk._losses.loss import name_criterion
-from relflat_sk._models.network_of import describe
+from relflat_sk._models.network_of import defaults_of, describe
 from relflat_sk._network.network import REFUSALS
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
@@ -201,6 +201,9 @@ def _check_limit(net: Any, since: int) -> None:
     """Warn if the limit of the penalty, and not its weight, decided nearly all steps."""
     # with callbacks="disable", a net records batches only
     batches = [batch for epoch in net.history[since:] for batch in epoch.get("batches", ())]
+    usual = defaults_of(type(net))
+    if all(getattr(net, name) == usual[name] for name in ("flatness_weight", "flatness_clip")):
+        return  # nobody chose a weight that could have mattered
     clipped = [batch["flatness_clipped"] for batch in batches if "flatness_clipped" in batch]
     if len(clipped) < _FIRST_STEPS:
         return

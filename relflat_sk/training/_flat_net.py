@@ -120,6 +120,7 @@ class FlatNet(SkorchNet):
     flatness_warmup: float
     flatness_clip: float | None
     random_state: Any
+    classes: Any
 
     module_: Any
     criterion_: Any
@@ -480,7 +481,12 @@ class FlatNet(SkorchNet):
         return TASKS[self._fixed_task or self._criterion_task]
 
     def _check_task(self) -> None:
-        """Refuse a criterion of another task than the estimator's."""
+        """Refuse a criterion of another task than the estimator's, and labels of no classifier."""
+        if self.classes is not None and self._task.estimator_type != "classifier":
+            raise ValueError(
+                f"classes={self.classes!r} are labels of a classifier, which a "
+                f"{type(self).__name__} with {self._criterion_class.__name__} is not."
+            )
         if self._fixed_task and self._criterion_task not in {None, self._fixed_task}:
             raise ValueError(
                 f"{type(self).__name__} does {self._fixed_task}, but "

@@ -86,6 +86,10 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         How to hold out validation data. Unlike in skorch, nothing is held out by default,
         because flatness is a property of a minimum on all data. Pass
         ``skorch.dataset.ValidSplit(5)`` to record `valid_loss`.
+    classes : array-like of shape (n_classes,), optional
+        All labels of a classifier, in the order of the outputs, as in skorch's classifiers: for
+        data in a Dataset or loader, whose labels are positions in this list, and for a y that lacks
+        some. By default, the sorted labels in y.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`: `callbacks`, `device`, `verbose`,
         ``module__...``, ``optimizer__...``, ``criterion__...``.
@@ -187,6 +191,7 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         batch_size: int = 32,
         iterator_train__shuffle: bool = True,
         train_split: Any = None,
+        classes: Any = None,
         **skorch_arguments: Any,
     ) -> None:
         self.flatness_weight = flatness_weight
@@ -196,6 +201,7 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         self.flatness_warmup = flatness_warmup
         self.flatness_clip = flatness_clip
         self.random_state = random_state
+        self.classes = classes
         super().__init__(
             module,
             criterion,

@@ -123,9 +123,12 @@ class _Classification(Task):
         y = column_or_1d(_require(y), warn=True)
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
-        net.classes_ = np.unique(y if classes is None else classes)
-        if classes is None:
-            _check_are_labels(net, y)
+        if net.classes is not None:
+            net.classes_ = _in_order(net.classes)
+        else:
+            net.classes_ = np.unique(y if classes is None else classes)
+            if classes is None:
+                _check_are_labels(net, y)
         if len(net.classes_) < 2:
             raise ValueError(
                 "a classifier needs at least two classes in y, got one class: "
@@ -133,7 +136,12 @@ class _Classification(Task):
             )
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
-        net.classes_ = np.arange(n_outputs)
+        net.classes_ = np.arange(n_outputs) if net.classes is None else _in_order(net.classes)
+        if len(net.classes_) != n_outputs:
+            raise ValueError(
+                f"classes has {describe_labels(net)}, but the module has {n_outputs} outputs: pass "
+                "one label for each output, in their order."
+            )
 
     def read_positions(self, y: Any) -> Any:
         return _read_positions(y, 2, np.int64)  # of pixels or tokens
@@ -146,7 +154,8 @@ class _Classification(Task):
                 "y contains labels that were not seen when the net was fitted: "
                 f"{_listed(unseen)}; known are {_listed(net.classes_)}."
             )
-        return np.searchsorted(net.classes_, y).astype(np.int64)
+        order = np.argsort(net.classes_)
+        return order[np.searchsorted(net.classes_, y, sorter=order)].astype(np.int64)
 
     def n_outputs(self, net: Any) -> int | None:
         return len(net.classes_)
@@ -183,7 +192,7 @@ class _Binary(_Classification):
         return _read_positions(y, 3, np.float32)  # two axes are those of several labels
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
-        net.classes_ = np.arange(max(n_outputs, 2))
+        super().learn_from_outputs(net, max(n_outputs, 2))
         net.multilabel_ = n_outputs > 1
 
     def encode(self, net: Any, y: Any) -> Any:
@@ -251,6 +260,14 @@ def to_array(y: Any) -> Any:
     if issparse(y):
         return y.toarray()
     return y.detach().cpu().numpy() if hasattr(y, "detach") else y
+
+
+def _in_order(classes: Any) -> Array:
+    """Return the classes that a user lists, in this order."""
+    labels = np.asarray(classes)
+    if labels.ndim != 1 or len(np.unique(labels)) < len(labels):
+        raise ValueError(f"classes must be a list of different labels, got {classes!r}.")
+    return labels
 
 
 def _read_positions(y: Any, least: int, dtype: Any) -> Array | None:
