@@ -22,6 +22,7 @@ TORCH = {
     "_assert": "a step of a traced network",
     "_backward_hooks": "hooks of others on a parameter",
     "_BatchNorm": "the class of all batch norms",
+    "_compiled_call_impl": "whether a module is compiled in place",
     "_DropoutNd": "the class of all dropouts",
     "_foreach_mul": "many products in one kernel",
     "_foreach_mul_": "many products in one kernel",

@@ -1,8 +1,9 @@
 """Make a network compute in another way for a while, and give it back as it was."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, Self
@@ -54,10 +55,23 @@ class ReplacedForwards:
                 attributes["forward"] = forward
 
 
-def uncompiled(module: nn.Module) -> ReplacedForwards:
-    """Run a network that torch.compile has compiled without it: its code is differentiated once."""
-    original = module._modules.get("_orig_mod")
-    return ReplacedForwards([] if original is None else [(module, original)])
+def eagerly() -> AbstractContextManager[Any]:
+    """Run what torch.compile has compiled without it: its code can be differentiated once only."""
+    # what is compiled has loaded the compiler, which takes long
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+    """Run a network that torch.compile has compiled without it."""
+    return eagerly() if is_compiled(module) else nullcontext()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has compiled a module, in place or in a wrapper."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
 def unwrapped(module: Any) -> Any:
@@ -210,6 +224,7 @@ def borrowed(module: nn.Module) -> Iterator[None]:
     with (
         torch.inference_mode(False),
         fork_rng(device),
+        eagerly(),
         autocast_off(*module.parameters(), *module.buffers()),
         evaluation_mode(module),
         explicit_attention(module),

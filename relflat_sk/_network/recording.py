@@ -10,7 +10,8 @@ None                 nothing but the order of the calls
 ===================  =======================================================================
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,17 +98,14 @@ def keep_graph(
 def start_graph(
     record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
 ) -> Tensor:
-    """Keep detached input and output, and start a graph of the tail of the network.
-
-    To be used under `torch.no_grad`, which ends together with the graph's recording.
-    """
+    """Keep detached input and output, and start a graph of the tail of the network."""
     record.calls += 1
     record.features = features_of(record, args, kwargs).detach()  # shares its version counter
     record.version = record.features._version
     record.output = output.detach()
     # a single zero in memory: the outputs of a language model's head are large
     record.offset = constant(0.0, record.output).expand_as(record.output).requires_grad_()
-    torch.set_grad_enabled(True)  # until the caller's no_grad ends
+    torch.set_grad_enabled(True)  # until a no_grad of the network ends
     record.tail_input = tail_input = output + record.offset
     record.node, record.output_nr = tail_input.grad_fn, tail_input.output_nr
     return tail_input
@@ -228,7 +226,28 @@ def record_order(module: nn.Module) -> Recorder:
     return Recorder(weight_layers(module), None)
 
 
-def record_tail(module: nn.Module, *names: str) -> Recorder:
-    """Record layers for measuring, as `start_graph` does; to be used under `torch.no_grad`."""
+@contextmanager
+def record_tail(module: nn.Module, *names: str) -> Iterator[Recorder]:
+    """Record layers for measuring, as `start_graph` does.
+
+    Up to the first of them, parameters count as constants. Under `torch.no_grad`, a view that is
+    made before a layer could not be changed in place behind it.
+    """
     layers = {name: module.get_submodule(name) for name in names}
-    return Recorder(layers, start_graph, names)
+    constants = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def start(*call: Any) -> Tensor:
+        release()
+        return start_graph(*call)
+
+    def release() -> None:
+        while constants:
+            constants.pop().requires_grad = True
+
+    try:
+        for parameter in constants:
+            parameter.requires_grad = False
+        with torch.enable_grad(), Recorder(layers, start, names) as recorder:
+            yield recorder
+    finally:
+        release()

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._network.borrowing import ExplicitLayers, explicit_attention, find_fused
+from relflat_sk._network.borrowing import (
+    ExplicitLayers,
+    eagerly,
+    explicit_attention,
+    find_fused,
+    is_compiled,
+)
 from relflat_sk._network.layer_checks import (
     check_linear,
     check_rows,
@@ -33,7 +39,7 @@ class Plan:
     `recorded` are the layers that steps record, `layers` the penalised ones and then the last one.
     Layers in `twice` are differentiated twice, and with them the normalisations in `explicit`.
     `order` is that of the calls; `at_convolutions` says whether all penalised layers are
-    convolutions before the last layer.
+    convolutions before the last layer, and `eager` whether compiled parts run without compilation.
     """
 
     recorded: list[str]
@@ -44,6 +50,7 @@ class Plan:
     explicit: list[nn.Module]
     in_attention: bool
     at_convolutions: bool
+    eager: bool
 
 
 class Survey:
@@ -166,7 +173,13 @@ class Survey:
             in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
             at_convolutions=last not in penalised
             and all(isinstance(recorder[name].map, ConvolutionMap) for name in penalised),
+            eager=bool(twice) or self._are_compiled(recorded),
         )
+
+    def _are_compiled(self, names: Sequence[str]) -> bool:
+        """Return whether some layers are inside of compiled parts."""
+        inside = {part for whole in self.parts if is_compiled(whole) for part in whole.modules()}
+        return not inside.isdisjoint(self._named[name] for name in names)
 
     def without_skipped(self, plan: Plan, recorder: Recorder) -> Plan:
         """Leave out layers that this pass did not call, if passes may skip them at random."""
@@ -199,6 +212,12 @@ def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[st
     if asked is None:
         return order
     return list(dict.fromkeys(find_layer(module, layer, order) for layer in asked))
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """Return the network inside of one that `torch.compile` returned, or the network itself."""
+    original = module._modules.get("_orig_mod")
+    return module if original is None else original
 
 
 # in so many steps of a layer, and then in those whose number is a power of two
@@ -271,10 +290,10 @@ class Capture:
 
     def parts_of(self, module: nn.Module) -> list[nn.Module]:
         """List the modules inside of a network, which takes time for one that is new."""
-        survey = self._survey
-        if survey is not None and survey.parts[0] is module:
+        survey, original = self._survey, _inside(module)
+        if survey is not None and survey.parts[0] is original:
             return survey.parts
-        return list(module.modules())
+        return list(original.modules())
 
     def open(
         self, module: nn.Module, asked: tuple[Layer, ...] | None
@@ -282,15 +301,17 @@ class Capture:
         """Record a forward pass."""
         self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
         survey, plan = self._survey, self.plan
-        if survey is None or plan is None or not survey.is_of(module, asked):
-            return self._record_all(Survey(module, asked))
-        return self._record(survey, plan)
+        original = _inside(module)
+        if survey is None or plan is None or not survey.is_of(original, asked):
+            return self._record_all(Survey(original, asked))
+        return self._record(survey, plan, eager=plan.eager or original is not module)
 
     @contextmanager
-    def _record(self, survey: Survey, plan: Plan) -> Iterator[None]:
+    def _record(self, survey: Survey, plan: Plan, *, eager: bool) -> Iterator[None]:
         """Record a forward pass, which runs what is differentiated twice step by step."""
         attention = explicit_attention(survey.parts[0]) if plan.in_attention else nullcontext()
         with (
+            eagerly() if eager else nullcontext(),
             attention,
             ExplicitLayers(plan.explicit) as self.explicit,
             survey.record(plan) as self.recorder,
@@ -304,6 +325,7 @@ class Capture:
         # layers for the backward pass anyway
         self.plan = None
         with (
+            eagerly(),
             explicit_attention(survey.parts[0]),
             ExplicitLayers(survey.norms) as self.explicit,
             survey.record_all() as self.recorder,

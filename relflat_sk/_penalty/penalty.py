@@ -19,7 +19,6 @@ from relflat_sk._checks import check_boolean, check_integer, check_number
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
-from relflat_sk._network.borrowing import uncompiled
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import check_part, primary_output, warn_unless_mean
 from relflat_sk._network.tail import find_ending
@@ -206,7 +205,7 @@ class RelativeFlatnessPenalty:
         Parameters
         ----------
         module : nn.Module
-            The network in training; it may be compiled by `torch.compile`.
+            The network in training; it, or parts of it, may be compiled by `torch.compile`.
 
         Returns
         -------
@@ -215,8 +214,8 @@ class RelativeFlatnessPenalty:
 
         Notes
         -----
-        A compiled network runs without compilation inside the context, because compiled code can be
-        differentiated only once.
+        Compiled code can be differentiated only once. So networks run without compilation inside
+        the context, but for parts before the penalty's layers if these are the last ones.
 
         Examples
         --------
@@ -225,17 +224,9 @@ class RelativeFlatnessPenalty:
         >>> with penalty.capture(net):
         ...     y_pred = net(torch.ones(5, 4))
         """
-        original = module._modules.get("_orig_mod")
-        if original is not None:
-            return self._capture_compiled(module, original)
         recorded = self._capture.open(module, self._asked())
         hooked = [part for part in self._capture.parts_of(module) if has_hooks(part)]
         return self._capture_hooked(recorded, hooked) if hooked else recorded
-
-    @contextmanager
-    def _capture_compiled(self, compiled: nn.Module, original: nn.Module) -> Iterator[None]:
-        with uncompiled(compiled), self.capture(original):
-            yield
 
     @contextmanager
     def _capture_hooked(

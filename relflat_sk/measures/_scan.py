@@ -242,8 +242,7 @@ def _record(
     network: Network, names: Sequence[str], batch: Batch
 ) -> tuple[Tensor, list[LayerRecord]]:
     """Run the network on a batch, and return its output and the records of some layers."""
-    recorder = record_tail(network.module, *names)
-    with torch.no_grad(), recorder:
+    with record_tail(network.module, *names) as recorder:
         output = network(batch.x)
     return output, [recorder[name] for name in dict.fromkeys(names)]
 

@@ -478,3 +478,126 @@ def test_a_layer_whose_rows_are_no_samples_is_left_out(build, mixing, rest, n_st
         assert set(layer_sensitivity(net, X, y, bits=8, **options)["layer"]) == set(rest)
     with pytest.raises(ValueError, match=mixing):
         relative_flatness(net, X, y, layer=mixing, **options)
+
+
+# -- views that are changed in place --------------------------------------------------------------
+
+VIEWS = {
+    "slice": lambda h: h[:, 2:6],
+    "transposed": lambda h: h.T[2:6].T,
+    "reshaped": lambda h: h.view(-1, 2, 4)[:, 1],
+    "whole": lambda h: h.view(-1, 8).narrow(1, 0, 4),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_between_a_view_and_its_change_in_place(view, frozen):
+    def run(net, x):
+        out = VIEWS[view](torch.tanh(net.main(x)))
+        out += net.shortcut(x)
+        return net.head(out)
+
+    torch.manual_seed(0)
+    modules = {"main": nn.Linear(5, 8), "shortcut": nn.Linear(5, 4), "head": nn.Linear(4, 3)}
+    net = cases.Net(run, **modules).double()
+    net.main.weight.requires_grad = not frozen
+    X, y, criterion = torch.randn(8, 5).double(), torch.arange(8) % 3, nn.CrossEntropyLoss()
+    expected = oracles.relative_flatness(net, "shortcut", criterion, X, y)
+    found = relative_flatness(net, X, y, criterion=criterion, layer="shortcut")
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert [p.requires_grad for p in net.parameters()] == [not frozen, *[True] * 5]
+    measures = ["relative_flatness", "gradient_norm"]
+    report = flatness_report(net, X, y, criterion=criterion, layers="shortcut", measures=measures)
+    assert report.value[0] == pytest.approx(expected, rel=1e-9)
+
+
+def test_parameters_need_gradients_again_after_an_exception():
+    net = nn.Sequential(nn.Linear(5, 4), nn.Linear(3, 2))
+    with pytest.raises(RuntimeError, match="shapes"):
+        relative_flatness(
+            net, torch.randn(8, 5), torch.arange(8) % 2, criterion=nn.CrossEntropyLoss()
+        )
+    assert all(p.requires_grad for p in net.parameters())
+
+
+# -- parts that torch.compile has compiled --------------------------------------------------------
+
+
+def compile_in_place(net):
+    net.compile(backend="aot_eager")
+
+
+def compile_part_in_place(net):
+    net.backbone.compile(backend="aot_eager")
+
+
+def compile_backbone(net):
+    net.backbone = torch.compile(net.backbone, backend="aot_eager")
+
+
+def compile_forward(net):
+    net.backbone.forward = torch.compile(net.backbone.forward, backend="aot_eager")
+
+
+def compile_function(net):
+    net.function = torch.compile(torch.tanh, backend="aot_eager")
+
+
+COMPILED = [compile_in_place, compile_part_in_place, compile_backbone, compile_forward,
+            compile_function]  # fmt: skip
+
+
+class WithBackbone(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.function, self.head = torch.tanh, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.function(self.backbone(x)))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
+@pytest.mark.parametrize("change", COMPILED)
+@pytest.mark.parametrize("called", [False, True])
+def test_networks_with_compiled_parts_are_measured_and_penalised(change, called):
+    torch.manual_seed(0)
+    net = WithBackbone().double()
+    X, y, criterion = torch.randn(8, 5).double(), torch.arange(8) % 3, nn.CrossEntropyLoss()
+    kappas = [
+        oracles.relative_flatness(net, name, criterion, X, y) for name in ("backbone.0", "head")
+    ]
+    torch._dynamo.reset()
+    change(net)
+    if called:  # compiled already
+        criterion(net(X), y).backward()
+    before = net._compiled_call_impl, net.backbone, vars(net.backbone).get("forward")
+    for layer, kappa in zip((0, -1), kappas, strict=True):
+        found = relative_flatness(net, X, y, criterion=criterion, layer=layer, method="exact")
+        assert found == pytest.approx(kappa, rel=1e-9)
+    sharpness = measure("fisher_rao_norm", net, X, y, criterion=criterion)
+    assert sharpness > 0
+    for layer, kappa, m in ((0, kappas[0], 5), (-1, kappas[1], 4)):
+        penalty = published_penalty(layer)
+        assert_right_on_average(penalty, net, criterion, X, y, kappa / (2 * m))
+        value = penalty_of(penalty, net, criterion, X, y)
+        net.zero_grad()
+        (value + criterion(net(X), y)).backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
+    assert before == (net._compiled_call_impl, net.backbone, vars(net.backbone).get("forward"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_backbone_before_the_penalised_head_stays_compiled():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    net, X, y = WithBackbone(), torch.randn(8, 5), torch.arange(8) % 3
+    graphs = []
+    net.backbone = torch.compile(
+        net.backbone, backend=lambda graph, _: lambda *args: graphs.append(1) or graph(*args)
+    )
+    penalty = published_penalty()
+    for _ in range(3):
+        penalty_of(penalty, net, nn.CrossEntropyLoss(), X, y).backward()
+    assert len(graphs) == 2  # all steps but the first, which finds the layers
