@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from threading import Lock
 from typing import Any, ClassVar, Self
 
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from relflat_sk._losses.curvature import pull_back
 from relflat_sk._numerics import full_precision, read_numbers
@@ -373,26 +375,52 @@ def find_fused(module: nn.Module) -> list[nn.Module]:
     return find_hardsigmoids(module) + [
         layer
         for layer in module.modules()
-        if isinstance(layer, _NORMS)
-        and any(type(layer).forward is kind.forward for kind in _NORMS if isinstance(layer, kind))
-        and not has_own_forward(layer)
+        if isinstance(layer, _NORMS) and not has_own_forward(layer)
     ]
 
 
-def _run(layer: Any, explicit: ExplicitLayers, x: Tensor) -> Tensor:
+# the functions that compute normalisations
+_FUNCTIONS: dict[Any, type[nn.Module]] = {
+    F.batch_norm: _BatchNorm, F.group_norm: nn.GroupNorm, F.instance_norm: _InstanceNorm,
+    F.layer_norm: nn.LayerNorm, F.rms_norm: nn.RMSNorm,
+}  # fmt: skip
+
+
+def _run(layer: Any, explicit: ExplicitLayers, *args: Any, **kwargs: Any) -> Any:
     """Run a layer so that further derivatives are those of its definition."""
     if isinstance(layer, nn.Hardsigmoid):
-        return clamp_hardsigmoid(x)
-    by_input = not isinstance(layer, _BatchNorm | _InstanceNorm) or (
-        layer.training or layer.running_mean is None
-    )
-    if not by_input or not torch.is_grad_enabled():
-        usual: Tensor = type(layer).forward(layer, x)
-        return usual
-    function = _OfBatch if isinstance(layer, _BatchNorm) else _OfSample
-    tensors = layer.weight, getattr(layer, "bias", None)
-    done: Tensor = function.apply(layer, explicit, x, *tensors)  # type: ignore[no-untyped-call]
-    return done
+        return clamp_hardsigmoid(*args, **kwargs)
+    with _ExplicitFunctions(layer, explicit):
+        return type(layer).forward(layer, *args, **kwargs)
+
+
+class _ExplicitFunctions(TorchFunctionMode):
+    """Differentiates the normalisation that a layer calls, whatever its forward method adds."""
+
+    def __init__(self, layer: Any, explicit: ExplicitLayers) -> None:
+        super().__init__()
+        self._layer, self._explicit = layer, explicit
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch; a normalisation of the layer's kind by its definition."""
+        layer, kwargs = self._layer, kwargs or {}
+        kind = _FUNCTIONS.get(func)
+        if kind is None or not isinstance(layer, kind) or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        call = signature(func).bind(*args, **kwargs)
+        call.apply_defaults()
+        inputs = call.arguments
+        of_batch = kind is _BatchNorm
+        by_input = not of_batch or inputs["training"] or inputs["running_mean"] is None
+        by_input = by_input and inputs.get("use_input_stats", True)
+        if not by_input or inputs["eps"] != layer.eps:
+            return func(*args, **kwargs)
+        function = _OfBatch if of_batch else _OfSample
+        tensors = inputs["input"], inputs["weight"], inputs.get("bias")
+        run = partial(func, *call.args, **call.kwargs)
+        return function.apply(layer, self._explicit, run, *tensors)  # type: ignore[no-untyped-call]
 
 
 class _OfSample(torch.autograd.Function):
@@ -403,18 +431,16 @@ class _OfSample(torch.autograd.Function):
         ctx: Any,
         layer: Any,
         explicit: ExplicitLayers,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        run: Callable[[], Tensor],
+        *tensors: Tensor | None,  # input, weight, bias
     ) -> Tensor:
         ctx.layer, ctx.explicit = layer, explicit
-        ctx.save_for_backward(x, weight, bias)
-        out: Tensor = type(layer).forward(layer, x)
-        return out
+        ctx.save_for_backward(*tensors)
+        return run()
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        again, tensors, used = torch.is_grad_enabled(), ctx.saved_tensors, ctx.needs_input_grad[2:]
+        again, tensors, used = torch.is_grad_enabled(), ctx.saved_tensors, ctx.needs_input_grad[3:]
         if ctx.explicit.inputs_only:
             used = (used[0], False, False)
         if not again:  # keep the new graph apart from the one that is being freed
@@ -423,7 +449,7 @@ class _OfSample(torch.autograd.Function):
             out = _define(ctx.layer, *tensors).to(outer.dtype)
         needed = [t for t, is_used in zip(tensors, used, strict=True) if is_used]
         found = iter(torch.autograd.grad(out, needed, outer, create_graph=again))
-        return None, None, *(next(found) if is_used else None for is_used in used)
+        return None, None, None, *(next(found) if is_used else None for is_used in used)
 
 
 class _OfBatch(_OfSample):
@@ -436,7 +462,7 @@ class _OfBatch(_OfSample):
         x, weight, _ = ctx.saved_tensors
         _, scale, shape = _normalise(ctx.layer, full_precision(x))
         scale = scale if weight is None else scale * weight.view(shape)
-        return None, None, (outer * scale).to(outer.dtype), None, None
+        return None, None, None, (outer * scale).to(outer.dtype), None, None
 
 
 def is_explicit_batch_norm(node: Any) -> bool:

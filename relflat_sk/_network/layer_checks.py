@@ -10,7 +10,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder
-from relflat_sk._network.tail import find_link, find_multiplier, kind_of, nodes_behind
+from relflat_sk._network.tail import (
+    find_link,
+    find_multiplier,
+    kind_of,
+    nodes_behind,
+    normalises_batch,
+)
 from relflat_sk._warnings import warn
 
 # multiplications by which it is checked what a layer computes
@@ -100,6 +106,12 @@ def find_mixed_rows(
             "Rows must be samples, in the order of the data, that do not depend on each other. "
             "Use batch_first=True, for example, or name another layer."
         )
+        if any(map(normalises_batch, behind)):
+            reasons[record.name] = (
+                f"behind layer {record.name!r}, F.batch_norm mixes the samples of the batch, "
+                "called as a function outside of a layer of batch norm. Use one, such as "
+                "nn.BatchNorm2d, or name a layer behind it."
+            )
     return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}, reasons
 
 

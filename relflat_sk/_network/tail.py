@@ -156,6 +156,11 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
             )
 
 
+def normalises_batch(node: Any) -> bool:
+    """Return whether a node is a batch norm of torch by the statistics of the batch."""
+    return kind_of(node) in _BATCH_NORMS and bool(getattr(node, "_saved_training", True))
+
+
 def nodes_behind(base: Tensor) -> set[Any]:
     """Return the nodes of all steps that a value was computed by."""
     stack, seen = [base.grad_fn], set[Any]()
