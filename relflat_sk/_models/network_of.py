@@ -39,6 +39,7 @@ from relflat_sk._network.borrowing import borrowed, uncompiled, unwrapped
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
 from relflat_sk._numerics import full_precision
+from relflat_sk._warnings import warn
 
 # -- options -------------------------------------------------------------------------------
 
@@ -295,8 +296,14 @@ def _of_net(model: NeuralNet, X: Any, y: Any, options: DataOptions) -> Network:
 def _of_pipeline(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
     for _name, step in model.steps[:-1]:
         if step not in {None, "passthrough"} and hasattr(step, "transform"):
-            # a sampler has no transform: it works in fit only
             X = transform(step, X, options.batch_size)
+        elif hasattr(step, "fit_resample"):  # as of imbalanced-learn
+            warn(
+                f"the {type(step).__name__} of the pipeline resampled the rows in fit, and the "
+                f"{type(model.steps[-1][1]).__name__} is measured on the rows of X as they are. To "
+                "measure it on those that it was trained on, pass these with the steps behind: "
+                "X, y = step.fit_resample(X, y)."
+            )
     return to_network(model.steps[-1][1], X, y, options)
 
 

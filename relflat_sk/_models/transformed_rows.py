@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from relflat_sk._network.batches import split_labels
 from relflat_sk._network.borrowing import autocast_off
 
 
@@ -49,7 +50,8 @@ class _TransformedBatches(IterableDataset[Any]):
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        for number, (x, y) in enumerate(self._loader):
+        for number, item in enumerate(self._loader):
+            x, y = split_labels(item)
             rows = np.asarray(x)
             if number == 0 and not _is_row_wise(self._step, rows[:_N_COMPARED]):
                 raise ValueError(

@@ -401,16 +401,23 @@ def _take(rows: slice, X: Any) -> Tensor:
     return torch.from_numpy(part if usable else part.copy())
 
 
+def split_labels(item: Any) -> tuple[Any, Any]:
+    """Split what a loader gives into inputs and labels: a pair, or a dict as of transformers."""
+    if isinstance(item, Mapping) and "labels" in item and len(item) > 1:
+        return {name: part for name, part in item.items() if name != "labels"}, item["labels"]
+    if not (isinstance(item, tuple | list) and len(item) == 2):
+        raise TypeError(
+            'a Dataset or DataLoader must give (x, y) pairs, or dicts with "labels", got '
+            f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}."
+        )
+    return item[0], item[1]
+
+
 def _from_loader(loader: Any) -> Iterator[Batch]:
     """Iterate over the batches of a DataLoader."""
     item = None
     for item in loader:
-        if not (isinstance(item, tuple | list) and len(item) == 2):
-            raise TypeError(
-                "a Dataset or DataLoader must give (x, y) pairs, got "
-                f"{type(item).__name__}{f' of {len(item)}' if hasattr(item, '__len__') else ''}."
-            )
-        x, y = item
+        x, y = split_labels(item)
         try:
             y = torch.as_tensor(y)
         except (RuntimeError, TypeError, ValueError) as error:

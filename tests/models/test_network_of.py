@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.base import BaseEstimator
 from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
 from sklearn.datasets import make_classification, make_regression
 from sklearn.exceptions import NotFittedError
@@ -22,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from relflat_sk import (
+    FlatnessScorer,
+    FlatnessWarning,
     LayerNotFoundError,
     RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
@@ -167,6 +170,34 @@ def test_pipelines_transform_their_inputs():
     frame = pd.DataFrame(X, columns=list("abcd"))
     model.fit(frame, Y)
     assert relative_flatness(model, frame, Y) == pytest.approx(expected, rel=1e-9)
+
+
+class Doubling(BaseEstimator):
+    """A sampler as of imbalanced-learn, which has no `transform`."""
+
+    def fit_resample(self, X, y):
+        return np.concatenate([X, X[y == 0]]), np.concatenate([y, y[y == 0]])
+
+
+class Resampled(Pipeline):
+    """A pipeline as of imbalanced-learn, which resamples in `fit` alone."""
+
+    def fit(self, X, y):
+        X, y = self.steps[0][1].fit_resample(X, y)
+        self.steps[1][1].fit(X, y)
+        return self
+
+
+def test_a_pipeline_that_resamples_says_on_which_rows_it_is_measured():
+    model = Resampled([("double", Doubling()), ("model", LogisticRegression())]).fit(X, Y)
+    expected = relative_flatness(model[-1], X, Y)
+    match = "Doubling .* LogisticRegression is measured on the rows of X as they are"
+    with pytest.warns(FlatnessWarning, match=match):
+        assert relative_flatness(model, X, Y) == expected
+    with pytest.warns(FlatnessWarning, match=match):
+        assert FlatnessScorer()(model, X, Y) == -expected
+    rows, labels = model[0].fit_resample(X, Y)
+    assert relative_flatness(model[-1], rows, labels) != pytest.approx(expected, rel=1e-3)
 
 
 def test_search_objects_and_thresholds():

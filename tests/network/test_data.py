@@ -112,6 +112,33 @@ class Pair(NamedTuple):
     two: object
 
 
+class Named(nn.Module):
+    """A network whose inputs have names."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, input_ids, mask=None):
+        return self.head(input_ids if mask is None else input_ids * mask)
+
+
+@pytest.mark.parametrize("names", [["input_ids"], ["mask", "input_ids"]])
+def test_loaders_may_give_dicts_with_labels_as_those_of_transformers(names):
+    torch.manual_seed(0)
+    net, parts = Named(), {"input_ids": TENSOR, "mask": TENSOR.sign()}
+    inputs = {name: parts[name] for name in names}
+    rows = [{n: part[i] for n, part in inputs.items()} | {"labels": LABELS[i]} for i in range(N)]
+    loader = DataLoader(rows, batch_size=5)
+    expected = measured(net, inputs)
+    assert measured(net, loader, None) == pytest.approx(expected, rel=1e-6)
+    report = flatness_report(net, loader, None, measures="relative_flatness", criterion=CE)
+    assert report["value"].tolist() == pytest.approx([expected], rel=1e-6)
+    for unlabelled in ({"input_ids": TENSOR[0]}, {"labels": LABELS[0]}):
+        with pytest.raises(TypeError, match='"labels"'):
+            measured(net, DataLoader([unlabelled]), None)
+
+
 def test_several_inputs():
     class Two(nn.Module):
         def __init__(self):
