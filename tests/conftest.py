@@ -66,9 +66,9 @@ def sizes(monkeypatch):
     """The numbers of nets that are trained together."""
     found, train = [], ChainNets.train
 
-    def note(self, members):
-        found.append(len(members))
-        train(self, members)
+    def note(self, jobs):
+        found.append(len(jobs))
+        return train(self, jobs)
 
     monkeypatch.setattr(ChainNets, "train", note)
     return found

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from relflat_sk._engine.job import Job
 from relflat_sk._losses.array_losses import ArrayLoss, namespace
 from relflat_sk._penalty.limit import PenaltyLimit, as_kind
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """A batch of each network.
 
     `shares` are the weights divided by their sum. Shapes: `inputs`, `targets` (k, n, ...),
@@ -26,13 +27,13 @@ class Batch(NamedTuple):
 class Own:
     """The tensors of one network and its own optimizer."""
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, job: Job) -> None:
         self.weights, self.gradients = {}, {}
-        for name, parameter in net.module_.named_parameters():
+        for name, parameter in job.parts.parameters:
             parameter.grad = torch.zeros_like(parameter)
             self.weights[name] = parameter.detach()[None]
             self.gradients[name] = parameter.grad[None]
-        self.step: Callable[[], Any] = net.optimizer_.step
+        self.step: Callable[[], Any] = job.optimizer.step
 
     def hand_over(self) -> None:
         """Do nothing: these are the network's tensors."""
@@ -45,23 +46,24 @@ class Settings(NamedTuple):
     clips: Any
     limit: PenaltyLimit
 
-    def finish(self, nets: Iterable[Any]) -> None:
-        """Give the nets what their limits have seen in this epoch."""
-        if self.clips is not None:
-            self.limit.unstack([net._penalty_limit() for net in nets])
 
-
-def settings_of(nets: Sequence[Any], like: Any) -> Settings | None:
-    """Read the penalties of nets of one kind, as arrays of the kind of another one."""
-    if not nets[0].flatness_weight:
+def settings_of(jobs: Sequence[Job], like: Any) -> Settings | None:
+    """Read the penalties of networks of one kind, as arrays of the kind of another one."""
+    penalties = [job.penalty for job in jobs if job.penalty is not None]
+    if not penalties:
         return None
-    factors = as_kind([net._penalty_weight() for net in nets], like)
-    clips = [net.flatness_clip for net in nets]
+    clips = [penalty.clip for penalty in penalties]
     return Settings(
-        factors,
+        as_kind([penalty.weight for penalty in penalties], like),
         None if clips[0] is None else as_kind(clips, like),
-        PenaltyLimit.stack([net._penalty_limit() for net in nets], like),
+        PenaltyLimit.stack([penalty.limit for penalty in penalties], like),
     )
+
+
+def hand_back(settings: Settings | None, jobs: Iterable[Job]) -> None:
+    """Give the limits of the networks' penalties what the steps have shown."""
+    if settings is not None and settings.clips is not None:
+        settings.limit.unstack([job.penalty.limit for job in jobs if job.penalty is not None])
 
 
 class Body(Protocol):
@@ -81,7 +83,7 @@ class Body(Protocol):
 
 
 # from a batch and the networks' factors, (k,), to penalties with their graph, (k,)
-EarlierTerms = Callable[[Batch, Any], Tensor]
+EarlierTerms = Callable[[StepBatch, Any], Tensor]
 
 
 class Step:
@@ -99,7 +101,7 @@ class Step:
         self._body, self._loss = body, loss
         self._at_last, self._earlier, self._n_layers = at_last, earlier, n_layers
 
-    def __call__(self, batch: Batch, settings: Settings | None) -> tuple[Any, ...]:
+    def __call__(self, batch: StepBatch, settings: Settings | None) -> tuple[Any, ...]:
         """Write the gradients of a batch; return losses, penalties and shares of them."""
         z, phi, weight = self._body.forward(batch.inputs)
         loss, of_z, p = self._loss.slopes(z, batch.targets, batch.shares)

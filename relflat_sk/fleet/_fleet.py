@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from relflat_sk._checks import check_integer
-from relflat_sk._engine.epoch import EPOCH_TRAINER, Member, find_chain_of, train_chain
-from relflat_sk._engine.qualify import NeedsOwnLoop
+from relflat_sk._engine.epoch import EPOCH_TRAINER, find_chain_of, train_chain
+from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._random import fork_rng
 from relflat_sk.fleet._stack import Stack, key_of
 from relflat_sk.fleet._turns import Routine, current
 from relflat_sk.fleet._vmapped import VmappedNets
-from relflat_sk.training._batches import read_member
 
 _LOG = logging.getLogger("relflat_sk")
 _AT_MOST = 32
@@ -50,7 +49,8 @@ class Fleet:
         self.auto = auto
         # how nets with a key are stacked, or the reason why they are not
         self._kinds: dict[Any, ChainNets | VmappedNets | NeedsOwnLoop] = {}
-        self._waiting: dict[Routine, Member] = {}
+        self._waiting: dict[Routine, Job] = {}
+        self._trained: dict[Routine, Epoch] = {}
         self._refused: dict[Routine, NeedsOwnLoop] = {}
         self._reasons: set[str] = set()
         self._routines: list[Routine] = []
@@ -101,50 +101,47 @@ class Fleet:
 
     # -- called by nets, in their routines, where they wait for the others --------------------
 
-    def train_epoch(self, net: Any, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
-        """Train a net for an epoch together with others; return False if it must do so itself."""
+    def train_epoch(self, job: Job) -> Epoch:
+        """Train a network for an epoch together with others."""
         routine, before = current(), torch.get_rng_state()
-        try:
-            member = read_member(net, iterator, fit_params)
-            self._place(member)
-            member.start_epoch()
-            self._waiting[routine] = member
-            routine.pause()
-            if routine in self._refused:
-                raise self._refused.pop(routine)
-        except NeedsOwnLoop as reason:
+        self._place(job)
+        job.start_epoch()
+        self._waiting[routine] = job
+        routine.pause()
+        if routine in self._refused:
             torch.set_rng_state(before)
-            self._say(f"trained one by one: {reason}")
-            return False
-        torch.set_rng_state(member.random_state)
-        return True
+            raise self._refused.pop(routine)
+        torch.set_rng_state(job.random_state)
+        return self._trained.pop(routine)
 
-    def _place(self, member: Member) -> None:
-        """Find the group of a net, and read its targets."""
-        member.key = key_of(member)
-        if member.key not in self._kinds:
-            self._kinds[member.key] = self._kind_of(member)
-        kind = self._kinds[member.key]
-        if isinstance(kind, NeedsOwnLoop):
-            raise NeedsOwnLoop(str(kind))
-        kind.prepare(member)
-
-    def _kind_of(self, member: Member) -> "ChainNets | VmappedNets | NeedsOwnLoop":
-        """Find how nets are stacked, or the reason why they are not."""
-        reason = why_alone(member.module) if self.auto else None
-        if reason is not None:
-            return NeedsOwnLoop(reason)
-        with suppress(NeedsOwnLoop):
-            return ChainNets(member)
-        try:
-            return VmappedNets(member)
-        except NeedsOwnLoop as refusal:
-            return refusal
-
-    def _say(self, text: str) -> None:
+    def log_reason(self, reason: NeedsOwnLoop) -> None:
+        """Say why a net trains its epochs by itself, once for each reason."""
+        text = f"trained one by one: {reason}"
         if text not in self._reasons:
             self._reasons.add(text)
             _LOG.log(logging.INFO if self.auto else logging.WARNING, text)
+
+    def _place(self, job: Job) -> None:
+        """Find the group of a net, and read its targets."""
+        job.key = key_of(job)
+        if job.key not in self._kinds:
+            self._kinds[job.key] = self._kind_of(job)
+        kind = self._kinds[job.key]
+        if isinstance(kind, NeedsOwnLoop):
+            raise NeedsOwnLoop(str(kind))
+        kind.prepare(job)
+
+    def _kind_of(self, job: Job) -> "ChainNets | VmappedNets | NeedsOwnLoop":
+        """Find how nets are stacked, or the reason why they are not."""
+        reason = why_alone(job.module) if self.auto else None
+        if reason is not None:
+            return NeedsOwnLoop(reason)
+        with suppress(NeedsOwnLoop):
+            return ChainNets(job)
+        try:
+            return VmappedNets(job)
+        except NeedsOwnLoop as refusal:
+            return refusal
 
     # -- called by the fleet itself ------------------------------------------------------------
 
@@ -152,13 +149,14 @@ class Fleet:
         """Train the epochs of all nets that wait, group by group; return their routines."""
         waiting, self._waiting = self._waiting, {}
         groups: dict[Any, list[Routine]] = {}
-        for routine, member in waiting.items():
-            groups.setdefault(member.key, []).append(routine)
+        for routine, job in waiting.items():
+            groups.setdefault(job.key, []).append(routine)
         for key, routines in groups.items():
             started = time.perf_counter()
             try:
                 kind: Any = self._kinds[key]
-                kind.train([waiting[one] for one in routines])
+                epochs = kind.train([waiting[one] for one in routines])
+                self._trained |= dict(zip(routines, epochs, strict=True))
             except NeedsOwnLoop as reason:  # in this epoch
                 self._refused |= dict.fromkeys(routines, reason)
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
@@ -174,16 +172,16 @@ class Fleet:
 class ChainNets:
     """Nets whose network is a chain of layers, which train together by its formulas."""
 
-    def __init__(self, member: Member) -> None:
-        find_chain_of(member)
+    def __init__(self, job: Job) -> None:
+        find_chain_of(job)
 
-    def prepare(self, member: Member) -> None:
+    def prepare(self, job: Job) -> None:
         """Find the formulas of a net, and check its targets."""
-        member.chain = find_chain_of(member)
+        job.chain = find_chain_of(job)
 
-    def train(self, members: Sequence[Member]) -> None:
-        """Train nets for an epoch, and record their batches."""
-        train_chain(members, Stack(members))
+    def train(self, jobs: Sequence[Job]) -> list[Epoch]:
+        """Train nets for an epoch."""
+        return train_chain(jobs, Stack(jobs))
 
 
 def why_alone(module: nn.Module) -> str | None:

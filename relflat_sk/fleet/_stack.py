@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._engine.epoch import Member
-from relflat_sk._engine.qualify import NeedsOwnLoop, Parts
+from relflat_sk._engine.job import Job, NeedsOwnLoop, Parts
+from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 
 
 class Stack:
-    """The stacked networks of some members for an epoch.
+    """The stacked networks of some jobs for an epoch.
 
     All weights of a network are a row of one array, on which an optimizer of torch takes the steps.
     The networks' own tensors get the values at the end of the epoch, so that callbacks find trained
     networks. Shapes: weights, gradients and buffers (k, ...).
     """
 
-    def __init__(self, members: Sequence[Member], unused: Collection[str] = ()) -> None:
-        self._members = list(members)
+    def __init__(self, jobs: Sequence[Job], unused: Collection[str] = ()) -> None:
+        self._jobs = list(jobs)
         self._own = [
-            [(name, p) for name, p in one.parts.parameters if name not in unused] for one in members
+            [(name, p) for name, p in one.parts.parameters if name not in unused] for one in jobs
         ]
         with torch.no_grad():
             rows = [torch.cat([p.reshape(-1) for _, p in own]) for own in self._own]
@@ -32,7 +32,7 @@ class Stack:
             self.weights, self.gradients = (
                 self._split(array, self._own[0]) for array in (self._rows, self._slopes)
             )
-            parts = [one.parts for one in members]
+            parts = [one.parts for one in jobs]
             self.fixed = {
                 name: tensor
                 for name, tensor in stack_tensors([one.parameters for one in parts]).items()
@@ -50,12 +50,12 @@ class Stack:
         }
 
     def _make_optimizer(self) -> None:
-        """Make an optimizer with a group for each run of members with the same settings.
+        """Make an optimizer with a group for each run of jobs with the same settings.
 
-        The steps of all optimizers here are proportional to their learning rate. Where members
-        differ in theirs, the optimizer's is 1, and each member takes its share of the step.
+        The steps of all optimizers here are proportional to their learning rate. Where jobs
+        differ in theirs, the optimizer's is 1, and each job takes its share of the step.
         """
-        optimizers = [member.net.optimizer_ for member in self._members]
+        optimizers: list[Any] = [job.optimizer for job in self._jobs]
         settings = [
             {name: x for name, x in one.param_groups[0].items() if name != "params"}
             for one in optimizers
@@ -96,8 +96,8 @@ class Stack:
             }
 
     def _state(self, k: int) -> dict[str, Any]:
-        """Return the state of a member's optimizer: rows, and numbers of all parameters."""
-        state = self._members[k].net.optimizer_.state
+        """Return the state of a job's optimizer: rows, and numbers of all parameters."""
+        state = self._jobs[k].optimizer.state
         states = [state.get(p, {}) for _, p in self._own[k]]
         found: dict[str, Any] = {}
         is_even = all(one.keys() == states[0].keys() for one in states)
@@ -124,15 +124,15 @@ class Stack:
 
     @torch.no_grad()
     def hand_over(self) -> None:
-        """Give the values of the stack to the members' own networks and optimizers."""
-        for k, (member, own) in enumerate(zip(self._members, self._own, strict=True)):
+        """Give the values of the stack to the jobs' own networks and optimizers."""
+        for k, (job, own) in enumerate(zip(self._jobs, self._own, strict=True)):
             rows, slopes = (self._split(one[k], own) for one in (self._rows, self._slopes))
             for name, parameter in own:
                 parameter.copy_(rows[name])
                 parameter.grad = slopes[name].clone()  # that of the last step
-            for name, buffer in member.parts.buffers:
+            for name, buffer in job.parts.buffers:
                 buffer.copy_(self.buffers[name][k])
-            optimizer: Any = member.net.optimizer_
+            optimizer: Any = job.optimizer
             optimizer._opt_called = True  # else torch's schedulers warn of a missing step
         for some, places in self._runs:
             for name, value in self._optimizer.state[some].items():
@@ -140,8 +140,8 @@ class Stack:
                     self._hand_over_state(k, name, value, i)
 
     def _hand_over_state(self, k: int, name: str, value: Any, row: int) -> None:
-        """Give a member's optimizer one kind of its state."""
-        own, state = self._own[k], self._members[k].net.optimizer_.state
+        """Give a job's optimizer one kind of its state."""
+        own, state = self._own[k], self._jobs[k].optimizer.state
         is_row = name != "step" and isinstance(value, Tensor)
         pieces = self._split(value[row], own) if is_row else {}
         for key, parameter in own:
@@ -160,19 +160,19 @@ def stack_tensors(named: Sequence[Sequence[tuple[str, Tensor]]]) -> dict[str, Te
 OF_TORCH = nn.Module().__dict__.keys()
 
 
-def key_of(member: Member) -> tuple[Any, ...]:
+def key_of(job: Job) -> tuple[Any, ...]:
     """Return what nets have in common that can be trained as one stacked model."""
-    net, (inputs, targets) = member.net, (member.inputs, member.targets)
+    inputs, targets = job.inputs, job.targets
     shapes = [(tuple(part.shape[1:]), part.dtype, part.device) for part in (inputs, targets)]
-    ignored = getattr(net.criterion_, "ignore_index", None)
+    ignored = getattr(job.criterion, "ignore_index", None)
     return (
-        (member.n_rows, member.batch_size, member.drop_last, *shapes),
+        (job.n_rows, job.batch_size, job.drop_last, *shapes),
         ignored is not None and bool((targets == ignored).any()),
-        member.weights is not None,
-        parts_key(member.parts),
-        criterion_key(net.criterion_),
-        _optimizer_key(net.optimizer_),
-        _penalty_key(net),
+        job.weights is not None,
+        parts_key(job.parts),
+        criterion_key(job.criterion),
+        _optimizer_key(job.optimizer),
+        _penalty_key(job.penalty),
     )
 
 
@@ -241,13 +241,10 @@ def _optimizer_key(optimizer: Any) -> type:
     return type(optimizer)
 
 
-def _penalty_key(net: Any) -> tuple[Any, ...]:
+def _penalty_key(penalty: RelativeFlatnessPenalty | None) -> tuple[Any, ...]:
     """Return the settings of the penalty that nets have in common, but for weight and limit."""
-    if not net.flatness_weight:
+    if penalty is None:
         return ()
-    return (
-        tuple(net._layers()),
-        net.flatness_normalize,
-        net.flatness_probes,
-        net.flatness_clip is None,
-    )
+    layer: Any = penalty.layer
+    layers = tuple(layer) if isinstance(layer, list | tuple) else (layer,)
+    return layers, penalty.normalize, penalty.probes, penalty.clip is None

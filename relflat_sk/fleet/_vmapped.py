@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pickle import PicklingError
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from relflat_sk._engine.chain import draw_mask
-from relflat_sk._engine.epoch import Member, make_generators, train_epoch
-from relflat_sk._engine.qualify import NeedsOwnLoop
-from relflat_sk._engine.step import Batch, Settings, Step
+from relflat_sk._engine.epoch import make_generators, train_epoch
+from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
+from relflat_sk._engine.step import Settings, Step, StepBatch
 from relflat_sk._losses.array_losses import ArrayLoss, find_array_loss
 from relflat_sk._losses.loss import Loss, explain_ending, name_criterion, weighted_loss
 from relflat_sk._losses.many_classes import MANY
@@ -73,28 +73,28 @@ class Probe:
     ending: str | None
 
 
-def probe(member: Member) -> Probe:
+def probe(job: Job) -> Probe:
     """Run a network, and check that its penalty can be computed for many networks at once."""
-    net, weight = member.net, next(member.module.parameters())
-    x = cast_inputs(member.inputs[: member.batch_size], member.module, weight.device)
-    y = member.targets[: member.batch_size].to(weight.device)
-    module, loss = _copy(member.module).train(), Loss(net.criterion_)
+    weight = next(job.module.parameters())
+    x = cast_inputs(job.inputs[: job.batch_size], job.module, weight.device)
+    y = job.targets[: job.batch_size].to(weight.device)
+    module, loss = _copy(job.module).train(), Loss(job.criterion)
     with fork_rng(weight.device), torch.enable_grad():
         ran = _copy(module)
         masks = _find_masks(ran, x)
         _check_state(module, ran)
         # a network may hold results of its forward pass, and torch cannot copy it then
         tried, layers = _copy(module), PenaltyLayers()
-        if net.flatness_weight:
-            layers = _find_layers(member, tried, x, y)
+        if job.penalty is not None:
+            layers = _find_layers(job, tried, x, y)
         output = primary_output(tried(x))
         ending = find_ending(output)
         problem = explain_ending(loss.criterion, ending)
         if problem is not None:
             raise NeedsOwnLoop(problem)  # its own fit raises the error
-        net._check_output(loss, output)
+        job.check_output(loss, output)
         target = loss.read_target(output, y).values
-        _check_rounding(module, tried, output, net.optimizer_)
+        _check_rounding(module, tried, output, job.optimizer)
         unused = _find_unused(tried, output)
     return Probe(module, output.detach()[:1], target, unused, masks, layers, ending)
 
@@ -184,11 +184,11 @@ def _find_unused(module: nn.Module, output: Tensor) -> set[str]:
 # -- the layers of a penalty -----------------------------------------------------------------
 
 
-def _find_layers(member: Member, module: nn.Module, x: Tensor, y: Tensor) -> PenaltyLayers:
+def _find_layers(job: Job, module: nn.Module, x: Tensor, y: Tensor) -> PenaltyLayers:
     """Find the penalised layers; refuse a network whose penalty is not that of a stack."""
-    if member.net.flatness_normalize:
+    if job.penalty is not None and job.penalty.normalize:
         raise NeedsOwnLoop("flatness_normalize=True is computed for single nets only")
-    plan = _try_penalty(member, module, x, y)
+    plan = _try_penalty(job, module, x, y)
     with Recorder(plan.layers, keep_graph) as recorder:
         output = primary_output(module(x))
     *others, last = (recorder[name] for name in plan.layers)
@@ -216,18 +216,20 @@ def _find_layers(member: Member, module: nn.Module, x: Tensor, y: Tensor) -> Pen
     )
 
 
-def _try_penalty(member: Member, module: nn.Module, x: Tensor, y: Tensor) -> Plan:
+def _try_penalty(job: Job, module: nn.Module, x: Tensor, y: Tensor) -> Plan:
     """Refuse a network whose penalty a net by itself refuses in its first step."""
-    penalty = RelativeFlatnessPenalty(*member.net._penalty_settings())
+    given = job.penalty
+    assert given is not None
+    penalty = RelativeFlatnessPenalty(given.layer, given.normalize, given.probes)
     weights = None
-    if member.weights is not None:
+    if job.weights is not None:
         weights = torch.ones(len(x), dtype=torch.float64, device=x.device)
     try:
         with warnings.catch_warnings():  # its own fit warns and raises
             warnings.simplefilter("ignore")
             with penalty.capture(module):
                 output = primary_output(module(x))
-            penalty(member.net.criterion_, output, y, weights)
+            penalty(job.criterion, output, y, weights)
     except ValueError as error:
         raise NeedsOwnLoop(f"with a penalty, {error}") from error
     return penalty.plan
@@ -334,10 +336,10 @@ class Vmapped:
 class VmappedNets:
     """Nets of one architecture that train together, and how."""
 
-    def __init__(self, member: Member) -> None:
-        self._found = found = probe(member)
+    def __init__(self, job: Job) -> None:
+        self._found = found = probe(job)
         self._body = Vmapped(found)
-        criterion, target = member.net.criterion_, found.target
+        criterion, target = job.criterion, found.target
         self._loss: ArrayLoss | None = None
         if found.output.ndim == 2:
             self._loss = find_array_loss(criterion, target, found.output.shape[1])
@@ -349,31 +351,30 @@ class VmappedNets:
                 f" labels of {target.dtype} and shape {tuple(target.shape)})"
             )
 
-    def prepare(self, member: Member) -> None:
-        """Check the targets of a net, which learns what networks of its kind end in."""
-        member.values = member.read_targets(self._found.output)
-        member.net._ending = self._found.ending
+    def prepare(self, job: Job) -> None:
+        """Check the targets of a net."""
+        job.values = job.read_targets(self._found.output)
 
-    def train(self, members: Sequence[Member]) -> None:
-        """Train nets for an epoch, and record their batches."""
-        stack, body, found = Stack(members, self._found.unused), self._body, self._found
+    def train(self, jobs: Sequence[Job]) -> list[Epoch]:
+        """Train nets for an epoch."""
+        stack, body, found = Stack(jobs, self._found.unused), self._body, self._found
         like = next(iter(stack.weights.values()))
         body.bind(stack)
-        streams = make_generators(members, like.device) if found.masks else []
+        streams = make_generators(jobs, like.device) if found.masks else []
         rates: dict[str, Any] = {name: found.module.get_submodule(name).p for name in found.masks}
         earlier = None
         if found.layers.earlier:
             assert self._loss is not None
-            earlier = EarlierTerms(body, self._loss, found.layers, members)
-        make_step = self._make_step(members[0], earlier)
+            earlier = EarlierTerms(body, self._loss, found.layers, jobs)
+        make_step = self._make_step(jobs[0], earlier)
 
-        def as_arrays(batch: Batch) -> Batch:
+        def as_arrays(batch: StepBatch) -> StepBatch:
             if self._loss is None:
                 return batch
             wanted = self._loss.targets(batch.targets, found.output.shape[1], like)
             return batch._replace(targets=wanted)
 
-        def step(batch: Batch, settings: Settings | None) -> tuple[Any, ...]:
+        def step(batch: StepBatch, settings: Settings | None) -> tuple[Any, ...]:
             n = batch.shares.shape[1]
             body.masks = {
                 name: draw_mask(streams, (n, *shape), rates[name], like)
@@ -381,30 +382,31 @@ class VmappedNets:
             }
             return make_step(batch, settings)
 
-        values = [member.values for member in members]
-        train_epoch(step, members, values, stack, like, as_arrays)
+        values = [job.values for job in jobs]
+        epochs = train_epoch(step, jobs, values, stack, like, as_arrays)
         if earlier is not None:
             earlier.finish()
+        return [replace(epoch, has_ending=True, ending=found.ending) for epoch in epochs]
 
     def _make_step(
-        self, member: Member, earlier: "EarlierTerms | None"
-    ) -> Callable[[Batch, Settings | None], tuple[Any, ...]]:
+        self, job: Job, earlier: "EarlierTerms | None"
+    ) -> Callable[[StepBatch, Settings | None], tuple[Any, ...]]:
         """Return a function that makes a step."""
         if self._loss is None:
-            return partial(_step_of_any, self._body, member)
+            return partial(_step_of_any, self._body, job)
         at_last = self._found.layers.is_penalised
         n_layers = at_last + len(self._found.layers.earlier)
         return Step(self._body, self._loss, at_last=at_last, earlier=earlier, n_layers=n_layers)
 
 
 def _step_of_any(
-    body: Vmapped, member: Member, batch: Batch, settings: Settings | None
+    body: Vmapped, job: Job, batch: StepBatch, settings: Settings | None
 ) -> tuple[Tensor]:
     """Make a step of nets whose criterion is differentiated by torch."""
-    criterion = member.net.criterion_
+    criterion = job.criterion
     z = body.forward(batch.inputs)[0].requires_grad_()
     with torch.enable_grad():
-        if member.weights is None:
+        if job.weights is None:
             losses = vmap(criterion)(z, batch.targets)
         else:
             weighted = partial(weighted_loss, Loss(criterion))
@@ -424,28 +426,28 @@ class EarlierTerms:
     """
 
     def __init__(
-        self, body: Vmapped, loss: ArrayLoss, layers: PenaltyLayers, members: Sequence[Member]
+        self, body: Vmapped, loss: ArrayLoss, layers: PenaltyLayers, jobs: Sequence[Job]
     ) -> None:
-        self._body, self._loss, self._layers, self._members = body, loss, layers, members
-        self._criterion = Loss(members[0].net.criterion_)
-        self._n_draws = members[0].net.flatness_probes
-        self._generators = [torch.Generator() for _ in members]
-        for member, generator in zip(members, self._generators, strict=True):
-            generator.set_state(member.random_state)
+        self._body, self._loss, self._layers, self._jobs = body, loss, layers, jobs
+        self._criterion = Loss(jobs[0].criterion)
+        self._n_draws = jobs[0].penalty.probes if jobs[0].penalty else 0
+        self._generators = [torch.Generator() for _ in jobs]
+        for job, generator in zip(jobs, self._generators, strict=True):
+            generator.set_state(job.random_state)
 
     def finish(self) -> None:
-        """Hand the random states over to the members, as the last step leaves them."""
-        for member, generator in zip(self._members, self._generators, strict=True):
-            member.random_state = generator.get_state()
+        """Hand the random states over to the jobs, as the last step leaves them."""
+        for job, generator in zip(self._jobs, self._generators, strict=True):
+            job.random_state = generator.get_state()
 
-    def __call__(self, batch: Batch, factors: Tensor) -> Tensor:
+    def __call__(self, batch: StepBatch, factors: Tensor) -> Tensor:
         """Compute the penalties, with their graph. Shapes: `factors` (k,), returns (k,)."""
         with torch.enable_grad():
             draw = (self._slopes if self._layers.is_piecewise_linear else self._forms)(batch)
             draws = [draw(*self._draw_signs(batch)) for _ in range(self._n_draws)]
             return factors * torch.stack(draws).mean(0)
 
-    def _draw_signs(self, batch: Batch) -> list[Tensor]:
+    def _draw_signs(self, batch: StepBatch) -> list[Tensor]:
         """Draw the signs of an estimate."""
         (n, like), widths = (batch.shares.shape[1], batch.shares), self._layers.earlier.values()
         if self._layers.is_piecewise_linear:
@@ -465,7 +467,7 @@ class EarlierTerms:
         for name in self._layers.earlier:
             yield self._body.inputs[name], self._body.leaves[f"{name}.weight"]
 
-    def _slopes(self, batch: Batch) -> Callable[..., Tensor]:
+    def _slopes(self, batch: StepBatch) -> Callable[..., Tensor]:
         """Return the mean squared slopes along random changes, for a piecewise linear network."""
         z, moves, rows = self._body.z, list(self._body.moves.values()), list(self._rows())
         curvature = self._criterion.closed_form("identity", z.flatten(0, 1), None)
@@ -484,7 +486,7 @@ class EarlierTerms:
 
         return draw
 
-    def _forms(self, batch: Batch) -> Callable[..., Tensor]:
+    def _forms(self, batch: StepBatch) -> Callable[..., Tensor]:
         """Return the mean forms of the Hessian along random changes, for any other network."""
         z, moves, rows = self._body.z, list(self._body.moves.values()), list(self._rows())
         losses = self._loss.each(z, batch.targets)[0].sum() * self._loss.divisor(z.shape[2])

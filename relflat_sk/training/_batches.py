@@ -4,9 +4,6 @@ Batches of skorch are pairs (X, y). A sample weight travels with its label: a da
 returns `Weighted` labels, any data loader batches them, and the net's loss separates them again.
 """
 
-import warnings
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,10 +15,8 @@ from skorch import NeuralNet
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.utils import data_from_dataset, is_skorch_dataset
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from relflat_sk._engine.epoch import Member
-from relflat_sk._engine.qualify import NeedsOwnLoop, Parts, check_net
 from relflat_sk._models.network_of import DataOptions, skorch_batches, skorch_network
 from relflat_sk._network.batches import (
     Batch,
@@ -162,7 +157,7 @@ def _weighted_batches(net: NeuralNet, dataset: Any, batch_size: int) -> Batches:
 
 
 @dataclass
-class Rows(Dataset[Any]):
+class ArrayRows(Dataset[Any]):
     """Samples of which torch's loader takes whole batches: rows of arrays, with their weights.
 
     Shapes: `rows` and `weights` (n,).
@@ -199,15 +194,15 @@ def make_loader(dataset: Any, **arguments: Any) -> DataLoader[Any]:
     return DataLoader(dataset, **arguments)
 
 
-def rows_loader(rows: Rows, **arguments: Any) -> DataLoader[Any]:
+def rows_loader(rows: ArrayRows, **arguments: Any) -> DataLoader[Any]:
     """Make a loader of rows of arrays."""
     return DataLoader(rows, collate_fn=_as_it_is, **arguments)
 
 
-def rows_of(loader: Any) -> Rows | None:
+def rows_of(loader: Any) -> ArrayRows | None:
     """Return what a loader cuts its batches out of; accelerate's makes them in its own way."""
     found = loader.dataset if type(loader) is DataLoader else None
-    return found if isinstance(found, Rows) else None
+    return found if isinstance(found, ArrayRows) else None
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -215,7 +210,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _find_rows(dataset: Any) -> Rows | None:
+def _find_rows(dataset: Any) -> ArrayRows | None:
     """Find the arrays inside a data set, if rows can be cut out of them."""
     base, rows, weights = _unwrap(dataset)
     if type(base) is SkorchDataset:
@@ -230,7 +225,7 @@ def _find_rows(dataset: Any) -> Rows | None:
     except _NotArrays:
         return None
     rows = np.arange(len(base)) if rows is None else rows
-    return Rows(inputs, targets, rows, None if weights is None else torch.from_numpy(weights))
+    return ArrayRows(inputs, targets, rows, None if weights is None else torch.from_numpy(weights))
 
 
 class _NotArrays(TypeError):
@@ -263,51 +258,3 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Tensor:
         return data.index_select(0, torch.from_numpy(rows).to(data.device))
     found = data[rows]
     return torch.from_numpy(found.toarray() if issparse(found) else found)
-
-
-def _draw_seed() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_().item())
-
-
-# -- epochs outside of the net's own loop --------------------------------------------------
-
-
-def read_member(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Member:
-    """Read a net and its data for an epoch outside of its own loop; refuse what needs that."""
-    parts = Parts(net.module_)
-    check_net(net, parts, fit_params)
-    samples = rows_of(loader)
-    if samples is None:
-        raise NeedsOwnLoop("its batches are not cut out of arrays")
-    inputs, targets = _whole(samples.inputs, "inputs"), _whole(samples.targets, "targets")
-    size, drop_last, n = int(loader.batch_size or 1), bool(loader.drop_last), len(samples)
-    rows, in_order = torch.from_numpy(samples.rows), torch.arange(n)
-    if samples.weights is not None and not torch.equal(rows, in_order):
-        # weights are in the order of samples
-        inputs, targets, rows = inputs[rows], targets[rows], in_order
-    if drop_last and n < size:
-        raise NeedsOwnLoop("it has fewer samples than a batch, and drops them")
-
-    def draw_order() -> Tensor:
-        _draw_seed()  # torch's loader draws a seed for workers, even if it has none
-        # its sampler would turn a permutation into numbers of Python
-        if isinstance(loader.sampler, RandomSampler):
-            generator = torch.Generator().manual_seed(_draw_seed())
-            return rows[torch.randperm(n, generator=generator)]
-        return rows
-
-    return Member(
-        net, parts, inputs, targets, samples.weights, draw_order, n, min(size, n), drop_last
-    )
-
-
-def _whole(data: Any, name: str) -> Tensor:
-    """Return an array as a tensor that shares its memory."""
-    if isinstance(data, Tensor):
-        return data
-    if isinstance(data, np.ndarray):
-        with warnings.catch_warnings(), suppress(ValueError):  # such as negative strides
-            # torch warns of arrays that it may not write to, and nobody writes to these
-            warnings.filterwarnings("ignore", "The given NumPy array is not writ")
-            return torch.from_numpy(data)
-    raise NeedsOwnLoop(f"its {name} are not one array")

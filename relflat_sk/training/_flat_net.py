@@ -642,12 +642,14 @@ class FlatNet(SkorchNet):
     def _penalty_settings(self) -> tuple[Any, bool, int]:
         return self.flatness_layer, self.flatness_normalize, self.flatness_probes
 
-    def _penalty(self, state: _Training) -> RelativeFlatnessPenalty:
-        """Return the training's penalty, a new one if its settings have changed."""
-        settings, penalty = self._penalty_settings(), state.penalty
+    def _penalty(self) -> RelativeFlatnessPenalty:
+        """Return the training's penalty of this epoch, a new one if its settings have changed."""
+        settings, state = self._penalty_settings(), self._state()
+        penalty = state.penalty
         if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
             penalty = state.penalty = RelativeFlatnessPenalty(*settings)
-        penalty.clip, penalty.limit = self.flatness_clip, self._penalty_limit()
+        penalty.weight, penalty.clip = self._penalty_weight(), self.flatness_clip
+        penalty.limit = self._penalty_limit()
         return penalty
 
     def _penalty_limit(self) -> PenaltyLimit:
@@ -701,8 +703,7 @@ class FlatNet(SkorchNet):
             return _on_tensors(lambda one: full_precision(one.detach()), output)
         if not self._must_record() or self._state().in_infer:
             return _on_tensors(full_precision, super().infer(x, **fit_params))
-        state, network = self._state(), unwrapped(module)
-        penalty = self._penalty(state)
+        state, network, penalty = self._state(), unwrapped(module), self._penalty()
         with uncompiled(module), penalty.capture(network):
             output = _on_tensors(full_precision, super().infer(x, **fit_params))
         state.recorded = True

@@ -30,7 +30,7 @@ def recording(infer: Method) -> Method:
         if not net._must_record() or net._state().in_infer:
             return infer(net, x, **fit_params)
         state = net._state()
-        network, penalty = unwrapped(net.module_), net._penalty(state)
+        network, penalty = unwrapped(net.module_), net._penalty()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             replaced.__exit__()

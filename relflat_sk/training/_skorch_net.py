@@ -14,10 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from relflat_sk._checks import did_you_mean
-from relflat_sk._engine.epoch import EPOCH_TRAINER, train_alone
-from relflat_sk._engine.qualify import NeedsOwnLoop
 from relflat_sk._network.batches import LoadedBatches
-from relflat_sk.training._batches import make_loader, read_member, rows_loader, rows_of
+from relflat_sk.training._batches import make_loader, rows_loader, rows_of
+from relflat_sk.training._jobs import train_otherwise
 
 # skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters
 _UNFITTED: dict[str, Callable[[], Any]] = {
@@ -190,14 +189,7 @@ class SkorchNet(NeuralNet):
 
     def _is_trained_otherwise(self, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
         """Train for an epoch together with other nets, or by written-out gradients, if possible."""
-        trainer = EPOCH_TRAINER.get()
-        if trainer is not None:
-            return bool(trainer.train_epoch(self, iterator, fit_params))
-        try:
-            train_alone(read_member(self, iterator, fit_params))
-        except NeedsOwnLoop:
-            return False
-        return True
+        return train_otherwise(self, iterator, fit_params)
 
 
 # -- names of parameters -------------------------------------------------------------------

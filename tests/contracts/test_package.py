@@ -98,6 +98,14 @@ def test_no_public_name_hides_a_module():
         assert getattr(importlib.import_module(package), name) is module
 
 
+@pytest.mark.parametrize("package", ["_engine", "_penalty", "_network", "_models", "fleet"])
+def test_what_trains_networks_knows_no_private_names_of_nets(package):
+    """A net hands down a `Job`; with the net itself, knowledge would flow up."""
+    for path in (PACKAGE / package).glob("*.py"):
+        found = re.findall(r"\b\w*net\._[a-z]\w*", path.read_text(encoding="utf-8"))
+        assert not found, path.name
+
+
 FORBIDDEN = {
     "Imports go down": ("_losses/table.py", "import relflat_sk.measures"),
     "No circle, in any package": ("_network/layer_maps.py", "import relflat_sk._network.layers"),

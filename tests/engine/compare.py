@@ -9,6 +9,7 @@ from sklearn.base import clone
 
 from relflat_sk import fleet_training
 from relflat_sk._engine.epoch import EPOCH_TRAINER
+from relflat_sk._engine.job import NeedsOwnLoop
 
 QUANTITIES = ("train_loss", "flatness_penalty", "flatness_clipped", "train_batch_size")
 
@@ -49,8 +50,11 @@ def assert_same(one, other, atol=1e-8):
 class OwnLoop:
     """Leaves every epoch to the net's own loop."""
 
-    def train_epoch(self, net, iterator, fit_params):
-        return False
+    def train_epoch(self, job):
+        raise NeedsOwnLoop
+
+    def log_reason(self, reason):
+        pass
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from relflat_sk import (
     StopAtGradientNorm,
     StopAtLoss,
 )
-from relflat_sk._engine.epoch import Member
+from relflat_sk._engine.job import Job
 from relflat_sk.fleet import _vmapped
 from tests.engine.compare import assert_same, compare, curve, data, own_loop
 from tests.engine.test_any_engine import OPTIMIZERS
@@ -270,7 +270,7 @@ def test_dropout_has_a_stream_that_depends_on_the_seed_alone(settings):
 
 def test_masks_of_ones_train_as_no_dropout_does(monkeypatch):
     monkeypatch.setattr(_vmapped, "draw_mask", lambda streams, shape, rate, like: like.new_ones(1))
-    monkeypatch.setattr(Member, "start_epoch", _draw_no_seed)
+    monkeypatch.setattr(Job, "start_epoch", _draw_no_seed)
     (net,) = classifiers(1, flatness_layer=0, module=Dropping)
     plain = clone(net).set_params(module__drops=False)
     with own_loop():

@@ -8,7 +8,7 @@ from skorch.dataset import Dataset as SkorchDataset
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
-from relflat_sk.training._batches import Rows, make_loader, with_weights
+from relflat_sk.training._batches import ArrayRows, make_loader, with_weights
 from tests.training.common import make
 
 N = 23
@@ -37,7 +37,7 @@ def _same(ours, theirs):
 
 
 def _cuts(loader):
-    return type(loader.dataset) is Rows
+    return type(loader.dataset) is ArrayRows
 
 
 def _same_batches(dataset, *, cut=True, **arguments):

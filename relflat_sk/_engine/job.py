@@ -1,0 +1,171 @@
+"""What training hands down for an epoch, what comes back, and which networks qualify for it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
+from torch.optim import Optimizer
+
+from relflat_sk._losses.loss import Loss
+from relflat_sk._network.layers import Layer, find_layer
+from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
+
+_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+# optimizers that treat every number alike, and need no second pass through the network
+_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+class NeedsOwnLoop(Exception):
+    """A net must be trained by its own loop, for the reason in the message."""
+
+
+class Parts:
+    """The modules inside of a network, with their tensors, all from one pass over it.
+
+    torch's own iterators take longer than an epoch's other checks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = list(_walk("", module))
+        self.parameters, self.buffers = (
+            [
+                (f"{name}.{key}" if name else key, tensor)
+                for name, part in self.modules
+                for key, tensor in getattr(part, attribute).items()
+                if tensor is not None
+            ]
+            for attribute in ("_parameters", "_buffers")
+        )
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for child, part in module._modules.items():
+        if part is not None:
+            yield from _walk(f"{name}.{child}" if name else child, part)
+
+
+@dataclass(eq=False)
+class Job:
+    """A network that is to be trained for an epoch, with its data.
+
+    ``check_output(criterion, output)`` refuses outputs that do not fit the labels.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    criterion: Any
+    penalty: RelativeFlatnessPenalty | None  # with its limit
+    inputs: Tensor
+    targets: Tensor
+    weights: Tensor | None  # (n,), of the samples
+    draw_order: Callable[[], Tensor]  # returns the order of the rows
+    n_rows: int
+    batch_size: int
+    drop_last: bool
+    check_output: Callable[[Loss, Tensor], None]
+    parts: Parts = field(init=False)
+    # drawn at the start of the epoch
+    order: Tensor = field(init=False)
+    seed: int = field(init=False)
+    random_state: Tensor = field(init=False)
+    # of a chain: its layers, the formulas of its loss, and the checked targets
+    chain: Any = None
+    # set by a fleet: what networks that train together have in common; checked targets of no chain
+    key: Any = None
+    values: Any = None
+
+    def __post_init__(self) -> None:
+        self.parts = Parts(self.module)
+
+    def start_epoch(self) -> None:
+        """Set the mode of training; draw what is random from torch's global random state."""
+        for part in (self.module, self.criterion):
+            if isinstance(part, nn.Module):
+                part.train()
+        order = self.draw_order()
+        n = len(order)
+        self.order = order[: n - n % self.batch_size] if self.drop_last else order
+        if any(type(part) is nn.Dropout and part.p for _, part in self.parts.modules):
+            self.seed = int(torch.randint(2**63 - 1, ()))
+        self.random_state = torch.get_rng_state()
+
+    def read_targets(self, output: Tensor) -> Tensor:
+        """Check all targets and return those that the criterion takes; `output` has one row."""
+        loss, shape = Loss(self.criterion), output.shape[1:]
+        self.check_output(loss, output.expand(self.batch_size, *shape))
+        return loss.read_target(output.expand(len(self.targets), *shape), self.targets).values
+
+    def penalised(self, names: list[str]) -> set[str]:
+        """Return which layers, of some in the order of the forward pass, are penalised."""
+        assert self.penalty is not None
+        layer: Layer | str | list[Layer] | tuple[Layer, ...] = self.penalty.layer  # type: ignore[assignment]
+        if layer == "all":
+            return set(names)
+        asked = layer if isinstance(layer, list | tuple) else [layer]
+        return {find_layer(self.module, one, names) for one in asked}
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The batches of an epoch: losses, penalties and the shares of them that the limit left."""
+
+    sizes: list[int]
+    losses: list[float]
+    penalties: list[float]
+    shares: list[float]
+    # what the network ends in, if its outputs have shown it
+    has_ending: bool = False
+    ending: str | None = None
+
+
+def qualify(job: Job) -> str | None:
+    """Return why a network cannot be trained by another loop than its own, if it cannot."""
+    return next(_obstacles(job), None)
+
+
+def _obstacles(job: Job) -> Iterator[str]:
+    """Yield the reasons why a network needs its own loop."""
+    parameters = [cast(nn.Parameter, parameter) for _, parameter in job.parts.parameters]
+    if _runs_hooks(job.parts, parameters):
+        yield "its network has hooks"
+    if len({(p.dtype, p.device) for p in parameters}) != 1:
+        yield "its network has no parameters, or parameters of several types"
+    if parameters[0].dtype not in (torch.float32, torch.float64):
+        yield f"its parameters are of dtype {parameters[0].dtype}"
+    if torch.is_autocast_enabled(parameters[0].device.type):
+        yield "it is trained in mixed precision"
+    if not all(p.requires_grad for p in parameters):
+        yield "some parameters of its network are frozen"
+    if len(set(map(id, parameters))) < len(parameters):
+        yield "its network uses a parameter twice"
+    if type(job.optimizer) not in _OPTIMIZERS:
+        names = [kind.__name__ for kind in _OPTIMIZERS]
+        yield f"its optimizer is {type(job.optimizer).__name__}, not one of {names}"
+    if isinstance(job.criterion, nn.Module):
+        yield from _obstacles_of_criterion(Parts(job.criterion))
+
+
+def _obstacles_of_criterion(parts: Parts) -> Iterator[str]:
+    """Yield the reasons why a criterion needs a network's own loop."""
+    if parts.parameters:
+        yield "its criterion has parameters"
+    if _runs_hooks(parts, []):
+        yield "its criterion has hooks"
+
+
+def _runs_hooks(parts: Parts, parameters: list[nn.Parameter]) -> bool:
+    """Return whether passes through modules, or gradients of parameters, run code of others."""
+    return (
+        any("forward" in vars(part) or _has_hooks(part, "") for _, part in parts.modules)
+        or _has_hooks(of_all_modules, "_global")
+        or any(one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters)
+    )
+
+
+def _has_hooks(owner: Any, prefix: str) -> bool:
+    """Return whether there is code of others that a pass through a network would call."""
+    return any(getattr(owner, f"{prefix}{name}") for name in _HOOKS)
