@@ -1,19 +1,15 @@
 """A callback that averages the weights of a training, for any skorch net."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.dataset import unpack_data
-from torch import nn
-from torch.optim.swa_utils import (
-    AveragedModel,
-    get_ema_multi_avg_fn,
-    get_swa_multi_avg_fn,
-    update_bn,
-)
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from relflat_sk._checks import check_number
 from relflat_sk.exceptions import FlatnessWarning
@@ -92,6 +88,10 @@ class WeightAverage(Callback):
         """How often weights are averaged, in the words of skorch's LRScheduler."""
         return "epoch" if self.decay is None else "batch"
 
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy that is made in training holds no data; the next epoch brings them
+        return {name: value for name, value in vars(self).items() if name != "_dataset"}
+
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and begin a new average."""
         check_number("start", self.start, positive=False)
@@ -127,12 +127,8 @@ class WeightAverage(Callback):
     def _update(self, module: nn.Module) -> None:
         """Add the weights of a network to the average."""
         if self._average is None:
-            rule: Any
-            if self.decay is None:
-                rule = get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
-            else:
-                rule = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
-            self._average = AveragedModel(module, multi_avg_fn=rule)
+            rule = None if self.decay is None else partial(_decay_average, self.decay)
+            self._average = AveragedModel(module, avg_fn=rule)
         self._average.update_parameters(module)
         self.n_averaged_ += 1
 
@@ -156,6 +152,11 @@ class WeightAverage(Callback):
             _Inference(net),
         )
         del self._average, self._dataset
+
+
+def _decay_average(decay: float, average: Tensor, weight: Tensor, n: Any) -> Tensor:
+    """Add a weight to its average; torch's own function cannot be pickled."""
+    return average.lerp(weight, 1 - decay)
 
 
 class _Inference(nn.Module):
