@@ -9,6 +9,7 @@ from relflat_sk._network.network import mean_loss
 from relflat_sk.measures._api import evaluate
 from tests.losses.test_many_classes import class_by_class
 from tests.measures.nets import CE
+from tests.rounding import FLOAT32
 
 TRACES = [
     "relative_flatness",
@@ -61,10 +62,10 @@ def test_bfloat16_outputs_are_summed_in_float32(d):
     features, z = (x.detach().double() for x in seen[-1])
     forms = class_by_class(z, net[-1].weight.detach()).sum(dim=1)
     expected = float((features.square().sum(dim=1) * forms).mean())
-    assert found.value == pytest.approx(expected, rel=1e-5)
+    assert found.value == pytest.approx(expected, rel=FLOAT32)
     loss = CE(net(X.bfloat16()).double(), y).item()
-    assert found.risk == pytest.approx(loss, rel=1e-6)
-    assert mean_loss(found.network) == pytest.approx(loss, rel=1e-6)
+    assert found.risk == pytest.approx(loss, rel=FLOAT32)
+    assert mean_loss(found.network) == pytest.approx(loss, rel=FLOAT32)
 
 
 class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -39,6 +39,7 @@ from relflat_sk import (
 from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._minimum import ConstantComparison, made_progress
 from relflat_sk.measures._scorer import FlatnessScorer
+from tests.rounding import FLOAT32
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 
@@ -114,7 +115,7 @@ def test_any_layer_and_measure_can_be_scored(layer):
         "normalized_relative_flatness", layer=layer, measure_params={"batch_size": 32}
     )
     expected = measure("normalized_relative_flatness", model, X, NAMES, layer=0)
-    assert_allclose(scorer(model, X, NAMES), -expected, rtol=1e-6)
+    assert_allclose(scorer(model, X, NAMES), -expected, rtol=FLOAT32)
 
 
 def test_a_flatness_of_zero_gives_a_score_without_a_sign():
@@ -165,7 +166,7 @@ def test_importances_are_differences_of_scores():
     arguments = {"n_repeats": 2, "random_state": 0, "sample_weight": np.ones(len(Y))}
     found = permutation_importance(model, X, Y, scoring=scoring, **arguments)["flat"]
     assert found["importances"].shape == (4, 2)
-    assert_allclose(found["importances"][1], 0, atol=1e-7)  # of a feature that no weight reads
+    assert_allclose(found["importances"][1], 0, atol=FLOAT32)  # of a feature that no weight reads
     assert (np.abs(found["importances"][0]) > 1e-4).all()
 
 
@@ -195,7 +196,7 @@ def test_scores_of_folds_are_those_of_their_samples_also_in_workers_and_data_fra
         for part, score in zip(parts, one[name], strict=True):
             assert score == -relative_flatness(part[0], X[part[at]], NAMES[part[at]])
         for other in (workers, frames):
-            assert_allclose(other[name], one[name], rtol=1e-5)  # float32, other thread counts
+            assert_allclose(other[name], one[name], rtol=FLOAT32)
 
 
 # -- metadata routing -----------------------------------------------------------------------
@@ -544,7 +545,7 @@ def test_recorded_value_is_that_of_the_training_data(measure_, parameters):
     for (model, rows, _), score in zip(parts, results["test_score"], strict=True):
         assert score == -model[-1].relative_flatness_
         expected = measure(measure_, model, X[rows], NAMES[rows], layer=layer)
-        assert_allclose(score, -expected, rtol=1e-6)
+        assert_allclose(score, -expected, rtol=FLOAT32)
 
 
 def test_what_was_recorded_in_training_decides_and_not_the_fold():

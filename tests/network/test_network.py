@@ -21,6 +21,7 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
 from tests import oracles
+from tests.rounding import FLOAT32
 
 CE = nn.CrossEntropyLoss()
 LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
@@ -140,7 +141,7 @@ def test_mean_loss_is_the_criterion_s_own_mean():
     net, X, y = prepared()
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
     network = Network(net, Loss(criterion), make_batches(X, y, batch_size=4))
-    assert mean_loss(network) == pytest.approx(criterion(net.eval()(X), y).item(), rel=1e-6)
+    assert mean_loss(network) == pytest.approx(criterion(net.eval()(X), y).item(), rel=FLOAT32)
     with pytest.raises(ValueError, match="y is needed to compute a loss"):
         mean_loss(Network(net, Loss(criterion), make_batches(X)))
 

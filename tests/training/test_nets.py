@@ -93,9 +93,9 @@ def test_warm_up_grows_linearly_goes_on_with_the_training_and_starts_anew_with_a
     ramp = net.history[:, "flatness_penalty"]
     # the first epoch has some weight, epoch 6 all of it
     shares = [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1, 1]
-    assert np.divide(ramp, [*full, *full]) == pytest.approx(shares, rel=1e-6)
+    assert np.divide(ramp, [*full, *full]) == pytest.approx(shares, rel=FLOAT32)
     net.fit(X, NAMES)
-    assert net.history[0, "flatness_penalty"] == pytest.approx(full[0] / 6, rel=1e-6)
+    assert net.history[0, "flatness_penalty"] == pytest.approx(full[0] / 6, rel=FLOAT32)
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 1), (4, 1 / 4)])
@@ -281,7 +281,7 @@ def test_a_poisson_regressor_predicts_counts():
     net = make(Net, criterion=nn.PoissonNLLLoss).fit(X, INDEX)
     with torch.no_grad():
         rates = net.module_(torch.tensor(X)).exp()
-    assert net.predict(X) == pytest.approx(rates[:, 0].double().numpy(), rel=1e-6)
+    assert net.predict(X) == pytest.approx(rates[:, 0].double().numpy(), rel=FLOAT32)
 
 
 def test_an_unknown_criterion_makes_a_plain_net_unless_the_task_is_fixed():
@@ -310,7 +310,8 @@ def test_targets_keep_the_digits_that_the_network_has(double, own):
     module = {"module": Own(4, 1).double() if double else Own(4, 1)} if own else {}
     net = make(Regressor, lr=0.0, max_epochs=1, **module).fit(inputs, y)
     z = net.predict(inputs)
-    loss = pytest.approx(np.mean((z - y) ** 2), rel=1e-14 if double else 1e-6)
+    dtype = torch.float64 if double else torch.float32
+    loss = pytest.approx(np.mean((z - y) ** 2), rel=rounding(1, dtype)["rtol"])
     assert net.history[-1, "train_loss"] == loss
     assert net.partial_fit(inputs, y).history[-1, "train_loss"] == loss
 
@@ -655,7 +656,7 @@ def test_warns_of_a_negative_flatness_as_the_function_does():
     assert len(caught) == 1  # without a penalty, nothing is said of one
     with pytest.warns(FlatnessWarning, match=match):
         value = relative_flatness(net, X, VALUES[:, None])
-    assert net.relative_flatness_ == pytest.approx(value, rel=1e-6)
+    assert net.relative_flatness_ == pytest.approx(value, rel=FLOAT32)
     assert value < 0
 
 

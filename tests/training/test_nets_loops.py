@@ -20,6 +20,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import FlatnessScorer, FlatnessWarning, relative_flatness
+from tests.rounding import FLOAT32, rounding
 from tests.training.common import (
     INDEX,
     NAMES,
@@ -156,7 +157,7 @@ def test_bfloat16_targets_keep_their_digits():
     assert output.dtype == torch.bfloat16
     expected = (output.float() - targets).square().mean().item()
     for given in (output, net.infer(inputs)):
-        assert net.get_loss(given, targets).item() == pytest.approx(expected, rel=1e-6)
+        assert net.get_loss(given, targets).item() == pytest.approx(expected, rel=FLOAT32)
 
 
 @pytest.mark.parametrize("kind", CAST, ids=["step", "forward"])
@@ -253,7 +254,7 @@ def test_batch_norm_counts_each_step_once(layer):
     assert net.module_.norm.num_batches_tracked == 9
     # the weights hardly move, so that the penalty could change nothing else
     for buffer, expected in zip(net.module_.buffers(), plain.module_.buffers(), strict=True):
-        assert_close(buffer, expected, rtol=0, atol=0)
+        assert_close(buffer, expected, **rounding(9))
 
 
 # -- skorch's callbacks ------------------------------------------------------------------
@@ -269,7 +270,7 @@ def test_flatness_scorer_as_epoch_scoring(split, caching):
     net = make(callbacks=[flatness], train_split=split).fit(X, NAMES)
     rows = np.arange(42) if split is None else split(net.get_dataset(X, INDEX))[1].indices
     truth = relative_flatness(net, X[rows], NAMES[rows])
-    assert net.history[-1, "flatness"] == pytest.approx(-truth, rel=1e-6)
+    assert net.history[-1, "flatness"] == pytest.approx(-truth, rel=FLOAT32)
     assert len(net.history[:, "flatness"]) == 3
 
 
@@ -356,7 +357,7 @@ def test_what_cuda_trained_the_cpu_loads(how, tmp_path):
 def test_accelerate(accelerated, layer, weights):
     params = {"flatness_layer": layer, "flatness_weight": 1.0}
     net = accelerated(**params).fit(X, NAMES, sample_weight=weights)
-    same(net, make(**params).fit(X, NAMES, sample_weight=weights), rtol=1e-6, atol=1e-7)
+    same(net, make(**params).fit(X, NAMES, sample_weight=weights), **rounding(9))
     assert set(net.predict(X)) <= set(NAMES)
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from relflat_sk import FlatnessScorer, measure
 from relflat_sk.training._after_fit import measured_later
+from tests.rounding import FLOAT32
 from tests.training.common import INDEX, Classifier, X, make
 
 N = 20
@@ -174,7 +175,7 @@ def test_partial_fit_measures_the_data_of_its_call(weights):
     assert torch.equal(state, torch.get_rng_state())
     expected = measure("relative_flatness", net, X, INDEX, layer=0, sample_weight=weights)
     data *= 100  # a buffer of the caller's, used again
-    assert net.relative_flatness_ == pytest.approx(expected, rel=1e-6)
+    assert net.relative_flatness_ == pytest.approx(expected, rel=FLOAT32)
     assert np.isfinite(net.constant_comparison_.loss)
 
 
