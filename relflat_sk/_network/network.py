@@ -167,6 +167,29 @@ def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> bool:
     return True
 
 
+def warn_of_weights(loss: Loss, losses: Tensor, output: Tensor, module: nn.Module) -> None:
+    """Warn if a criterion of a user reads weights of the network, as for a norm of its own."""
+    if loss.row is not None:
+        return
+    criterion = loss.criterion
+    weights = {id(parameter) for parameter in module.parameters()}
+    holds = isinstance(criterion, nn.Module)
+    reads = holds and any(id(parameter) in weights for parameter in criterion.parameters())
+    stack, seen = [losses.grad_fn], {None, output.grad_fn}
+    while stack and not reads:
+        step = stack.pop()
+        if step is not None and step not in seen:
+            seen.add(step)
+            reads = id(getattr(step, "variable", None)) in weights
+            stack.extend(source for source, _ in step.next_functions)
+    if reads:
+        warn(
+            f"{name_criterion(criterion)} reads weights of the network. Curvatures and gradients "
+            "are those of the loss by the network's outputs: what it adds by itself, such as a "
+            "norm of the weights, is left out. Pass weight_decay to count such a norm."
+        )
+
+
 @dataclass(frozen=True)
 class Network:
     """A trained network with the loss and the data that it is measured on."""

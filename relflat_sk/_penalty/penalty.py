@@ -20,7 +20,12 @@ from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
 from relflat_sk._network.layers import Layer
-from relflat_sk._network.network import check_part, primary_output, warn_unless_mean
+from relflat_sk._network.network import (
+    check_part,
+    primary_output,
+    warn_of_weights,
+    warn_unless_mean,
+)
 from relflat_sk._network.tail import find_ending
 from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
@@ -290,6 +295,8 @@ class RelativeFlatnessPenalty:
             plan, recorder = self._capture.finish(output, weighted=weight is not None)
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
+            if loss.row is None:
+                warn_of_weights(loss, loss_of(output), output, self._capture.module)
             self._checked = loss.criterion
         with self._hooks.quiet(), without_autocast(output):
             penalty = batch_flatness(

@@ -35,7 +35,7 @@ from relflat_sk._network.layers import (
     sharing_modules,
     weight_layers,
 )
-from relflat_sk._network.network import Network, outcome_of, sample_weight
+from relflat_sk._network.network import Network, outcome_of, sample_weight, warn_of_weights
 from relflat_sk._network.recording import LayerRecord, record_order, record_tail
 from relflat_sk._network.tail import (
     Tail,
@@ -107,6 +107,7 @@ def _make_forward_pass(
         network.check_criterion(output, target.values)
         with torch.enable_grad():
             losses = loss.losses(output, target.values, each=batch.weight is not None)
+        warn_of_weights(network.loss, losses, output, network.module)
     # in float64, where probabilities close to one keep their distance from it
     tail = Tail(loss, output, target, records[-1], lambda z: z.detach().double())
     chosen = choose_curvatures(tail, records)

@@ -121,11 +121,26 @@ def torch_recurrence(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def dense_gradients(module: nn.Module) -> Iterator[None]:
+    """Let embeddings give dense gradients, which can be differentiated and joined with others."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    sparse = [part for part in module.modules() if isinstance(part, kinds) and part.sparse]
+    try:
+        for part in sparse:
+            part.sparse = False
+        yield
+    finally:
+        for part in sparse:
+            part.sparse = True
+
+
+@contextmanager
 def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network, Tensor]]:
     """Make a network that runs with weights in which it can be differentiated twice."""
     with (
         borrowed(network.module),
         torch_recurrence(network.module),
+        dense_gradients(network.module),
         MathAttention(),
         torch.enable_grad(),
     ):

@@ -601,3 +601,44 @@ def test_a_compiled_backbone_before_the_penalised_head_stays_compiled():
     for _ in range(3):
         penalty_of(penalty, net, nn.CrossEntropyLoss(), X, y).backward()
     assert len(graphs) == 2  # all steps but the first, which finds the layers
+
+
+# -- criteria that read weights; sparse gradients --------------------------------------------------
+
+
+class OfWeights(nn.Module):
+    """A criterion that holds the network, whose weights it decays."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, z, y):
+        return F.cross_entropy(z, y) + sum(p.square().sum() for p in self.net.parameters())
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("name", ["hessian_trace", "gradient_norm", "expected_sharpness"])
+def test_a_criterion_that_reads_weights_is_told(holds, name):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    X, y = torch.randn(8, 4), torch.arange(8) % 3
+    decays = OfWeights(net) if holds else lambda z, y: F.cross_entropy(z, y) + net[0].weight.norm()
+    with pytest.warns(FlatnessWarning, match="reads weights of the network"):
+        measure(name, net, X, y, criterion=decays)
+    with pytest.warns(FlatnessWarning, match="reads weights of the network"):
+        penalty_of(published_penalty(0), net, decays, X, y)
+
+
+@pytest.mark.parametrize(
+    "name", ["fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness"]
+)
+def test_sparse_gradients_make_no_difference(name):
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 3))
+        X, y = torch.randint(9, (8, 3)), torch.arange(8) % 3
+        found.append(measure(name, net, X, y, criterion=nn.CrossEntropyLoss(), random_state=0))
+        assert net[0].sparse is sparse
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
