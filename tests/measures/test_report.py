@@ -192,7 +192,8 @@ def at(name, layer):
     return {"layer": layer} if name in LAYER_MEASURES else {}
 
 
-@settings(max_examples=3, deadline=None)
+# the same examples on every machine
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(st.lists(st.floats(0.1, 25), min_size=6, max_size=6), st.integers(0, 10**6))
 def test_measures_are_invariant_where_the_table_says_same(factors, seed):
     X = torch.randn(12, 4).double()
