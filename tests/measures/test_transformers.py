@@ -112,8 +112,10 @@ def test_attention_before_the_measured_layer_stays_fused():
     for layer in (-1, "out", "head"):
         relative_flatness(net, X, y, layer=layer, criterion=CE, batch_size=3)
     assert set(net.allowed) == {before}
+    net.allowed.clear()
     relative_flatness(net, X, y, layer=0, criterion=CE, batch_size=3)
-    assert net.allowed[-2:] == [(False, False, False, True)] * 2
+    # each batch is differentiated once; a pass that looks for other uses of the weight is fused
+    assert sorted(net.allowed) == [(False, False, False, True)] * 2 + [before]
 
 
 class Fails(FusedAttention):
