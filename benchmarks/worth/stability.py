@@ -32,7 +32,8 @@ from skorch.callbacks import Callback
 from benchmarks._harness.problems import Arrays, Problem, add_problem_arguments, load_problem
 from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier, flatness_report
-from relflat_sk.measures._api import evaluate
+from relflat_sk._models.network_of import open_model
+from relflat_sk._network.network import mean_loss
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9},
@@ -74,7 +75,7 @@ class FlatnessAtLoss(Callback):
         """Interpolate between the networks before and after the first epoch that ends below."""
         if np.isfinite(self.value):
             return
-        risk = evaluate("relative_flatness", net, *self.data).risk
+        risk = mean_loss(open_model(net, *self.data))
         weights = deepcopy(net.module_.state_dict())
         if risk <= self.loss and self.before:
             after = self._flatness(net)

@@ -252,10 +252,15 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
     return Network(module, options.loss(converted.criterion), options.batches(X, targets))
 
 
-def to_network_with_source(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
-    """Do the same as `to_network`, for measures that may be functions of model and data."""
-    source = Source(model, X, y, options.sample_weight)
-    return replace(to_network(model, X, y, options), source=source)
+def open_model(model: Any, X: Any, y: Any = None, **options: Any) -> Network:
+    """Make the handle of a model with its data, which everything that measures takes.
+
+    It has the model, the data, the criterion, the batch size and the device; `options` are those
+    of `DataOptions`.
+    """
+    how = DataOptions(**options)
+    source = Source(model, X, y, how.sample_weight)
+    return replace(to_network(model, X, y, how), source=source)
 
 
 @to_network.register

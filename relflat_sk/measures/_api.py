@@ -9,13 +9,9 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
-from relflat_sk._models.network_of import (
-    DataOptions,
-    name_layer,
-    name_layers,
-    to_network_with_source,
-)
+from relflat_sk._models.network_of import name_layer, name_layers, open_model
 from relflat_sk._network.layers import Layer
+from relflat_sk._network.network import Network
 from relflat_sk._random import alone
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import MAX_PASSES
@@ -34,39 +30,27 @@ from relflat_sk.measures._names import (
     find_measures,
     get_measure_names,
 )
-from relflat_sk.measures._results import Flatness, Found, Measure, NotApplicableError
+from relflat_sk.measures._results import Measure, Measured, NotApplicableError, Results
 from relflat_sk.measures._user_function import name_of
 
 # arguments of the measures that say how the data are read
-_OF_DATA = {"batch_size", "criterion", "device", "sample_weight"}
+OF_DATA = {"batch_size", "criterion", "device", "sample_weight"}
 
 
-def evaluate(
-    name: Any,
-    model: Any,
-    X: Any,
-    y: Any = None,
-    *,
-    layer: Layer = -1,
-    **params: Any,
-) -> Flatness:
-    """Measure a model as `measure` does; return the value, its error and the loss of the same pass.
-
-    With `per_sample`, the result has `terms` and `term_stderrs` as well, of shape (n,). Where
-    `at_loss` is not reached, it is nan, with a reason.
-    """
-    measure = find_measure(name)
+def measure_opened(
+    network: Network, measure: Measure, *, layer: Layer = -1, **params: Any
+) -> Measured:
+    """Measure a model that was opened, as `measure` does."""
     if "layers" in params:
         raise TypeError(
             f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
         )
     check_layers([measure], layer)
-    of_data = {key: params.pop(key) for key in _OF_DATA & params.keys()}
-    options = DataOptions(**of_data, in_order=params.get("per_sample", False))
-    network = to_network_with_source(model, X, y, options)
+    assert network.source is not None
+    at = name_layer(network.source.model, layer)
     with alone():
-        found = measure_network(network, [measure], [name_layer(model, layer)], **params)
-    return next(iter(found.values()))
+        (measured,) = measure_network(network, [measure], [at], **params).values()
+    return measured
 
 
 def flatness_report(  # noqa: PLR0913
@@ -165,25 +149,27 @@ def flatness_report(  # noqa: PLR0913
             columns = {name: name for name in columns if counts_decay(name)}
         if params.get("at_loss") is not None:
             columns = {name: name for name in columns if takes_loss(name)}
-    options = DataOptions(criterion, batch_size, device, sample_weight)
-    network = to_network_with_source(model, X, y, options)
+    network = open_model(
+        model, X, y,
+        criterion=criterion, batch_size=batch_size, device=device, sample_weight=sample_weight,
+    )  # fmt: skip
     with alone():
-        found = measure_network(
+        results = measure_network(
             network,
             list(columns.values()),
             layers,
             tolerated=(TypeError, ValueError) if measures is None else (NotApplicableError,),
             **params,
         )
-    _warn_of_doubtful(found)
-    order = next(iter(found.values())).summary.order
+    _warn_of_doubtful(network, results)
+    order = next(iter(results.values())).passes.own.order
     report = pd.DataFrame(
         [
-            (name, layer, order.index(layer) if layer else None, result.value, result.stderr,
-             result.method, result.n_samples, describe_invariance(name))
-            for layer in dict.fromkeys(layer for layer, _ in found)
+            (name, layer, order.index(layer) if layer else None, measured.value, measured.stderr,
+             measured.method, measured.passes.n_samples, describe_invariance(name))
+            for layer in dict.fromkeys(layer for layer, _ in results)
             for name in columns
-            if (result := found.get((layer, name))) is not None
+            if (measured := results.get((layer, name))) is not None
         ],
         columns=["measure", "layer", "position", "value", "stderr", "method", "n_samples",
                  "invariance"],
@@ -191,23 +177,22 @@ def flatness_report(  # noqa: PLR0913
     return report.astype({"position": "Int64"})
 
 
-def _warn_of_doubtful(found: Found) -> None:
-    for (_, name), one in found.items():
-        if one.error is not None:
-            warn(f"{name} does not apply to this network: {one.error}")
-    for reason in dict.fromkeys(one.reason for one in found.values() if one.reason):
-        names = dict.fromkeys(name for (_, name), one in found.items() if one.reason == reason)
-        warn(f"{', '.join(names)} is nan: {reason}.")
-    warn_of_non_finite(found)
-    warn_of_vanished(found)
+def _warn_of_doubtful(network: Network, results: Results) -> None:
+    reasons = [(measured.reason, name) for (_, name), measured in results.items()]
+    for reason in dict.fromkeys(reason for reason, _ in reasons if reason):
+        names = dict.fromkeys(name for why, name in reasons if why == reason)
+        warn(f"{', '.join(names)} is nan: {reason}{'' if reason.endswith('.') else '.'}")
+    warn_of_non_finite(network, results)
+    warn_of_vanished(network, results)
 
 
-def _checked(measure: Measure, found: Flatness) -> Flatness:
-    """Return a measurement if it has a value, with a warning if that is doubtful."""
-    if found.reason:
-        raise ValueError(f"{found.reason}.")
-    _warn_of_doubtful({("", name_of(measure)): found})
-    return found
+def _measure_one(network: Network, measure: Measure, **params: Any) -> Measured:
+    """Measure a model that was opened; refuse one without a value, and warn of a doubtful one."""
+    measured = measure_opened(network, measure, **params)
+    if measured.reason:
+        raise ValueError(f"{measured.reason}.")
+    _warn_of_doubtful(network, {("", name_of(measure)): measured})
+    return measured
 
 
 def _refuse_scoring(model: Any, name: Any, function: str) -> TypeError | None:
@@ -332,9 +317,11 @@ def measure(
             f"of type {type(name).__name__} as the name."
         )
     if aggregate is None:
-        found = evaluate(name, model, X, y, layer=layer, per_sample=per_sample, **params)
-        found = _checked(name, found)
-        return found.value if found.terms is None else found.terms
+        checked = find_measure(name)
+        of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}
+        network = open_model(model, X, y, **of_data, in_order=per_sample)
+        measured = _measure_one(network, checked, layer=layer, per_sample=per_sample, **params)
+        return measured.value if measured.terms is None else measured.terms
     if per_sample:
         raise ValueError(
             f"per_sample=True gives the terms at one layer, but aggregate={aggregate!r} asks for "
@@ -536,27 +523,25 @@ def relative_flatness(  # noqa: PLR0913
     refusal: Any = _refuse_scoring(model, name, "relative_flatness")
     if refusal is not None:
         return refusal  # type: ignore[no-any-return]
-    found = evaluate(
+    network = open_model(
+        model, X, y,
+        criterion=criterion, batch_size=batch_size, device=device, sample_weight=sample_weight,
+        in_order=per_sample,
+    )  # fmt: skip
+    measured = _measure_one(
+        network,
         name,
-        model,
-        X,
-        y,
         layer=layer,
-        criterion=criterion,
         method=method,
         n_probes=n_probes,
         rtol=rtol,
         atol=atol,
         max_passes=max_passes,
-        batch_size=batch_size,
-        device=device,
-        sample_weight=sample_weight,
         random_state=random_state,
         per_sample=per_sample,
         verbose=verbose,
         at_loss=at_loss,
     )
-    _checked(name, found)
-    if found.terms is not None and found.term_stderrs is not None:
-        return (found.terms, found.term_stderrs) if return_stderr else found.terms
-    return (found.value, found.stderr) if return_stderr else found.value
+    if measured.terms is not None and measured.term_stderrs is not None:
+        return (measured.terms, measured.term_stderrs) if return_stderr else measured.terms
+    return (measured.value, measured.stderr) if return_stderr else measured.value

@@ -14,7 +14,7 @@ from relflat_sk._numerics import column_squares
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk._warnings import warn
 from relflat_sk.measures._quantities import LayerPass
-from relflat_sk.measures._results import Flatness, Found, Summary
+from relflat_sk.measures._results import Measured, Passes, Results, Summary
 from relflat_sk.measures._scan import ForwardPass, scan_again
 
 Vector = NDArray[np.float64]
@@ -121,19 +121,19 @@ class EigenvalueMeasures:
                 self._n_stored += layer.n_stored
                 stored.append((layer, forward.row_weights(layer)))
 
-    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
+    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Results:
         """Compute the measures at all layers whose batches were added.
 
         To be used within `borrowed`.
         """
-        found = {}
+        results, passes = {}, Passes(summary)
         for layer, weight in summary.layer_weights.items():
             largest, error = self._largest(layer, summary)
             square = float(column_squares(weight).sum())
             for name, factor in zip(EIGENVALUE_LIKE, (1.0, square), strict=True):
                 value, stderr = factor * (largest + weight_decay), factor * error
-                found[layer, name] = Flatness(value, stderr, "lanczos", self.network, summary)
-        return found
+                results[layer, name] = Measured(value, passes, stderr=stderr, method="lanczos")
+        return results
 
     def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:
         """Return the largest (algebraic) eigenvalue at a layer, and the error, which may be nan."""

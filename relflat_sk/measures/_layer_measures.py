@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from relflat_sk.measures._quantities import (
     is_deflatable,
     n_passes,
 )
-from relflat_sk.measures._results import RESCALINGS, Flatness, Found, Summary
+from relflat_sk.measures._results import RESCALINGS, Measured, Passes, Results, Summary
 from relflat_sk.measures._scan import ForwardPass, scan, scan_again
 
 # -- averages over the data: exact where that is cheap, by random probes otherwise ----------------
@@ -48,7 +48,7 @@ from relflat_sk.measures._scan import ForwardPass, scan, scan_again
 
 # most backward passes or products for one batch that an exact sum may take before the number of
 # probes is known
-METHODS = {"auto": 64, "exact": math.inf, "hutchinson": 0}
+MOST_EXACT = {"auto": 64, "exact": math.inf, "hutchinson": 0}
 _PILOT = 2  # probes for each sample in the first pass
 _DIRECTIONS = 8  # of each sample, that deflate it
 _DEFLATION = 2 * _DIRECTIONS  # products that this takes
@@ -198,8 +198,8 @@ class TraceMeasures:
 
     def __post_init__(self) -> None:
         """Check the method, and prepare to draw."""
-        if self.method not in METHODS:
-            raise ValueError(f"method must be one of {tuple(METHODS)}, got {self.method!r}.")
+        if self.method not in MOST_EXACT:
+            raise ValueError(f"method must be one of {tuple(MOST_EXACT)}, got {self.method!r}.")
         self._generator = make_generator(self.random_state, self.network.device)
         self._spent = 0  # passes of sums that are not finished
         every = [_QUANTITIES[name] for name in self.names]
@@ -218,7 +218,7 @@ class TraceMeasures:
             spread = self._spreads.setdefault(name, FeatureSpread())
             spread.add(layer, forward.counting_weights(layer))
 
-    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
+    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Results:
         """Compute the measures, with as many further passes as they need."""
         if self._normalized:
             self._spent += 1
@@ -241,7 +241,7 @@ class TraceMeasures:
                 plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
                 plan.deflatable = is_deflatable(layer, quantity, _KEPT // _DEFLATION)
                 self._plans[layer.name, name] = plan
-        most = METHODS[self.method]
+        most = MOST_EXACT[self.method]
         if self.method == "auto":
             most = min(most, self.precision.n_left(self._spent))
         for plan in self._plans.values():
@@ -372,7 +372,7 @@ class TraceMeasures:
         terms = unit * math.sqrt(n_terms)
         return found.n_needed(self.precision.rtol / math.sqrt(n_terms), self.precision.atol / terms)
 
-    def _measure(self, key: Key, each: _Sum, summary: Summary, weight_decay: float) -> Flatness:
+    def _measure(self, key: Key, each: _Sum, summary: Summary, weight_decay: float) -> Measured:
         """Compute one measure at one layer from the sum of its quantity."""
         plan, weight = self._plans[key], summary.layer_weights[key[0]]
         measure = _QUANTITIES[key[1]]
@@ -387,26 +387,29 @@ class TraceMeasures:
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
         method = plan.method if plan.exact else "hutchinson"
-        found = Flatness(value, stderr, method, self.network, summary)
+        measured = Measured(value, Passes(summary), stderr=stderr, method=method)
         if not plan.exact and self.precision.n_probes is None:
-            self._warn_if_loose(key, each, found)
+            self._warn_if_loose(key, each, measured)
         if key[1] == LARGEST_NEURON:
-            found.neurons, found.neuron_stderrs = values.cpu().numpy(), stderrs.cpu().numpy()
+            measured = replace(measured, neurons=values.cpu().numpy())
         if self.per_sample:
             scale = summary.n_samples / summary.divisor
             terms, deviations = (scale * part for part in each.mean())
-            found.terms = measure.finish(terms + decay, weight)[:, at].cpu().numpy()
-            found.term_stderrs = measure.finish(deviations.abs(), weight)[:, at].cpu().numpy()
-        return found
+            measured = replace(
+                measured,
+                terms=measure.finish(terms + decay, weight)[:, at].cpu().numpy(),
+                term_stderrs=measure.finish(deviations.abs(), weight)[:, at].cpu().numpy(),
+            )
+        return measured
 
-    def _warn_if_loose(self, key: Key, each: _Sum, found: Flatness) -> None:
+    def _warn_if_loose(self, key: Key, each: _Sum, measured: Measured) -> None:
         """Warn if the budget ended an estimate before its standard error was small enough."""
-        needed = self._n_needed(key, each, found.summary)
-        if needed <= each.n_probes or not math.isfinite(found.value):
+        needed = self._n_needed(key, each, measured.passes.own)
+        if needed <= each.n_probes or not math.isfinite(measured.value):
             return  # a value that is not finite has a warning of its own
-        n_terms = found.summary.n_samples if self.per_sample else 1
+        n_terms = measured.passes.n_samples if self.per_sample else 1
         what, kind = f"{key[1]} at layer {key[0]!r}", "deflated " * self._plans[key].deflated
-        reached = f"{found.stderr * math.sqrt(n_terms):.3g}"
+        reached = f"{measured.stderr * math.sqrt(n_terms):.3g}"
         if n_terms > 1:
             what, reached = f"the terms of {what}", f"typically {reached}"
         more = ""
@@ -416,7 +419,7 @@ class TraceMeasures:
         warn(
             f"max_passes={precision.max_passes} ended the estimate of {what} after "
             f"{each.n_probes} {kind}probes. Its standard error is {reached} on a value of "
-            f"{found.value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
+            f"{measured.value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
             f"allow.{more} Raise max_passes, rtol or atol, or pass method='exact', which takes "
             f"{self._plans[key].n_passes:.0f} passes."
         )
@@ -497,21 +500,19 @@ GRADIENT_NORM = "gradient_norm"
 class GradientNorms:
     """The norm of the gradient of the mean loss in a layer's weight."""
 
-    network: Network
     _totals: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
         for name, layer in forward.layers.items():
-            found = layer.total(layer.loss_gradient(), forward.row_weights(layer))
-            self._totals[name] = found + self._totals.get(name, 0.0)
+            total = layer.total(layer.loss_gradient(), forward.row_weights(layer))
+            self._totals[name] = total + self._totals.get(name, 0.0)
 
-    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Found:
-        found = {}
-        for name, own in self._totals.items():
-            gradient = own / summary.divisor + weight_decay * summary.layer_weights[name]
-            norm = float(gradient.norm())
-            found[name, GRADIENT_NORM] = Flatness(norm, 0.0, "exact", self.network, summary)
-        return found
+    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Results:
+        results, passes = {}, Passes(summary)
+        for name, total in self._totals.items():
+            gradient = total / summary.divisor + weight_decay * summary.layer_weights[name]
+            results[name, GRADIENT_NORM] = Measured(float(gradient.norm()), passes, method="exact")
+        return results
 
 
 # -- all of them --------------------------------------------------------------------------------
@@ -535,7 +536,7 @@ def measure_layers(
     per_sample: bool = False,
     verbose: int = 0,
     **precision: Any,
-) -> Found:
+) -> Results:
     """Measure several layers in several ways, with as few passes over the data as possible.
 
     Further arguments are those of `Precision`.
@@ -548,7 +549,7 @@ def measure_layers(
             TraceMeasures(network, traces, precise, bar, random_state, method, per_sample)
         )
     if GRADIENT_NORM in names:
-        groups.append(GradientNorms(network))
+        groups.append(GradientNorms())
     if EIGENVALUE_LIKE.keys() & set(names):
         groups.append(EigenvalueMeasures(network, precise.rtol, random_state))
     with bar, borrowed(network.module):
@@ -558,7 +559,8 @@ def measure_layers(
                 "no sample counts in the mean loss: every label is ignored (ignore_index) or "
                 "has weight zero."
             )
-        found: Found = {}
+        results: Results = {}
         for group in groups:
-            found |= group.finish(summary, weight_decay)
-    return {(layer, name): found[layer, name] for layer in summary.layer_weights for name in names}
+            results |= group.finish(summary, weight_decay)
+    measured = summary.layer_weights
+    return {(layer, name): results[layer, name] for layer in measured for name in names}

@@ -1,7 +1,8 @@
 """All measures of a network, with as few passes over the data as they take together."""
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -17,7 +18,7 @@ from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
 from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._random import RandomState, make_generator, rademacher
 from relflat_sk._warnings import warn
-from relflat_sk.measures._equal_loss import EqualLoss, are_no_logarithms, at_equal_loss, check_share
+from relflat_sk.measures._equal_loss import are_no_logarithms, at_equal_loss, check_share
 from relflat_sk.measures._layer_measures import (
     GRADIENT_NORM,
     LAYER_MEASURES,
@@ -25,7 +26,16 @@ from relflat_sk.measures._layer_measures import (
     measure_layers,
 )
 from relflat_sk.measures._norms import NORM_MEASURES
-from relflat_sk.measures._results import Estimate, Flatness, Found, Measure, NetworkMeasure, Summary
+from relflat_sk.measures._results import (
+    Estimate,
+    Measure,
+    Measured,
+    NetworkMeasure,
+    NotApplicableError,
+    Passes,
+    Results,
+    Summary,
+)
 from relflat_sk.measures._scan import scan, scan_losses
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.measures._user_function import arguments_of, measure_by_function, name_of
@@ -88,7 +98,7 @@ def _network_flatness(
     weight_decay: float = 0.0,
 ) -> Estimate:
     """Return the largest eigenvalue flatness of all layers."""
-    each = measure_layers(
+    of_layers = measure_layers(
         network,
         ["eigenvalue_flatness"],
         "all",
@@ -96,7 +106,7 @@ def _network_flatness(
         random_state=random_state,
         weight_decay=weight_decay,
     )
-    most = max(each.values(), key=lambda one: (math.isnan(one.value), one.value))
+    most = max(of_layers.values(), key=lambda layer: (math.isnan(layer.value), layer.value))
     return Estimate(most.value, most.stderr, most.method)
 
 
@@ -113,7 +123,6 @@ _SEED = {"random_state"}
 _ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
 # measures that are zero where the loss has no curvature
 CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
-_NONE = Estimate(math.nan, math.nan, "none")
 # measures that are taken at equal loss always, and the share of the best constant's loss
 _SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
 # how many standard errors below zero a curvature must be to be called negative
@@ -128,32 +137,35 @@ def measure_network(
     *,
     weight_decay: float = 0.0,
     tolerated: tuple[type[Exception], ...] = (),
+    required: Collection[str] = (),
     per_sample: bool = False,
     at_loss: float | None = None,
     **params: Any,
-) -> Found:
+) -> Results:
     """Measure a network in several ways, with as few passes over the data as possible.
 
-    A measure of the whole network that raises one of the `tolerated` errors is nan.
+    A measure has no value, and a reason, where the loss of `at_loss` is reached at no temperature,
+    or where a measure of the whole network, none of `required`, raises a `tolerated` error.
 
     All traces, the gradient norm, the mean loss, the number of samples and the shape of the
     outputs come from one pass; the largest eigenvalues begin with it. Measures at equal loss have
-    passes of their own. Where the loss is reached at no temperature, they are nan, with a reason.
+    passes of their own.
     """
     check_number("weight_decay", weight_decay, positive=False)
     check_at_loss(measures, at_loss)
     check_arguments(measures, params)
     _check_together(measures, weight_decay, per_sample)
     params |= {"weight_decay": weight_decay, "per_sample": per_sample}
-    found: Found = {}
+    results: Results = {}
     shares = [loss_share(measure, at_loss) for measure in measures]
     for share in dict.fromkeys(shares):
         alike = [measure for measure, at in zip(measures, shares, strict=True) if at == share]
-        found |= _measure_at_loss(network, alike, layers, share, tolerated, params)
-    for (layer, name), one in found.items():
-        warn_of_saddle(layer, name, one)
-    _warn_of_no_curvature(network, found)
-    return found
+        may_fail = (tolerated, required)
+        results |= _measure_at_loss(network, alike, layers, share, may_fail, params)
+    for (layer, name), measured in results.items():
+        warn_of_saddle(layer, name, measured)
+    _warn_of_no_curvature(network, results)
+    return results
 
 
 def loss_share(measure: Measure, at_loss: float | None) -> float | None:
@@ -178,47 +190,46 @@ def check_at_loss(measures: Sequence[Measure], at_loss: float | None) -> None:
         )
 
 
+# errors that leave a measure without a value, and the names of measures that must have one
+MayFail = tuple[tuple[type[Exception], ...], Collection[str]]
+
+
 def _measure_at_loss(
     network: Network,
     measures: Sequence[Measure],
     layers: Sequence[Layer] | str,
     share: float | None,
-    tolerated: tuple[type[Exception], ...],
+    may_fail: MayFail,
     params: Mapping[str, Any],
-) -> Found:
+) -> Results:
     """Measure a network, or the network at the temperature of a share of the loss."""
     whole = [measure for measure in measures if is_of_network(measure)]
     of_layers = [name_of(measure) for measure in measures if not is_of_network(measure)]
     equal = None
     if share is not None:
         checked, where = bool(of_layers), layers if of_layers else [-1]
-        refuse = ValueError not in tolerated
+        refuse = ValueError not in may_fail[0]
         equal = at_equal_loss(network, where, share, checked=checked, refuse=refuse)
         if equal.reason:
             reason = f"no temperature gives the loss of at_loss={share:g}: {equal.reason}"
-            return _without_value(equal, of_layers, whole, reason)
+            nothing = Measured.without_value(Passes(equal.own, at_loss=share), reason)
+            keys = [(layer, name) for layer in equal.own.layer_weights for name in of_layers]
+            return dict.fromkeys([*keys, *(("", name_of(measure)) for measure in whole)], nothing)
         network = equal.network
-    found: Found = {}
+    results: Results = {}
     if of_layers:
-        some = {key: value for key, value in params.items() if key in _ALWAYS | {"per_sample"}}
+        of_them = {key: value for key, value in params.items() if key in _ALWAYS | {"per_sample"}}
         recorded = network if equal is None else equal.recorded
-        found |= measure_layers(recorded, of_layers, layers, **some)
+        results |= measure_layers(recorded, of_layers, layers, **of_them)
     if whole:
-        found |= _measure_whole(network, whole, tolerated, params, found)
-    for one in found.values():
-        one.own = None if equal is None else equal.own
-    return found
-
-
-def _without_value(
-    equal: EqualLoss, of_layers: Sequence[str], whole: Sequence[Measure], reason: str
-) -> Found:
-    """Return nan for all measures of a network that reaches the loss at no temperature."""
-    keys = [(layer, name) for layer in equal.own.layer_weights for name in of_layers]
-    own, none = equal.own, (math.nan, math.nan, "none")
+        summary = next(iter(results.values())).passes.own if results else _scan(network)
+        results |= _measure_whole(network, whole, may_fail, params, summary)
+    if equal is None:
+        return results
+    divides = equal.network.loss.divides_logits
     return {
-        key: Flatness(*none, equal.network, own, own=own, reason=reason)
-        for key in [*keys, *(("", name_of(measure)) for measure in whole)]
+        key: replace(measured, passes=Passes(equal.own, measured.passes.own, share, divides))
+        for key, measured in results.items()
     }
 
 
@@ -282,53 +293,64 @@ def _arguments(measure: Measure) -> Set[str]:
     return NETWORK_WIDE[measure].arguments if measure in NETWORK_WIDE else set()
 
 
+def _scan(network: Network) -> Summary:
+    """Make the pass that measures of the whole network do not make themselves."""
+    with borrowed(network.module):
+        return scan(network) if weight_layers(network.module) else scan_losses(network)
+
+
 def _measure_whole(
     network: Network,
     measures: Sequence[Measure],
-    tolerated: tuple[type[Exception], ...],
+    may_fail: MayFail,
     params: Mapping[str, Any],
-    known: Found,
-) -> Found:
-    """Measure the network as a whole; nan where a measure raises a tolerated error."""
-    if known:
-        summary = next(iter(known.values())).summary
-    else:
-        with borrowed(network.module):
-            has_layers = bool(weight_layers(network.module))
-            summary = scan(network) if has_layers else scan_losses(network)
+    summary: Summary,
+) -> Results:
+    """Measure the network as a whole; without a value where a measure may fail, and does."""
+    tolerated, required = may_fail
+    passes, results = Passes(summary), Results()
     diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
-    found = {}
     for measure in measures:
-        own = {key: value for key, value in params.items() if key in _arguments(measure)}
-        error = None
+        name = name_of(measure)
+        arguments = {key: value for key, value in params.items() if key in _arguments(measure)}
+        if diverged:
+            results["", name] = Measured.without_value(passes)
+            continue
         try:
-            if diverged:
-                one = _NONE
-            elif isinstance(measure, str):
-                one = NETWORK_WIDE[measure](network, **own)
+            if isinstance(measure, str):
+                estimate = NETWORK_WIDE[measure](network, **arguments)
             else:
-                one = measure_by_function(measure, network, **own)
-        except tolerated as caught:
-            one, error = _NONE, caught
-        found["", name_of(measure)] = Flatness(
-            one.value, one.stderr, one.method, network, summary, error=error
-        )
-    return found
+                estimate = measure_by_function(measure, network, **arguments)
+        except tolerated as error:
+            if name in required:
+                raise
+            kind = "" if isinstance(error, NotApplicableError) else f"{type(error).__name__}: "
+            results["", name] = Measured.without_value(passes, f"{kind}{error}")
+        else:
+            results["", name] = Measured(
+                estimate.value, passes, stderr=estimate.stderr, method=estimate.method
+            )
+    return results
 
 
-def warn_of_saddle(layer: str, name: str, found: Flatness) -> None:
+def warn_of_saddle(layer: str, name: str, measured: Measured) -> None:
     """Warn if a curvature is negative beyond doubt."""
-    if name in TRACE_LIKE and found.value < -max(_SURE * found.stderr, 1e-9 * abs(found.risk)):
+    rounding = 1e-9 * abs(measured.passes.risk)
+    if name in TRACE_LIKE and measured.value < -max(_SURE * measured.stderr, rounding):
         warn(
-            f"{name} at layer {layer!r} is negative ({found.value:.3g}): the loss curves down "
+            f"{name} at layer {layer!r} is negative ({measured.value:.3g}): the loss curves down "
             "there, so this point is no minimum, and flatness says nothing about it. Train "
             "further, or check gradient_norm."
         )
 
 
-def _warn_of_no_curvature(network: Network, found: Found) -> None:
+def _warn_of_no_curvature(network: Network, results: Results) -> None:
     """Warn if curvatures are zero because the criterion has none, whatever the network does."""
-    zero = [name for (_, name), one in found.items() if name in CURVATURES and one.value == 0]
+    zero = [
+        name
+        for (_, name), measured in results.items()
+        if name in CURVATURES and measured.value == 0
+    ]
     if zero and not criterion_has_curvature(network):
         warn(
             f"{', '.join(dict.fromkeys(zero))} is 0 because "
@@ -339,16 +361,19 @@ def _warn_of_no_curvature(network: Network, found: Found) -> None:
         )
 
 
-def warn_of_non_finite(found: Mapping[tuple[str, str], Flatness]) -> None:
+def warn_of_non_finite(network: Network, results: Results) -> None:
     """Say why measures are nan or infinite, unless the measures have said so themselves."""
     # by name, not by layer: a network that diverged has diverged at all of them
     names = dict.fromkeys(
-        name for (_, name), one in found.items() if not math.isfinite(one.value) and not one.reason
+        name
+        for (_, name), measured in results.items()
+        if not math.isfinite(measured.value) and not measured.reason
     )
     if names:
-        one = next(iter(found.values()))
+        passes = next(iter(results.values())).passes
         has_curvature = bool(names.keys() & CURVATURES.union([GRADIENT_NORM]))
-        explain_non_finite(list(names), one.network, one.summary, has_curvature=has_curvature)
+        summary = passes.tempered or passes.own
+        explain_non_finite(list(names), network, summary, has_curvature=has_curvature)
 
 
 def explain_non_finite(

@@ -12,10 +12,11 @@ from scipy.stats import ttest_ind, ttest_rel
 from sklearn.base import BaseEstimator
 from skorch import NeuralNet
 
+from relflat_sk._network.network import Network
 from relflat_sk._warnings import warn
 from relflat_sk.measures._measure_network import CURVATURES, criterion_has_curvature
 from relflat_sk.measures._predictions import Score, auc_of, score_of
-from relflat_sk.measures._results import Flatness, Found
+from relflat_sk.measures._results import Passes, Results, constant_risk
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
 # than float32 rounding, because a constant network that knows the class frequencies has the same
@@ -94,17 +95,17 @@ class ConstantComparison:
         return self.loss < self.constant_loss - share * abs(self.constant_loss)
 
 
-def compare_with_constant(measured: Flatness) -> ConstantComparison:
-    """Compare a model with the best constant prediction on the data that it was measured on.
+def compare_with_constant(network: Network, passes: Passes) -> ConstantComparison:
+    """Compare a network with the best constant prediction on the data that it was measured on.
 
     The network runs again, for the score, only if its loss is no lower than the constant's.
     """
-    comparison = ConstantComparison(measured.compared_risk, measured.constant_risk())
+    comparison = ConstantComparison(passes.compared_risk, constant_risk(network, passes))
     if comparison.beats_constant or not math.isfinite(comparison.loss):
         return comparison
-    score = score_of(measured.network)
+    score = score_of(network)
     if score is not None and score.name == "accuracy" and not score.beats_constant:
-        area = auc_of(measured.network)
+        area = auc_of(network)
         score = area if area is not None and area.beats_constant else score
     return ConstantComparison(comparison.loss, comparison.constant_loss, score)
 
@@ -147,37 +148,37 @@ def has_vanished(measure: str, flatness: float, comparison: ConstantComparison) 
     return abs(flatness) <= (1 if comparison.is_lower_by(1 - _VANISHED) else _VANISHED) * scale
 
 
-def warn_of_vanished(found: Found) -> None:
+def warn_of_vanished(network: Network, results: Results) -> None:
     """Warn of curvatures that are zero up to rounding, by the rule of the scorer.
 
     The labels are read again only where a value or the loss is tiny.
     """
     tiny = {
-        key: one
-        for key, one in found.items()
+        key: measured.value
+        for key, measured in results.items()
         if key[1] in CURVATURES
         and (
-            one.value == 0
-            or abs(one.value) <= _VANISHED * one.compared_risk
-            or abs(one.compared_risk) < _TINY_LOSS
+            measured.value == 0
+            or abs(measured.value) <= _VANISHED * measured.passes.compared_risk
+            or abs(measured.passes.compared_risk) < _TINY_LOSS
         )
     }
     if not tiny:
         return
-    one = next(iter(tiny.values()))
+    passes = results[next(iter(tiny))].passes
     try:
-        constant = one.constant_risk()
+        constant = constant_risk(network, passes)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         constant = math.nan  # a criterion of the user's own need not take a constant
-    comparison = ConstantComparison(one.compared_risk, constant)
-    gone = [key for key, one in tiny.items() if has_vanished(key[1], one.value, comparison)]
-    if not gone or not criterion_has_curvature(one.network):
+    comparison = ConstantComparison(passes.compared_risk, constant)
+    gone = [key for key, value in tiny.items() if has_vanished(key[1], value, comparison)]
+    if not gone or not criterion_has_curvature(network):
         return  # a criterion without curvature has a warning of its own
     names = ", ".join(dict.fromkeys(name for _, name in gone))
     is_known = comparison.is_known and math.isfinite(comparison.loss)
     if is_known and not comparison.is_lower_by(_ROUNDING):
         warn(
-            f"{names} is {tiny[gone[0]].value:.3g}, which does not mean that the minimum is flat: "
+            f"{names} is {tiny[gone[0]]:.3g}, which does not mean that the minimum is flat: "
             f"the network's mean loss of {comparison.loss:.6g} is no better than the best constant "
             f"prediction's, {comparison.constant_loss:.6g}. The network may be dead, so that its "
             "outputs do not depend on its inputs; or saturated, with some samples that are wrong "
@@ -185,7 +186,7 @@ def warn_of_vanished(found: Found) -> None:
         )
         return
     warn(
-        f"{names} is {tiny[gone[0]].value:.3g}: there is no curvature left that could be compared. "
+        f"{names} is {tiny[gone[0]]:.3g}: there is no curvature left that could be compared. "
         "The network may be saturated, with outputs so large that the curvature rounds to 0: "
         "measure at equal loss, with at_loss=0.05, or train all models to the same loss. Or its "
         "loss may not depend on the layer."

@@ -70,11 +70,11 @@ class NetworkMeasure:
         self.same = same
         self.of_loss = of_loss
         parameters = inspect.signature(compute).parameters.values()
-        self.arguments = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        self.arguments = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def __call__(self, network: Network, **arguments: Any) -> Estimate:
-        found: Estimate = self.compute(network, **arguments)
-        return found
+        estimate: Estimate = self.compute(network, **arguments)
+        return estimate
 
 
 @dataclass
@@ -110,58 +110,80 @@ class Summary:
         return [self.divisors, float(self.losses)]
 
 
-@dataclass
-class Flatness:
-    """A flatness value, with the loss, sample count and layer weights from the same pass.
+@dataclass(frozen=True)
+class Passes:
+    """What the passes over the data have shown beside the values.
 
-    The standard error is 0 for exact values, and the residual's norm for eigenvalues.
-    Shapes: `terms`, `term_stderrs` (n,), `neurons`, `neuron_stderrs` (m,).
+    Parameters
+    ----------
+    own : Summary
+        Totals of the network itself.
+    tempered : Summary or None
+        Totals at the temperature of `at_loss`; None without it, or where the loss is not reached.
+    at_loss : float or None
+        The share of the best constant's loss that was asked for.
+    divides_logits : bool
+        Whether the temperature divides logits; it divides squared errors otherwise.
     """
 
-    value: float
-    stderr: float
-    method: str  # such as "closed form" or "hutchinson"
-    network: Network
-    summary: Summary
-    terms: NDArray[np.float64] | None = None  # of the samples, whose mean is the value
-    term_stderrs: NDArray[np.float64] | None = None
-    neurons: NDArray[np.float64] | None = None  # of which the value is the largest
-    neuron_stderrs: NDArray[np.float64] | None = None
-    own: Summary | None = None  # of the network itself, if the value is that at a temperature
-    reason: str = ""  # why the network has no value at the loss of `at_loss`
-    error: Exception | None = None  # why there is no value, which is nan then
-
-    @property
-    def risk(self) -> float:
-        """Mean loss of the network itself on the data; nan without labels."""
-        own = self.own or self.summary
-        return own.loss / own.divisor
-
-    @property
-    def has_fitted(self) -> bool:
-        """Whether the network reaches the loss of `at_loss` by the temperature of its logits."""
-        at_loss = self.own is not None and not self.reason
-        return at_loss and self.network.loss.divides_logits
-
-    @property
-    def compared_risk(self) -> float:
-        """Mean loss to compare with a constant's: at equal loss, that of the tempered logits."""
-        return self.summary.loss / self.summary.divisor if self.has_fitted else self.risk
+    own: Summary
+    tempered: Summary | None = None
+    at_loss: float | None = None
+    divides_logits: bool = True
 
     @property
     def n_samples(self) -> int:
         """Number of samples that were measured on."""
-        return self.summary.n_samples
+        return self.own.n_samples
 
-    def constant_risk(self) -> float:
-        """Compute the mean loss of the best constant prediction on the same data; nan without y.
+    @property
+    def risk(self) -> float:
+        """Mean loss of the network itself on the data; nan without labels."""
+        return self.own.loss / self.own.divisor
 
-        The labels are read again, the network is not run.
-        """
-        shape, link = self.summary.output_shape, self.summary.link
-        return best_constant_loss(self.network, shape, link)
+    @property
+    def has_fitted(self) -> bool:
+        """Whether the network reaches the loss of `at_loss` by the temperature of its logits."""
+        return self.tempered is not None and self.divides_logits
+
+    @property
+    def compared_risk(self) -> float:
+        """Mean loss to compare with a constant's: at equal loss, that of the tempered logits."""
+        if self.tempered is None or not self.divides_logits:
+            return self.risk
+        return self.tempered.loss / self.tempered.divisor
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured value, or the reason why there is none, which is then nan.
+
+    The standard error is 0 for exact values, and the residual's norm for eigenvalues.
+    """
+
+    value: float
+    passes: Passes
+    reason: str = ""
+    stderr: float = 0.0
+    method: str = "none"  # such as "closed form" or "hutchinson"
+    terms: NDArray[np.float64] | None = None  # (n,), of the samples, whose mean is the value
+    term_stderrs: NDArray[np.float64] | None = None  # (n,)
+    neurons: NDArray[np.float64] | None = None  # (m,), of which the value is the largest
+
+    @classmethod
+    def without_value(cls, passes: Passes, reason: str = "") -> "Measured":
+        """Make the result of a measure that has no value."""
+        return cls(math.nan, passes, reason, math.nan)
+
+
+def constant_risk(network: Network, passes: Passes) -> float:
+    """Compute the mean loss of the best constant prediction on a network's data; nan without y.
+
+    The labels are read again, the network is not run.
+    """
+    return best_constant_loss(network, passes.own.output_shape, passes.own.link)
 
 
 # the name of a measure, or a function of model, X and y
 Measure = str | Callable[..., Any]
-Found = dict[tuple[str, str], Flatness]  # by layer and name of the measure
+Results = dict[tuple[str, str], Measured]  # by layer and name of the measure

@@ -12,15 +12,15 @@ from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 
 from relflat_sk._checks import is_integer
-from relflat_sk._models.network_of import DataOptions, describe, final_estimator, to_network
+from relflat_sk._models.network_of import describe, final_estimator, open_model
 from relflat_sk._network.layers import Layer, find_layer
-from relflat_sk._network.network import layer_names
+from relflat_sk._network.network import Network, layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._api import evaluate, relative_flatness
+from relflat_sk.measures._api import OF_DATA, measure_opened, relative_flatness
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
 from relflat_sk.measures._names import find_measure
-from relflat_sk.measures._results import Flatness
+from relflat_sk.measures._results import Measured
 from relflat_sk.measures._user_function import name_of
 
 DATA = ("given", "train")
@@ -170,31 +170,33 @@ class FlatnessScorer(BaseEstimator):
     def __call__(self, estimator: Any, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Score a fitted model. Shapes: `sample_weight` (n,)."""
         self._check_parameters()
-        measured, comparison = None, None
+        opened, comparison = None, None
         if self.data == "train":
             flatness, comparison = self._read_recorded(estimator, X)
         else:
-            measured = self._measure(estimator, X, y, sample_weight)
-            flatness = measured.value
-            if measured.reason:
+            opened = self._measure(estimator, X, y, sample_weight)
+            flatness, reason = opened[1].value, opened[1].reason
+            if reason:
                 name = describe(final_estimator(estimator))
-                warn(f"the {name} cannot be scored: {measured.reason}. Its score is nan.")
+                warn(f"the {name} cannot be scored: {reason}. Its score is nan.")
                 return math.nan
         score = 0.0 - flatness  # which is never -0.0
         if self.non_minimum == "accept":
             return score
         if comparison is None or not comparison.is_known:
-            measured = measured or self._measure(estimator, X, y, sample_weight)
-            comparison = compare_with_constant(measured)
+            network, measured = opened or self._measure(estimator, X, y, sample_weight)
+            comparison = compare_with_constant(network, measured.passes)
         is_good = self._check_minimum(final_estimator(estimator), flatness, comparison)
         return score if is_good or self.non_minimum == "warn" else math.nan
 
-    def _measure(self, estimator: Any, X: Any, y: Any, sample_weight: Any) -> Flatness:
-        """Measure the model on the data that the scorer is called with."""
+    def _measure(
+        self, estimator: Any, X: Any, y: Any, sample_weight: Any
+    ) -> tuple[Network, Measured]:
+        """Open the model with the data that the scorer is called with, and measure it."""
         params = dict(self.measure_params or {})
-        return evaluate(
-            self.measure, estimator, X, y, layer=self.layer, sample_weight=sample_weight, **params
-        )
+        of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}
+        network = open_model(estimator, X, y, **of_data, sample_weight=sample_weight)
+        return network, measure_opened(network, self.measure, layer=self.layer, **params)
 
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:
         """Warn if the flatness of a model is no score, or may be none; return False for none."""
@@ -328,7 +330,7 @@ def _are_same_layer(estimator: Any, X: Any, *layers: Any) -> bool:
     """Return whether positions and names belong to one layer, as far as the data can tell."""
     if X is None or not all(is_integer(layer) or isinstance(layer, str) for layer in layers):
         return False
-    network = to_network(estimator, X, None, DataOptions())
+    network = open_model(estimator, X)
     order = layer_names(network)
     try:
         return len({find_layer(network.module, layer, order) for layer in layers}) == 1

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, is_integer
 from relflat_sk._losses.curvature import ClosedForm
-from relflat_sk._models.network_of import DataOptions, name_layers, to_network_with_source
+from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, layer_map
 from relflat_sk._network.network import Network, outcome_of
@@ -329,8 +329,10 @@ def layer_sensitivity(  # noqa: PLR0913
     numbers = _check_bits(bits)
     if n_probes is not None:
         check_integer("n_probes", n_probes, minimum=1)
-    options = DataOptions(criterion, batch_size, device, sample_weight)
-    network = to_network_with_source(model, X, y, options)
+    network = open_model(
+        model, X, y,
+        criterion=criterion, batch_size=batch_size, device=device, sample_weight=sample_weight,
+    )  # fmt: skip
     with alone(), borrowed(network.module):
         generator = make_generator(random_state, network.device)
         rises = _Rises(numbers, per_channel, n_probes, generator)

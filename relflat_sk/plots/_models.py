@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._models.network_of import open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk.measures import flatness_report, layer_sensitivity
 from relflat_sk.measures._names import find_measures
@@ -388,10 +388,9 @@ class SharpnessKLDisplay(EstimatorDisplay):
         models = dict(estimator) if isinstance(estimator, Mapping) else {"": estimator}
         if not models:
             raise ValueError("estimator is an empty dict: pass at least one fitted model.")
-        options = DataOptions(criterion, batch_size, device)
         curves = {
             str(name): sharpness_curve(
-                to_network(model, X, y, options),
+                open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device),
                 alphas,
                 n_draws=n_draws,
                 random_state=random_state,

@@ -16,7 +16,7 @@ from torch import nn
 from relflat_sk._checks import is_number
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
-from relflat_sk.measures._results import Flatness
+from relflat_sk.measures._results import Measured
 from relflat_sk.minima._table import depth_of
 from relflat_sk.search._weights import last_step
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
@@ -139,7 +139,7 @@ def record_verdict(
     record: dict[str, Any],
     estimator: Any,
     goal: Any,
-    found: Mapping[str, Flatness],
+    found: Mapping[str, Measured],
     ranking: Sequence[str],
 ) -> list[float]:
     """Record how deep a candidate is, whether it is a minimum, and why not.
@@ -148,23 +148,29 @@ def record_verdict(
     a network may predict well. Others may have failed, which is recorded, too.
     """
     train_loss, values = record["train_loss"], [record[name] for name in ranking]
-    ranked = next(iter(found.values()))
-    constant_loss = ranked.constant_risk()
+    ranked = next(iter(found.values())).passes
+    constant_loss = record.get("constant_loss", np.nan)
     record["n_samples"] = ranked.n_samples
-    if np.isfinite(constant_loss):
-        record["constant_loss"] = constant_loss
     depth = depth_of(train_loss, constant_loss)
     if np.isfinite(depth):
         record["depth"] = depth
     # at equal loss, it does not matter what the loss itself leaves of other curvatures
-    judged = {key: one for key, one in found.items() if ranked.own is None or one.own is not None}
+    judged = {
+        name: measured
+        for name, measured in found.items()
+        if ranked.at_loss is None or measured.passes.at_loss is not None
+    }
     ended_by = ""
     if train_loss >= constant_loss and not ranked.has_fitted:
         reason = "the training loss is no better than a constant prediction's"
         values = [np.nan] * len(values)
     elif any(
-        has_vanished(name, one.value, ConstantComparison(one.compared_risk, constant_loss))
-        for name, one in judged.items()
+        has_vanished(
+            name,
+            measured.value,
+            ConstantComparison(measured.passes.compared_risk, constant_loss),
+        )
+        for name, measured in judged.items()
     ):
         reason = SATURATED
         values = [np.inf] * len(values)
@@ -180,9 +186,9 @@ def record_verdict(
         if reason and ranked.has_fitted and not _has_goal(estimator, goal):
             ended_by, reason = EQUAL_LOSS, ""
     failed = [
-        f"{name} is nan: {one.reason or f'{type(one.error).__name__}: {one.error}'}"
-        for name, one in found.items()
-        if name not in ranking and (one.reason or one.error is not None)
+        f"{name} is nan: {measured.reason}"
+        for name, measured in found.items()
+        if name not in ranking and measured.reason
     ]
     reasons = [reason, *failed] if reason else failed
     record |= {"converged": not reason, "ended_by": ended_by, "reason": "; ".join(reasons)}

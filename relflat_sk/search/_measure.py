@@ -10,7 +10,7 @@ import numpy as np
 import optuna
 
 from relflat_sk._checks import check_device, check_integer, is_integer
-from relflat_sk._models.network_of import DataOptions, to_network, to_network_with_source
+from relflat_sk._models.network_of import DataOptions, open_model
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._measure_network import (
@@ -20,7 +20,7 @@ from relflat_sk.measures._measure_network import (
     measure_network,
 )
 from relflat_sk.measures._names import find_measures
-from relflat_sk.measures._results import Flatness, Measure
+from relflat_sk.measures._results import Measure, Measured, constant_risk
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.measures._user_function import name_of
 from relflat_sk.minima._table import AUTO, DETAILS, column_of, find_depth_band
@@ -108,23 +108,32 @@ class Measuring:
     def networks(self, estimator: Any, data: TrainingData) -> dict[tuple[int, str], Network]:
         """Turn a trained candidate into networks with its training data, as they are read."""
         return {
-            way.reading: to_network_with_source(
+            way.reading: open_model(
                 estimator,
                 data.X,
                 data.y,
-                DataOptions(self.criterion, way.batch_size, way.device, data.sample_weight),
+                criterion=self.criterion,
+                batch_size=way.batch_size,
+                device=way.device,
+                sample_weight=data.sample_weight,
             )
             for way in {one.reading: one for one in self.ways.values()}.values()
         }
 
     def __call__(
-        self, networks: Mapping[Any, Network], names: Sequence[str], seed: int | None
-    ) -> dict[str, Flatness]:
-        """Measure a network; one of the measures of the whole network that fails is nan.
+        self,
+        networks: Mapping[Any, Network],
+        names: Sequence[str],
+        seed: int | None,
+        required: Sequence[str] = (),
+    ) -> dict[str, Measured]:
+        """Measure a network; a measure of the whole network that fails is nan, with a reason.
+
+        Errors of the measures that are `required` are raised.
 
         Measures that are taken in the same way share their passes over the data.
         """
-        found: dict[str, Flatness] = {}
+        found: dict[str, Measured] = {}
         left = list(dict.fromkeys(names))
         while left:
             way = self.ways[left[0]]
@@ -137,6 +146,7 @@ class Measuring:
                     [way.layer],
                     random_state=seed,
                     tolerated=(Exception,),
+                    required=required,
                     **way.params,
                 )
             except LayerNotFoundError as error:
@@ -178,18 +188,17 @@ def record_measures(
     seed: int | None,
     measuring: Measuring,
     ranking: Sequence[str],
-) -> dict[str, Flatness]:
+) -> dict[str, Measured]:
     """Measure a network, and record the measures and the training loss.
 
     One pass over the data gives both. A network that diverged need not be measurable, but it
     has a loss, which then takes a pass of its own. A failure of a `ranking` measure is raised.
     """
-    found: dict[str, Flatness] = {}
+    found: dict[str, Measured] = {}
     error, train_loss = None, np.nan
     try:
-        found = measuring(networks, measuring.names, seed)
-        train_loss = next(iter(found.values())).risk
-        error = next((found[name].error for name in ranking if name in found), None)
+        found = measuring(networks, measuring.names, seed, required=ranking)
+        train_loss = next(iter(found.values())).passes.risk
     except Exception as caught:
         error = caught
     if not np.isfinite(train_loss):
@@ -203,6 +212,10 @@ def record_measures(
         raise error
     for name, measured in found.items():
         record[name] = measured.value
+    first = measuring.names[0]
+    constant = constant_risk(networks[measuring.ways[first].reading], found[first].passes)
+    if np.isfinite(constant):
+        record["constant_loss"] = constant
     return found
 
 
@@ -231,7 +244,7 @@ def measure_held_out(
         "X_test and y_test cannot be evaluated",
         "Give data like X and y, or a Dataset with labels.",
     ):
-        test_loss = mean_loss(to_network(estimator, X_test, y_test, DataOptions(criterion)))
+        test_loss = mean_loss(open_model(estimator, X_test, y_test, criterion=criterion))
         scored = scored and y_test is not None
         test_score = float(estimator.score(X_test, y_test)) if scored else np.nan
     found |= {"test_loss": test_loss, "generalization_gap": test_loss - train_loss}

@@ -19,7 +19,7 @@ from relflat_sk._models.network_of import DataOptions, to_network
 from relflat_sk._random import draw_seed, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import Fleet
-from relflat_sk.measures._results import Flatness
+from relflat_sk.measures._results import Measured
 from relflat_sk.minima._table import MEASURES, NO_REASON, attributes_of, remeasured_key
 from relflat_sk.search._data import (
     LR_SCALING,
@@ -344,7 +344,7 @@ class MinimaObjective:
         estimator: Any,
         data: TrainingData,
         trial: FrozenTrial,
-    ) -> dict[str, Flatness]:
+    ) -> dict[str, Measured]:
         """Measure a trained candidate, all measures in as few passes over the data as possible."""
         seed, data = self._seed_of(trial), data.only(trained_rows(estimator))
         with seeded(seed):
@@ -395,7 +395,7 @@ class MinimaObjective:
                 warn(f"{error} The candidate is trained again.")
         estimator, in_fleet = self._train_again(params, trial)
         data, name = self._data(params), self.measures[0]
-        loss = self._measure(self.measuring, [name], estimator, data, trial)[name].risk
+        loss = self._measure(self.measuring, [name], estimator, data, trial)[name].passes.risk
         before = trial.user_attrs["train_loss"]
         if np.isclose(loss, before, rtol=OF_FLEETS if in_fleet else ROUNDING, atol=0):
             module = to_network(estimator, data.X, data.y, DataOptions()).module
@@ -513,7 +513,7 @@ def _complete(
         data = objective._data(objective.space.values(trial))
         names = [name for name in missing if name != _TEST_LOSS]
         measured = objective._measure(measuring, names, estimator, data, trial) if names else {}
-        failed = {name: one.error for name, one in measured.items() if one.error is not None}
+        failed = {name: one.reason for name, one in measured.items() if one.reason}
         problems += [f"{name} of trial {trial.number}: {why}" for name, why in failed.items()]
         values = {name: float(one.value) for name, one in measured.items() if name not in failed}
         if _TEST_LOSS in missing:

@@ -16,6 +16,7 @@ References
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from skorch.utils import multi_indexing
 from torch import nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._models.network_of import open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import mean_loss
 from relflat_sk._random import RandomState, as_random_state, make_generator
@@ -333,8 +334,11 @@ def representativeness(  # noqa: PLR0913
     """
     smoothing = check_smoothing(smoothing, delta)
     check_integer("n_splits", n_splits, minimum=2, reason="one split has no standard error")
-    options = DataOptions(criterion, batch_size, device, in_order=smoothing.alphas is not None)
-    site = find_site(model, X, y, layer, options)
+    in_order = smoothing.alphas is not None
+    open_data = partial(
+        open_model, criterion=criterion, batch_size=batch_size, device=device, in_order=in_order
+    )
+    site = find_site(open_data(model, X, y), layer)
     delta = find_delta(site, delta)
     rng = as_random_state(random_state)
     splitter = ShuffleSplit(n_splits, test_size=test_size, random_state=rng)
@@ -356,8 +360,8 @@ def representativeness(  # noqa: PLR0913
         X_rest, y_rest = multi_indexing(X, rest), multi_indexing(y, rest)
         fitted = clone(model).fit(X_rest, y_rest)
         X_held, y_held = multi_indexing(X, held), multi_indexing(y, held)
-        risk = mean_loss(to_network(fitted, X_held, y_held, options))
-        site = find_site(fitted, X_rest, y_rest, layer, options)
+        risk = mean_loss(open_data(fitted, X_held, y_held))
+        site = find_site(open_data(fitted, X_rest, y_rest), layer)
         smoothed = smooth(site, smoothing, delta, n_draws, rng, shares[rest])
         values.append(risk - smoothed.mean_smooth_loss())
     return float(np.mean(values)), float(sem(values))
@@ -516,11 +520,13 @@ def generalization_bound(  # noqa: PLR0913
     True
     """
     smoothing = check_smoothing(smoothing, delta)
-    options = DataOptions(criterion, batch_size, device)
-    site = find_site(model, X, y, layer, options)
+    open_data = partial(
+        open_model, model, X, y, criterion=criterion, batch_size=batch_size, device=device
+    )
+    site = find_site(open_data(), layer)
     if smoothing.alphas is not None:
         shares = check_alphas(smoothing.alphas, site.n_samples)
-        site = find_site(model, X, y, layer, replace(options, sample_weight=shares))
+        site = find_site(open_data(sample_weight=shares), layer)
     if len(site.shape) != 1:
         raise ValueError(
             f"the bound needs a layer that receives one vector for each sample, but layer "
@@ -530,8 +536,8 @@ def generalization_bound(  # noqa: PLR0913
     h = smoothing.bandwidth
     delta = find_delta(site, delta) if h is None else math.nan
     name = "relative_flatness" if h is None else "feature_curvature"
-    found = measure_layers(site.network, [name], [site.name], random_state=rng)
-    flatness = found[site.name, name]
+    measured = measure_layers(site.network, [name], [site.name], random_state=rng)
+    flatness = measured[site.name, name]
     if h is None:
         moment = KERNELS[smoothing.kernel].second_moment(site.size, smoothing.sigma)
         factor = delta**2 / (2 * site.size) * moment
@@ -563,11 +569,11 @@ def generalization_bound(  # noqa: PLR0913
         label_error = relabelled.stderr
     flatness_term = factor * flatness.value
     return GeneralizationBound(
-        empirical_risk=flatness.risk,
+        empirical_risk=flatness.passes.risk,
         representativeness=estimate,
         flatness_term=flatness_term,
         label_term=label_term,
-        total=flatness.risk + estimate + flatness_term + label_term,
+        total=flatness.passes.risk + estimate + flatness_term + label_term,
         robustness=robustness,
         gap_bound=abs(robustness) + abs(estimate),
         delta=delta,

@@ -9,7 +9,7 @@ from sklearn.neighbors import NearestNeighbors
 from sklearn.utils.multiclass import type_of_target
 from torch import Tensor, nn
 
-from relflat_sk._models.network_of import DataOptions, name_layer, to_network
+from relflat_sk._models.network_of import name_layer, open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_layer
 from relflat_sk._network.network import Outcome, layer_names, outcome_of
@@ -101,8 +101,8 @@ def label_constancy(  # noqa: PLR0913
     if by not in ("labels", "loss"):
         raise ValueError(f'by must be "labels" or "loss", got {by!r}.')
     if by == "labels" and isinstance(model, nn.Module):
-        criterion = nn.CrossEntropyLoss()  # `to_network` needs one; it is not used here
-    network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
+        criterion = nn.CrossEntropyLoss()  # `open_model` needs one; it is not used here
+    network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     features: list[Tensor] = []
     labels: list[Tensor] = []
     found: list[Outcome] = []

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses.table import LINKS
-from relflat_sk._models.network_of import DataOptions, name_layer, to_network
+from relflat_sk._models.network_of import name_layer
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import ReplacedForwards, borrowed
 from relflat_sk._network.layer_maps import LayerMap
@@ -116,9 +116,9 @@ class Site:
             yield Split(self.network, batch, flat, run)
 
 
-def find_site(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions) -> Site:
-    """Find the network in a model and the layer whose features are moved, by running one batch."""
-    network = to_network(model, X, y, options)
+def find_site(network: Network, layer: Layer) -> Site:
+    """Find the layer of a model whose features are moved, by running one batch."""
+    assert network.source is not None
     batch = next(network.batches())
     _labels(batch)
     shapes: dict[str, torch.Size] = {}
@@ -129,7 +129,7 @@ def find_site(model: Any, X: Any, y: Any, layer: Layer, options: DataOptions) ->
 
     first = replace(network, batches=lambda: iter([batch]))
     with borrowed(network.module), Recorder(weight_layers(network.module), keep_shape):
-        name = find_measured_layer(first, name_layer(model, layer))
+        name = find_measured_layer(first, name_layer(network.source.model, layer))
     return Site(network, name, shapes[name])
 
 

@@ -13,7 +13,7 @@ from sklearn.utils import get_tags
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._models.network_of import DataOptions, to_network, unwrap
+from relflat_sk._models.network_of import open_model, unwrap
 from relflat_sk._network.batches import count_samples
 from relflat_sk._network.borrowing import evaluation_mode
 from relflat_sk._network.network import Network
@@ -184,7 +184,7 @@ def pac_bayes_bound(  # noqa: PLR0913
     for sigma in grid:
         check_number("sigmas", sigma)
     _refuse_preprocessing(model)
-    network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
+    network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     weights, before = weights_of(network), _read_state(initial)
     _refuse_statistics(network.module, before or {})
     wrong, labels = count_errors(network)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._models.network_of import open_model
 from relflat_sk._network.folding import BATCH_NORMS, copy_module
 from relflat_sk._network.layers import Layer, find_layer, layer_map, weight_layers
 from relflat_sk._network.network import Network
@@ -118,7 +118,7 @@ def reparameterize(
         )
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}.")
-    network = to_network(module, X, None, DataOptions(nn.MSELoss()))
+    network = open_model(module, X, criterion=nn.MSELoss())  # the loss is not used
     original, copied = (
         replace(network, module=copy_module(network.module, {}).eval()) for _ in range(2)
     )

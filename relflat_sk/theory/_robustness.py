@@ -14,10 +14,10 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer
-from relflat_sk._models.network_of import DataOptions, name_layers, to_network
+from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite
-from relflat_sk._network.network import layer_names
+from relflat_sk._network.network import Network, layer_names
 from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
@@ -167,7 +167,8 @@ def feature_robustness(  # noqa: PLR0913
     (0.1, 0.10000000000000002)
     """
     delta = check_delta(delta)
-    site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
+    network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
+    site = find_site(network, layer)
     generator = make_generator(random_state, site.network.device)
     moves = matrix_moves(matrices, delta, site.size, n_draws, generator, shared=absolute)
     relabel = None if labelling is None else lambda phi, _: labelling(phi)
@@ -273,10 +274,11 @@ def neuron_robustness(  # noqa: PLR0913
     delta = check_delta(delta)
     rng = as_random_state(random_state)
     tables = []
-    for site in _sites(model, X, y, layers, DataOptions(criterion, batch_size, device)):
+    network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
+    for site in _sites(network, name_layers(model, layers)):
         name, neurons = "neuron_flatness_max", range(site.size)
-        found = measure_layers(site.network, [name], [site.name], random_state=rng)
-        rho: Any = found[site.name, name].neurons
+        measured = measure_layers(site.network, [name], [site.name], random_state=rng)
+        rho: Any = measured[site.name, name].neurons
         table = {
             "layer": site.name,
             "neuron": neurons,
@@ -287,16 +289,15 @@ def neuron_robustness(  # noqa: PLR0913
     return pd.concat(tables, ignore_index=True)
 
 
-def _sites(model: Any, X: Any, y: Any, layers: Any, options: DataOptions) -> list[Site]:
+def _sites(network: Network, layers: list[Layer] | str) -> list[Site]:
     """Find the layers that receive one vector for each sample."""
-    chosen = name_layers(model, layers)
-    every = isinstance(chosen, str)
-    names = layer_names(to_network(model, X, y, options)) if every else chosen
-    by_name = {site.name: site for site in (find_site(model, X, y, one, options) for one in names)}
+    is_every = isinstance(layers, str)
+    chosen = layer_names(network) if isinstance(layers, str) else layers
+    by_name = {site.name: site for site in (find_site(network, layer) for layer in chosen)}
     sites = list(by_name.values())  # a layer that is named twice counts once
-    found = [site for site in sites if len(site.shape) == 1]
+    of_vectors = [site for site in sites if len(site.shape) == 1]
     others = [site for site in sites if len(site.shape) != 1]
-    if others and not (every and found):
+    if others and not (is_every and of_vectors):
         raise ValueError(
             f"layer {others[0].name!r} receives {tuple(others[0].shape)} for each sample; single "
             "neurons need a layer that receives one vector. Choose a linear layer behind it."
@@ -306,7 +307,7 @@ def _sites(model: Any, X: Any, y: Any, layers: Any, options: DataOptions) -> lis
             f"{', '.join(repr(site.name) for site in others)} left out: layers that receive more "
             "than one vector for each sample have no single neurons."
         )
-    return found
+    return of_vectors
 
 
 # -- the worst matrix --------------------------------------------------------------------
@@ -442,7 +443,8 @@ def worst_feature_robustness(  # noqa: PLR0913
     delta = check_delta(delta)
     check_integer("n_steps", n_steps, minimum=1)
     check_integer("n_restarts", n_restarts, minimum=0)
-    site = find_site(model, X, y, layer, DataOptions(criterion, batch_size, device))
+    network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
+    site = find_site(network, layer)
     rng = as_random_state(random_state)
     generator = make_generator(rng, site.network.device)
     identity = torch.eye(site.size, dtype=torch.float64, device=site.network.device)

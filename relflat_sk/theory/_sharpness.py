@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from relflat_sk._checks import check_number, is_number
 from relflat_sk._losses.loss import name_criterion
-from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._models.network_of import open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.folding import fold_layers
 from relflat_sk._network.network import Network, mean_loss
@@ -165,8 +165,8 @@ def sharpness_conditions(
             f"detail={detail!r} is about one module, but initial is given as well. Call once for "
             "each module, or leave out the detail."
         )
-    # `to_network` needs a criterion for a bare module; it is not used here
-    network = to_network(model, X, None, DataOptions(nn.MSELoss(), batch_size, device))
+    # `open_model` needs a criterion for a bare module; it is not used here
+    network = open_model(model, X, criterion=nn.MSELoss(), batch_size=batch_size, device=device)
     chain = _without_zeros(_read_chain(network, batch_size))
     if detail == "C1":
         return _factors(chain)
@@ -354,7 +354,7 @@ def sharpness_bound(  # noqa: PLR0913
     if delta >= 1:
         raise ValueError(f"delta must be a probability below 1, got {delta!r}.")
     check_number("lipschitz", lipschitz, optional=True)
-    network = to_network(model, X, y, DataOptions(criterion, batch_size, device))
+    network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     slope = _lipschitz(network) if lipschitz is None else lipschitz
     chain = _read_chain(network, batch_size)
     weights, n = chain.weights, len(chain.x)

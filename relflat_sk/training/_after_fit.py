@@ -16,13 +16,13 @@ from torch import nn
 
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import defaults_of, describe
-from relflat_sk._network.network import REFUSALS
+from relflat_sk._network.network import REFUSALS, Network
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.measures._measure_network import criterion_has_curvature, warn_of_saddle
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, epoch_losses
-from relflat_sk.measures._results import Flatness
+from relflat_sk.measures._results import Measured, Results
 from relflat_sk.training._batches import training_network
 from relflat_sk.training._convergence import missed_goal
 
@@ -96,35 +96,34 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
 def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
     """Measure a net, and check its training."""
     name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
-    measured: dict[tuple[str, str], Flatness] = {}
+    network, results = None, Results()
     try:
         network = training_network(net, dataset)
-        measured = measure_layers(network, [name], net._layers(), random_state=seed)
+        results = measure_layers(network, [name], net._layers(), random_state=seed)
     except (TypeError, ValueError) as error:
         warn(f"relative_flatness_ could not be measured: {error}")
-    for (layer, _), one in measured.items():
-        warn_of_saddle(layer, name, one)
-    _record(net, list(measured.values()))
+    for (layer, _), measured in results.items():
+        warn_of_saddle(layer, name, measured)
+    _record(net, network, list(results.values()))
     if since is not None:
         _check_outcome(net, since)
 
 
-def _record(net: Any, found: Sequence[Flatness]) -> None:
+def _record(net: Any, network: Network | None, measured: Sequence[Measured]) -> None:
     """Record measurements at a net's layers, if there are any; warn of a dead net or vain penalty.
 
     The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
     """
     value, comparison, has_curvature = np.nan, ConstantComparison(np.nan, np.nan), True
-    if found:
-        value = sum(flatness.value for flatness in found)
+    if network is not None and measured:
+        value = sum(layer.value for layer in measured)
         with _saying("constant_comparison_ could not be computed"):
-            comparison = compare_with_constant(found[0])
+            comparison = compare_with_constant(network, measured[0].passes)
     net._record = Record(
         value, comparison, net.flatness_layer, net.flatness_normalize, checksum(net.module_)
     )
-    if not _is_flat(net):
+    if network is None or not _is_flat(net):
         return
-    network = found[0].network
     with _saying("it could not be checked that the criterion has a curvature"):
         has_curvature = criterion_has_curvature(network)
     if not has_curvature:

@@ -205,7 +205,6 @@ THEORY = {
     "label_constancy": (label_constancy, {}, None),
     "label_constancy by loss": (label_constancy, {"by": "loss"}, None),
     "per_sample": (partial(measure, "normalized_relative_flatness"), PER_SAMPLE, None),
-    "neuron_flatness": (partial(measure, "neuron_flatness"), {"criterion": CRITERION}, None),
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._api import evaluate
 from tests import oracles
+from tests.measures.evaluate import constant_loss, evaluate
 from tests.measures.nets import best_constant, count_runs, measure_all
 
 RNG = torch.Generator().manual_seed(0)
@@ -145,7 +145,7 @@ def test_every_measure_is_that_of_the_tempered_loss(case, share, layer):
     for name, oracle in oracles.TABLE_1.items():
         assert values[name] == pytest.approx(oracle(H, W), rel=rel), name
     found = evaluate("relative_flatness", net, X, y, **options)
-    assert found.risk == pytest.approx(criterion(net(X), y).item(), rel=1e-9)
+    assert found.passes.risk == pytest.approx(criterion(net(X), y).item(), rel=1e-9)
     if case in {"softmax", "squares"}:
         found = evaluate("eigenvalue_flatness", net, X, y, rtol=1e-12, random_state=0, **options)
         assert found.value == pytest.approx(W.square().sum().item() * oracles.largest(H), rel=rel)
@@ -216,7 +216,7 @@ def test_a_scale_of_the_targets_does_not_matter_for_squares():
     model = LinearRegression().fit(X, y)
     found = evaluate("relative_flatness", model, X, y, at_loss=0.1)
     plain = evaluate("relative_flatness", model, X, y)
-    expected = plain.value * 0.1 * plain.constant_risk() / plain.risk
+    expected = plain.value * 0.1 * constant_loss(model, X, y) / plain.passes.risk
     assert found.value == pytest.approx(expected, rel=1e-12)
     larger = relative_flatness(LinearRegression().fit(X, 7 * y), X, 7 * y, at_loss=0.1)
     assert larger == pytest.approx(49 * found.value, rel=1e-9)

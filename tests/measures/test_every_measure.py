@@ -11,9 +11,9 @@ from sklearn.neural_network import MLPClassifier
 from torch import nn
 
 from relflat_sk import get_measure_names, measure
-from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
+from tests.measures.evaluate import constant_loss, evaluate
 from tests.measures.nets import CE, OF_CRITERIA, PROBLEMS, make, reached
 from tests.network.test_network import prepared, same, state_of
 
@@ -174,8 +174,13 @@ def test_weights_of_relative_flatness(case, layer):
         weighted = evaluate(name, problem.net, X, y, sample_weight=counts, **options)
         expected = evaluate(name, problem.net, *repeated, **options)
         assert weighted.value == pytest.approx(expected.value, rel=1e-10)
-    assert weighted.risk == pytest.approx(expected.risk, rel=1e-12)
-    assert weighted.constant_risk() == pytest.approx(expected.constant_risk(), rel=1e-9)
+    assert weighted.passes.risk == pytest.approx(expected.passes.risk, rel=1e-12)
+    of_data = {"criterion": problem.criterion, "batch_size": 3}
+    constants = [
+        constant_loss(problem.net, X, y, sample_weight=counts, **of_data),
+        constant_loss(problem.net, *repeated, **of_data),
+    ]
+    assert constants[0] == pytest.approx(constants[1], rel=1e-9)
     plain, tripled = (
         evaluate(name, problem.net, X, y, sample_weight=given, **options)
         for given in (None, 3 * counts)

@@ -13,11 +13,11 @@ from torch import nn
 from relflat_sk import _random as random
 from relflat_sk import measure
 from relflat_sk.measures import _quantities
-from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from relflat_sk.measures._measure_network import NETWORK_WIDE, measure_network
 from tests import oracles
 from tests.hugging_face import LoraLayer, conv1d
+from tests.measures.evaluate import evaluate
 from tests.measures.nets import (
     CE,
     HEADS_OF_CLASSES,
@@ -73,8 +73,8 @@ def assert_measures(problem, layer, every_term=False, top=True):
         expected = W.square().sum().item() * oracles.largest(H)
         assert one.value == pytest.approx(expected, rel=rtol, abs=1e-12)
         assert one.method == "lanczos"
-    assert one.n_samples == len(y)
-    assert one.risk == pytest.approx(problem.risk(), rel=max(rtol, 1e-12))
+    assert one.passes.n_samples == len(y)
+    assert one.passes.risk == pytest.approx(problem.risk(), rel=max(rtol, 1e-12))
     options["method"] = "exact"
     assert allowed() == before
     if problem.is_mean:

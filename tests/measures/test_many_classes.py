@@ -6,8 +6,8 @@ from torch import nn
 
 from relflat_sk import _numerics, measure
 from relflat_sk._network.network import mean_loss
-from relflat_sk.measures._api import evaluate
 from tests.losses.test_many_classes import class_by_class
+from tests.measures.evaluate import evaluate, opened
 from tests.measures.nets import CE
 from tests.rounding import FLOAT32
 
@@ -58,14 +58,14 @@ def test_bfloat16_outputs_are_summed_in_float32(d):
     net.bfloat16()
     seen = []
     net[-1].register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
-    found = evaluate("relative_flatness", net, X, y, criterion=CE)
+    network, found = opened("relative_flatness", net, X, y, criterion=CE)
     features, z = (x.detach().double() for x in seen[-1])
     forms = class_by_class(z, net[-1].weight.detach()).sum(dim=1)
     expected = float((features.square().sum(dim=1) * forms).mean())
     assert found.value == pytest.approx(expected, rel=FLOAT32)
     loss = CE(net(X.bfloat16()).double(), y).item()
-    assert found.risk == pytest.approx(loss, rel=FLOAT32)
-    assert mean_loss(found.network) == pytest.approx(loss, rel=FLOAT32)
+    assert found.passes.risk == pytest.approx(loss, rel=FLOAT32)
+    assert mean_loss(network) == pytest.approx(loss, rel=FLOAT32)
 
 
 class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 import relflat_sk
 from relflat_sk import RelativeFlatnessPenalty, relative_flatness
-from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._quantities import LayerPass
 from tests import oracles
 from tests.cases import CASES
+from tests.measures.evaluate import constant_loss, evaluate
 from tests.measures.nets import CE, best_constant
 from tests.penalty.every_draw import evaluate as penalty_of
 
@@ -198,7 +198,7 @@ def test_a_lone_last_sample_squeezed_away(k, criterion):
     )
     assert parts.method == "closed form"
     assert parts.value == pytest.approx(whole.value, rel=1e-12)
-    assert parts.risk == pytest.approx(whole.risk, rel=1e-12)
+    assert parts.passes.risk == pytest.approx(whole.passes.risk, rel=1e-12)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if CASES[case][3]])
@@ -230,14 +230,13 @@ def test_weights_of_outputs_whose_axes_have_moved(name, shape):
         torch.einsum("sj,tj,sktk->", weight, weight, hessian).item(), rel=1e-9
     )
     expected = best_constant(lambda z: criterion(z.expand(6, 3, 3), y), 3, 3)
-    assert found.constant_risk() == pytest.approx(expected, rel=1e-6)
+    assert constant_loss(net, X, y, criterion=criterion) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_constant_risk_is_the_best_a_constant_can_do(case):
     net, criterion, X, y, _ = make(case)
-    found = evaluate("relative_flatness", net, X, y, criterion=criterion)
-    best = found.constant_risk()
+    best = constant_loss(net, X, y, criterion=criterion)
     tail = net[5] if isinstance(net, nn.Sequential) and len(net) > 5 else nn.Identity()
     shape = net(X[:1]).shape[1:]
     if isinstance(tail, nn.Softsign | nn.Softplus | nn.Hardtanh):
@@ -257,7 +256,7 @@ def test_inference_mode_and_no_grad_around_the_call():
         inputs = X + 0
         assert relative_flatness(net, inputs, y, layer=0, criterion=criterion) == expected
         assert_close(relative_flatness(net, inputs, y, criterion=criterion) > 0, True)
-        for name in ("joint_eigenvalue_flatness", "keskar_sharpness", "inverse_margin"):
+        for name in ("joint_eigenvalue_flatness", "keskar_sharpness", "fisher_rao_norm"):
             assert relflat_sk.measure(name, net, inputs, y, criterion=criterion) > 0
 
 

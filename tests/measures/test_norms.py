@@ -15,10 +15,10 @@ from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.folding import fold_layers
 from relflat_sk._network.tail import find_faster_step
-from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
 from tests.cases import Net
+from tests.measures.evaluate import evaluate
 from tests.measures.nets import network
 from tests.measures.test_every_measure import chain
 from tests.rescaling.test_folding import used
@@ -483,8 +483,8 @@ def test_a_network_without_linear_layers_has_norms_and_a_loss(labelled):
     norm, count = (evaluate(n, net, X, y if labelled else None, criterion=CE) for n in names)
     assert (norm.value, count.value) == (pytest.approx(net[0].weight.norm().item()), 15)
     loss = CE(net(X), y).item() if labelled else math.nan
-    assert norm.risk == pytest.approx(loss, nan_ok=True)
-    assert norm.n_samples == 5
+    assert norm.passes.risk == pytest.approx(loss, nan_ok=True)
+    assert norm.passes.n_samples == 5
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,10 @@ from relflat_sk import (
     rank_minima,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._api import evaluate
+from relflat_sk.measures._api import measure_opened
 from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._user_function import TAKEN
+from tests.measures.evaluate import evaluate
 from tests.network.test_network import prepared, same, state_of
 
 X, Y = load_iris(return_X_y=True)
@@ -69,8 +70,10 @@ def test_a_function_in_place_of_a_name():
     expected = np.sqrt((MODEL.coef_**2).sum())
     found = evaluate(size_of_weights, MODEL, X, Y)
     assert found.value == pytest.approx(expected, rel=1e-12)
-    assert (found.stderr, found.method, found.n_samples) == (0.0, "function", 150)
-    assert found.risk == pytest.approx(evaluate("l2_norm", MODEL, X, Y).risk, rel=1e-12)
+    assert (found.stderr, found.method, found.passes.n_samples) == (0.0, "function", 150)
+    assert found.passes.risk == pytest.approx(
+        evaluate("l2_norm", MODEL, X, Y).passes.risk, rel=1e-12
+    )
     by_order = measure(size_of_weights, MODEL, X, Y, order=1)
     assert by_order == pytest.approx(np.abs(MODEL.coef_).sum(), rel=1e-12)
     scorer = FlatnessScorer(size_of_weights, measure_params={"order": 1})
@@ -175,9 +178,9 @@ def test_arguments_that_get_no_value_are_refused():
 
 def test_arguments_of_the_library_are_not_those_of_functions():
     own = set()
-    for function in (measure, flatness_report, evaluate, measure_network):
+    for function in (measure, flatness_report, measure_opened, measure_network):
         own |= inspect.signature(function).parameters.keys()
-    assert own - {"params", "model", "X", "y", "sample_weight"} == TAKEN - {"measure"}
+    assert own - {"params", "model", "X", "y", "sample_weight"} == TAKEN
 
 
 def test_all_arguments_behind_model_and_data_reach_the_function():

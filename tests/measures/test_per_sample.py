@@ -16,8 +16,8 @@ from torch.utils.data import (
 
 from relflat_sk import MLP, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._layer_measures import TRACE_LIKE
+from tests.measures.evaluate import evaluate
 from tests.measures.nets import CE, PROBLEMS, make, reached
 
 # networks with random weights are at no minimum

@@ -36,9 +36,9 @@ from relflat_sk import (
     measure,
     relative_flatness,
 )
-from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._minimum import ConstantComparison, made_progress
 from relflat_sk.measures._scorer import FlatnessScorer
+from tests.measures.evaluate import constant_loss, evaluate
 from tests.rounding import FLOAT32
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -395,7 +395,7 @@ def test_one_epoch_that_made_progress_is_evidence(callbacks):
     model = net(max_epochs=1, lr=0.002, callbacks=callbacks)
     model.set_params(batch_size=1).fit(X, Y)
     found = evaluate("relative_flatness", model, X, Y)
-    assert 0.5 < found.risk / found.constant_risk() < 1
+    assert 0.5 < found.passes.risk / constant_loss(model, X, Y) < 1
     assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
 
 
@@ -444,7 +444,7 @@ def test_progress_is_more_than_rounding_noise_and_order(epochs, shuffle, progres
 def test_the_loss_curve_of_a_scikit_learn_network_is_evidence():
     trained = MLPClassifier((8,), max_iter=120, random_state=0).fit(X, Y)
     found = evaluate("relative_flatness", trained, X, Y)
-    assert found.risk > 0.5 * found.constant_risk()
+    assert found.passes.risk > 0.5 * constant_loss(trained, X, Y)
     assert math.isfinite(SCORER(trained, X, Y))
     trained.loss_curve_ = [trained.loss_curve_[-1]] * 30
     with pytest.warns(FlatnessWarning, match=r"the MLPClassifier\(.*\) is .* made no progress"):
@@ -471,7 +471,7 @@ def test_accuracy_above_chance_is_enough_for_a_trained_net(criterion):
     model = make(max_epochs=10, lr=0.05, verbose=0, random_state=0) if binary else make()
     model = confident(model.fit(X, labels))
     found = evaluate("relative_flatness", model, X, labels)
-    assert found.risk > found.constant_risk()
+    assert found.passes.risk > constant_loss(model, X, labels)
     assert math.isfinite(SCORER(model, X, labels))
     guess = np.resize([0, 1], len(Y))
     with pytest.warns(FlatnessWarning, match=r"its accuracy of .* is not clearly better than"):
@@ -588,7 +588,7 @@ def test_a_model_that_has_learned_noise_is_at_a_minimum(name):
     X, y = rng.normal(size=(60, 20)).astype(np.float32), rng.integers(0, 2, 60)
     model = clone(OVERFITTED[name]).fit(X[:30], y[:30])
     found = evaluate("relative_flatness", model, X[30:], y[30:])
-    assert found.risk > found.constant_risk()
+    assert found.passes.risk > constant_loss(model, X[30:], y[30:])
     assert math.isfinite(SCORER(model, X[30:], y[30:]))
 
 
@@ -596,7 +596,7 @@ def test_a_linear_model_of_rare_classes_is_judged_by_the_area_under_the_curve():
     X, y = make_classification(300, 20, weights=[0.9], flip_y=0, class_sep=0.6, random_state=1)
     model = LogisticRegression(C=100, max_iter=2000).fit(X[:60], y[:60])
     found = evaluate("relative_flatness", model, X[60:], y[60:])
-    assert found.risk > found.constant_risk()
+    assert found.passes.risk > constant_loss(model, X[60:], y[60:])
     assert model.score(X[60:], y[60:]) <= max(np.mean(y[60:]), 1 - np.mean(y[60:]))
     assert math.isfinite(SCORER(model, X[60:], y[60:]))
     with pytest.warns(FlatnessWarning, match="its score is nan"):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.func import functional_call, hessian
 
 from relflat_sk import measure
-from relflat_sk.measures._api import evaluate
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests.cases import CASES
+from tests.measures.evaluate import evaluate
 from tests.measures.nets import NETS, PROBLEMS, network
 from tests.measures.nets import make as make_kind
 

@@ -39,8 +39,8 @@ from relflat_sk._models.network_of import (
     name_layer,
     to_network,
 )
-from relflat_sk.measures._api import evaluate
 from tests.data_kinds import memmap
+from tests.measures.evaluate import evaluate
 from tests.rounding import FLOAT32
 
 CE = nn.CrossEntropyLoss()

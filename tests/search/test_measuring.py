@@ -99,7 +99,7 @@ def test_a_measure_that_fails_is_nan_and_its_candidate_ranked_by_another(tmp_pat
     def fails_for_one(model, X, y):
         return unlucky(model, X, y)
 
-    with pytest.warns(FlatnessWarning, match="fails_for_one of trial .: out of luck"):
+    with pytest.warns(FlatnessWarning, match="fails_for_one of trial .: RuntimeError: out of luck"):
         found = search.remeasure(["trace_flatness", fails_for_one], retrain=True)
     assert found["trace_flatness"].notna().all()
     assert found["fails_for_one"].isna().sum() == 1

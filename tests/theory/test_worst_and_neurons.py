@@ -9,10 +9,10 @@ from torch import nn
 from relflat_sk import (
     FlatnessWarning,
     feature_robustness,
-    measure,
     neuron_robustness,
     worst_feature_robustness,
 )
+from tests import oracles
 from tests.network.test_network import same, state_of
 from tests.theory.problems import CE, plane_network, rise_by, rises_by, rotations
 
@@ -162,7 +162,8 @@ def test_every_neuron_of_every_layer():
     for row in table.itertuples():
         A = np.diag(np.eye({"0": 3, "2": 2}[row.layer])[row.neuron])
         assert row.robustness == pytest.approx(rise_by(net, row.layer, X, y, delta * A), rel=1e-9)
-        rho = measure("neuron_flatness", net, X, y, layer=row.layer, **CE)[row.neuron]
+        H, W = oracles.weight_hessian(net, row.layer, CE["criterion"], X, y)
+        rho = oracles.rho(H, W)[row.neuron]
         assert row.flatness_term == pytest.approx(delta**2 / 2 * rho, rel=1e-9)
     for layers in (-1, [-1, "2"]):
         last = neuron_robustness(net, X, y, delta, layers=layers, **CE)
