@@ -243,7 +243,24 @@ class LayerMap(ABC):
         bool
             Whether the input has shape (n, m).
         """
-        return self.channels_last and features.ndim == 2
+        return features.ndim == 2
+
+    def by_position(self, features: Tensor, z: Tensor) -> "tuple[LayerMap, Tensor, Tensor] | None":
+        """Return the layer as one whose samples are the positions, if each has its own input.
+
+        Parameters
+        ----------
+        features : Tensor of shape (n, ...)
+            The layer's input, of n samples.
+        z : Tensor of shape (n, ...)
+            The layer's output.
+
+        Returns
+        -------
+        tuple of LayerMap, Tensor of shape (n * P, m) and Tensor of shape (n * P, d), or None
+            The map, its inputs and its outputs. None if positions share inputs.
+        """
+        return None
 
 
 def select_channels(features: Tensor, channels: Tensor | None) -> Tensor:
@@ -310,6 +327,10 @@ class LinearMap(LayerMap):
         """Return the numbers of the features: column j reads feature j."""
         return torch.arange(self.n_inputs, device=self.kernel.device)
 
+    def by_position(self, features: Tensor, z: Tensor) -> tuple[LayerMap, Tensor, Tensor] | None:
+        """Take tokens as samples."""
+        return self, features.flatten(0, -2), z.flatten(0, -2)
+
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over positions."""
         phi = self.to_rows(features).transpose(1, 2)
@@ -332,6 +353,21 @@ class TransposedLinearMap(LinearMap):
     def matrix(self) -> Tensor:
         """The weight as a matrix of shape (outputs, inputs), with its graph."""
         return self.kernel.T
+
+
+class PixelMap(LinearMap):
+    """The map of a convolution whose kernel is one pixel, for pixels as samples."""
+
+    channels_last = False
+
+    def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
+        LayerMap.__init__(self, layer, weight)
+        self.n_inputs, self.n_outputs = layer.in_channels, layer.out_channels
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as a matrix of shape (outputs, inputs), with its graph."""
+        return self.kernel.flatten(1)
 
 
 # -- convolutions --------------------------------------------------------------------------
@@ -404,6 +440,16 @@ class ConvolutionMap(LayerMap):
             between = right @ (columns[:, 0] * inner[part, :, None])
             found.append(left @ (between * outer[part, :, None]))
         return torch.cat(found)
+
+    def by_position(self, features: Tensor, z: Tensor) -> tuple[LayerMap, Tensor, Tensor] | None:
+        """Take pixels as samples, if the kernel reads one of them."""
+        reads_one = self.n_offsets == self.groups == 1 and not self.inputs_first
+        # a kernel of one pixel with padding puts out more positions than there are
+        is_all = set(self.layer.stride) == {1} and features.shape[2:] == z.shape[2:]
+        if not (reads_one and is_all):
+            return None
+        pixels = PixelMap(self.layer, self._weight)
+        return pixels, features.movedim(1, -1).flatten(0, -2), z.movedim(1, -1).flatten(0, -2)
 
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Multiply rows with copies of the patches, for some samples at a time."""

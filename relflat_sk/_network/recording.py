@@ -43,11 +43,12 @@ class LayerRecord:
     tail_input: Tensor | None = None
     weight: Tensor | None = None
     received: Tensor | None = None  # what the layer multiplied, if it changed its input first
+    position_map: LayerMap | None = None  # if positions count as samples
 
     @property
     def map(self) -> LayerMap:
         """The layer as a linear map of the weight that it had in its call."""
-        return layer_map(self.layer, self.weight)
+        return self.position_map or layer_map(self.layer, self.weight)
 
     def check(self) -> tuple[Tensor, Tensor]:
         """Return features and output of a layer that was called exactly once."""

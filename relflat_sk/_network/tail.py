@@ -7,7 +7,8 @@ of three ways to ``B_i`` there are:
 closed form
     The layer's output is what the criterion takes, or is turned into that by one function that
     the table of losses knows: the table has ``B_i``. The same holds for each token of a language
-    model whose last layer puts out the logits. For a softmax over thousands of classes it is
+    model whose last layer puts out the logits, and for each pixel of a convolution's, whose kernel
+    has one pixel. For a softmax over thousands of classes it is
     `ManyClasses`, whose sums run over chunks of them.
 gradients
     The tail up to the criterion's input is piecewise linear, with Jacobian ``J_i``, and the table
@@ -20,7 +21,7 @@ The measures and the penalty both choose here.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,14 +86,14 @@ def _over_outputs(step: Any) -> bool:
 def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
     """Return whether the network's output is the layer's, with axes moved at most.
 
-    Shapes: `output` (n, d, ...), `z` (n, ..., d).
+    Shapes: `output` (n, d, ...), `z` (n * P, d).
     """
     # the graph shows that the numbers are the same, a comparison that they are in order
     return (
         node is not None
         and _first_other(output.grad_fn, _SAME_BUT_FOR_AXES, node) is node
-        and output.ndim == z.ndim
-        and torch.equal(output.detach().movedim(1, -1), z)
+        and output.ndim > 2
+        and torch.equal(output.detach().movedim(1, -1).flatten(0, -2), z)
     )
 
 
@@ -314,8 +315,8 @@ class Tail:
         """The labels, if curvatures depend on them."""
         return None if self.target is None else self.target.relevant
 
-    def closed_form(self, record: LayerRecord) -> tuple[Tensor, ClosedForm] | None:
-        """Return the features of a layer, and its curvature, if the table of losses has it."""
+    def closed_form(self, record: LayerRecord) -> tuple[LayerRecord, Tensor, ClosedForm] | None:
+        """Return a layer with its features and curvature, if the table of losses has it."""
         features, z = record.check()
         loss, relevant = self.loss, self.relevant
         if z.ndim == 2:
@@ -323,11 +324,12 @@ class Tail:
         elif (
             loss.has_closed_form("identity")
             and not loss.weighs_outputs  # along axes that have moved
-            and only_moves_axes(self.output, record.node, z)
+            and (positions := record.map.by_position(features, z)) is not None
+            and only_moves_axes(self.output, record.node, positions[-1])
         ):
             link, relevant = "identity", loss.per_token(relevant)
-            z = z.reshape(-1, z.shape[-1])
-            features = features.reshape(len(z), -1)
+            layer, features, z = positions
+            record = replace(record, position_map=layer)
         else:
             return None
         if not loss.has_closed_form(link):
@@ -335,9 +337,9 @@ class Tail:
         if z.shape[1] >= MANY:
             found = loss.closed_form(link, z, relevant)
             if isinstance(found, Softmax):
-                return features, ManyClasses(found.z, found.scale)
+                return record, features, ManyClasses(found.z, found.scale)
         curvature = loss.closed_form(link, self.precise(z), relevant)
-        return None if curvature is None else (features, curvature)
+        return None if curvature is None else (record, features, curvature)
 
     def _link(self, record: LayerRecord) -> str | None:
         """Return the function behind a layer; None where the criterion sees other axes than it."""
@@ -373,7 +375,7 @@ def choose_curvatures(
         if found is None:
             others.append(record)
         else:
-            closed.append((record, *found))
+            closed.append(found)
     if others:
         base = tail.base()
     if base is None:

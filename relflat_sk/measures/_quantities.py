@@ -147,7 +147,8 @@ class LayerPass:
                 self.summed_loss, self.offset, retain_graph=True, materialize_grads=True
             )
         found = full_precision(found)
-        if self.is_flat:  # also where tokens count as samples
+        if self.is_flat:  # also where tokens or pixels count as samples
+            found = found if self.map.channels_last else found.movedim(1, -1)
             return found.reshape(len(self.features), -1, 1)
         return self.map.to_rows(found)
 
