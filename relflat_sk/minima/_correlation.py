@@ -34,8 +34,8 @@ from relflat_sk._random import draw_seed
 from relflat_sk.minima._table import (
     column_of,
     find_axes,
+    is_comparable,
     is_complete,
-    is_converged,
     measure_columns,
     minima_table,
     numeric_column,
@@ -104,7 +104,7 @@ def select_minima(
     reason = "it is the number of resamples behind each interval, usually 1000"
     check_integer("n_bootstrap", n_bootstrap, minimum=1, reason=reason)
     y = numeric_column(table, target, argument="target")
-    usable = is_complete(table) & is_converged(table) & np.isfinite(y)
+    usable = is_complete(table) & is_comparable(table) & np.isfinite(y)
     for name in finite:
         usable &= np.isfinite(numeric_column(table, name, argument="given"))
     if usable.sum() < FEWEST_MINIMA:

@@ -94,18 +94,26 @@ def is_complete(table: pd.DataFrame) -> NDArray[np.bool_]:
     return table["state"].eq("complete").to_numpy(dtype=bool)
 
 
-def is_converged(table: pd.DataFrame, *, any_depth: bool = False) -> NDArray[np.bool_]:
-    """Return which rows are minima that can be compared. Shapes: returns (n_minima,)."""
-    good = np.ones(len(table), dtype=bool)
-    for name in ("converged",) if any_depth else ("converged", "comparable"):
-        if name in table.columns:
-            if pd.api.types.infer_dtype(table[name]) == "string":
-                raise ValueError(
-                    f"the column {name!r} must hold True and False, got texts such as "
-                    f"{table[name].dropna().iloc[0]!r}. Convert it to booleans first."
-                )
-            good &= table[name].eq(True).fillna(False).to_numpy(dtype=bool)
-    return good
+def is_minimum(table: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows are minima, of any depth. Shapes: returns (n_minima,)."""
+    return _is_marked(table, "converged")
+
+
+def is_comparable(table: pd.DataFrame) -> NDArray[np.bool_]:
+    """Return which rows are minima of the depth that is compared. Shapes: returns (n_minima,)."""
+    return _is_marked(table, "converged") & _is_marked(table, "comparable")
+
+
+def _is_marked(table: pd.DataFrame, name: str) -> NDArray[np.bool_]:
+    """Return which rows a column of booleans marks: all of them without such a column."""
+    if name not in table.columns:
+        return np.ones(len(table), dtype=bool)
+    if pd.api.types.infer_dtype(table[name]) == "string":
+        raise ValueError(
+            f"the column {name!r} must hold True and False, got texts such as "
+            f"{table[name].dropna().iloc[0]!r}. Convert it to booleans first."
+        )
+    return table[name].eq(True).fillna(False).to_numpy(dtype=bool)
 
 
 def list_reasons(table: pd.DataFrame) -> str:
@@ -406,7 +414,7 @@ def mark_depth_band(minima: pd.DataFrame, band: float | None) -> pd.DataFrame:
     """Mark the minima that are compared, and say of the others why they are not."""
     if "comparable" in minima.columns or "depth" not in minima.columns:
         return minima
-    good = is_complete(minima) & is_converged(minima)
+    good = is_complete(minima) & is_comparable(minima)
     depths = numeric_column(minima, "depth", argument="depth")
     found = None if band is None else _find_band(minima, depths, good, band)
     inside = ~np.isfinite(depths) | (True if found is None else _within(depths, *found))
@@ -514,8 +522,8 @@ def rank_minima(
     if by in SCORES:  # whose large values are good
         values = -values
     finite = np.isfinite(values) & is_complete(table)
-    compared, converged = is_converged(table), is_converged(table, any_depth=True)
-    group = np.select([~finite, compared, converged], [3, 0, 1], default=2)
+    kinds = [~finite, is_comparable(table), is_minimum(table)]
+    group = np.select(kinds, [3, 0, 1], default=2)
     within = np.where(finite, values, np.inf)
     if "depth" in table.columns and np.isfinite(table["depth"]).any():
         depths = numeric_column(table, "depth", argument="depth")

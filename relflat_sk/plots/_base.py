@@ -1,30 +1,18 @@
-"""What displays share: axes and panels, minima as points, and what `plot` takes and draws.
+"""What displays share: axes and panels, scales and labels, and what `plot` takes and draws.
 
 Matplotlib is optional, and imported where something is drawn.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from math import floor, log10
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 from sklearn.base import is_regressor
 
-from relflat_sk.minima import correlate_measures
-from relflat_sk.minima._correlation import FEWEST_MINIMA
-from relflat_sk.minima._table import (
-    column_of,
-    find_axis,
-    is_complete,
-    is_converged,
-    measure_columns,
-    numeric_column,
-    parameter_columns,
-    plain_name,
-)
+from relflat_sk.minima._table import plain_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,12 +24,17 @@ Floats = NDArray[np.float64]
 MAX_COLUMNS = 4
 PANEL_WIDTH = 3.3  # inches
 LOG_RATIO = 10.0  # largest over smallest value
+LABELLED_DECADES = 2.5  # with more of them, only powers of ten have labels
 MAX_LETTERS = 44  # of a name on an axis
 
 # colors of Okabe and Ito, which also people who confuse red and green can tell apart
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X"]
 LINES = ["-", "--", ":", "-."]
+
+# places of a legend; it is 4.8 letters away from the axes, below tick labels and axis label
+BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 4.8, "ncols": 2}
+ON_THE_RIGHT = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "borderaxespad": 0.0}
 
 # columns in the unit of the loss; others have another unit, or none
 IN_LOSS_UNITS = {
@@ -161,39 +154,47 @@ def write_note(ax: "Axes", text: str) -> None:
     ax.text(0.5, 0.75, text, transform=ax.transAxes, ha="center", va="center", color="0.35")
 
 
-def draw_legend(ax: "Axes", others: "Sequence[Axes]" = (), *, on_the_right: bool = False) -> None:
-    """Put a legend of all axes below or beside the first, or inside it without a layout engine."""
-    from matplotlib.transforms import ScaledTranslation  # noqa: PLC0415
-
-    labeled: dict[str, Any] = {}
-    for each in [ax, *others]:
-        handles, labels = each.get_legend_handles_labels()
-        labeled |= dict(zip(labels, handles, strict=True))
-    # below the tick labels and the axis label, whatever the size of the figure
-    below = ax.transAxes + ScaledTranslation(0, -40 / 72, figure_of(ax).dpi_scale_trans)
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "ncols": 2}
-    place |= {"bbox_transform": below}
-    if on_the_right:
-        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    place = place | {"frameon": False, "borderaxespad": 0.0} if has_layout(ax) else {}
-    if labeled:
-        ax.legend(list(labeled.values()), list(labeled), fontsize="small", **place)
+def draw_legend(panels: "Sequence[Axes]", place: Mapping[str, Any]) -> None:
+    """Put a legend of all panels beside the last, or inside it without a layout engine."""
+    handles_by_label: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        handles_by_label |= dict(zip(labels, handles, strict=True))
+    if handles_by_label:
+        style = {"frameon": False, **place} if has_layout(panels[-1]) else {}
+        handles, labels = list(handles_by_label.values()), list(handles_by_label)
+        panels[-1].legend(handles, labels, fontsize="small", **style)
 
 
 def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:
     """Make an axis logarithmic if its values, (n,), need it, with plain numbers if they can be."""
-    from relflat_sk.plots._log_labels import PlainLogFormatter  # noqa: PLC0415
-
-    if needs_log_scale(values):
-        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        axis.set_major_formatter(PlainLogFormatter())
-        axis.set_minor_formatter(PlainLogFormatter())
+    if not needs_log_scale(values):
+        return
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_formatter(log_label)
+    finite = values[np.isfinite(values)]
+    if log10(finite.max()) - log10(finite.min()) < LABELLED_DECADES:
+        axis.set_minor_formatter(log_label)
+        # as far from the axis as labels behind the longer ticks of powers of ten
+        axis.set_tick_params(which="minor", pad=5)
 
 
 def needs_log_scale(values: Floats) -> bool:
     """Return whether finite values, (n,), are positive and span more than a decade."""
     finite = values[np.isfinite(values)]
     return len(finite) > 0 and bool(finite.min() > 0 and finite.max() > LOG_RATIO * finite.min())
+
+
+def log_label(x: float, position: int | None = None) -> str:
+    """Label 1, 2 and 5 of each decade, by powers of ten where numbers would be long."""
+    exponent = floor(round(log10(x), 6))
+    digit = round(x / 10.0**exponent, 6)
+    if digit not in {1, 2, 5}:
+        return ""
+    if 1e-3 <= x < 1e5:
+        return f"{x:g}"
+    factor = "" if digit == 1 else rf"{digit:g} \times "
+    return f"${factor}10^{{{exponent}}}$"
 
 
 # -- labels ------------------------------------------------------------------------------
@@ -213,230 +214,12 @@ def shorten(name: str) -> str:
     return name if len(name) <= MAX_LETTERS else f"{name[:half]}…{name[-half:]}"
 
 
-# -- minima as points -----------------------------------------------------------------------------
-
-
-SYMBOLS = {
-    "pearson": "Pearson $r$",
-    "spearman": "Spearman $\\rho$",
-    "kendall": "Kendall $\\tau$",
-}
-ONE_COLOR = "#0072B2"
-MAX_LEVELS = 12  # a numeric column with more values gets a continuous color scale
-HELD_OUT = {"test_loss", "generalization_gap", "test_score"}  # columns that need held-out data
-MARGIN = 0.06  # of the axis, around the minima
-DOT: dict[str, Any] = {"s": 42, "edgecolors": "black", "linewidths": 0.6}
-LARGEST = 1e150  # a number that is drawn; ticks beyond larger ones would overflow
-CROSS: dict[str, Any] = {"marker": "x", "color": "0.35", "s": 42, "linewidths": 1.5}
-
-
-# -- colors ------------------------------------------------------------------------------
-
-
-def color_column(minima: pd.DataFrame, color_by: str | None) -> str | None:
-    """Return the column that colors the minima."""
-    if color_by is None:
-        return None
-    if color_by != "auto":
-        return find_axis(minima, color_by, argument="color_by")
-    varied = [name for name in parameter_columns(minima) if _plain(minima[name]).nunique() > 1]
-    batch_sizes = [name for name in varied if name.endswith("batch_size")]
-    return next(iter([*batch_sizes, *varied]), None)
-
-
-def _plain(values: "pd.Series[Any]") -> "pd.Series[Any]":
-    """Return values that can be compared: lists and dicts as text."""
-    if values.dtype != object:
-        return values
-    return values.map(lambda one: one if pd.api.types.is_scalar(one) else str(one))
-
-
-class Colors:
-    """Colors of minima: one per value, or a continuous scale for many numbers."""
-
-    def __init__(self, minima: pd.DataFrame, column: str | None, cmap: str) -> None:
-        from matplotlib import colormaps, colors  # noqa: PLC0415
-
-        self.column = column
-        if column is None:
-            return
-        self.cmap = colormaps[cmap].with_extremes(bad="0.8")
-        values = _plain(minima[column])
-        self.levels = sorted(values.dropna().unique(), key=_order)
-        self.is_scale = pd.api.types.is_numeric_dtype(values) and len(self.levels) > MAX_LEVELS
-        if self.is_scale:
-            numbers = numeric_column(minima, column, argument="color_by")
-            scale = colors.LogNorm if needs_log_scale(numbers) else colors.Normalize
-            self.codes = np.ma.masked_invalid(numbers)
-            self.norm = scale(np.nanmin(numbers), np.nanmax(numbers))
-        else:
-            codes = values.map({level: code for code, level in enumerate(self.levels)})
-            self.codes = np.ma.masked_invalid(codes.to_numpy(dtype=np.float64))
-            self.norm = colors.BoundaryNorm(np.arange(len(self.levels) + 1) - 0.5, 256)
-
-    def arguments(self, rows: NDArray[np.bool_]) -> dict[str, Any]:
-        """Return the arguments of `matplotlib.axes.Axes.scatter` that color some minima.
-
-        Shapes: `rows` (n_minima,).
-        """
-        if self.column is None:
-            return {}
-        codes = self.codes[rows]
-        return {"c": codes, "norm": self.norm, "cmap": self.cmap, "plotnonfinite": True}
-
-    def of_row(self, row: int) -> Any:
-        return ONE_COLOR if self.column is None else self.cmap(self.norm(self.codes[row]))
-
-    def draw_bar(self, axes: "list[Axes]") -> None:
-        """Draw the color bar beside some axes, unless there is only one color."""
-        from matplotlib.cm import ScalarMappable  # noqa: PLC0415
-
-        if self.column is None:
-            return
-        colors = ScalarMappable(self.norm, self.cmap)
-        bar = axes[0].figure.colorbar(colors, ax=axes, aspect=20 if len(axes) < 4 else 40)
-        if not self.is_scale:
-            bar.set_ticks(range(len(self.levels)), labels=[_text(it) for it in self.levels])
-            bar.ax.minorticks_off()
-        bar.set_label(label_of(self.column, ""))
-
-
-def _order(level: Any) -> tuple[bool, Any]:
-    """Return a sort key: numbers by size, then everything else by name."""
-    is_text = not isinstance(level, int | float | np.number)
-    return (is_text, str(level) if is_text else level)
-
-
-def _text(level: Any) -> str:
-    """Return a level as short text."""
-    return f"{level:g}" if isinstance(level, float) else shorten(str(level))
-
-
-# -- points ------------------------------------------------------------------------------
-
-
-class Points:
-    """Minima as points in a plane. Shapes: `x, y` (n,)."""
-
-    def __init__(self, minima: pd.DataFrame, x: Floats, y: Floats) -> None:
-        self.x, self.y = (np.sign(v) * np.clip(abs(v), 1 / LARGEST, LARGEST) for v in (x, y))
-        finite = np.isfinite(x) & np.isfinite(y) & is_complete(minima)
-        self.converged = finite & is_converged(minima)
-        self.unconverged = finite & ~self.converged
-        of_any_depth = is_converged(minima, any_depth=True)
-        counts = {
-            "not converged": (finite & ~of_any_depth).sum(),
-            "at another depth": (self.unconverged & of_any_depth).sum(),
-        }
-        self.kinds = {name: n for name, n in counts.items() if n}
-        self.n_not_drawn = (~finite).sum()
-        self.n_minima = (is_complete(minima) & is_converged(minima)).sum()
-
-    def require_minima(self, *columns: str) -> None:
-        """Check that there is a minimum to draw."""
-        if self.converged.any():
-            return
-        if self.n_minima:
-            names = " and ".join(repr(name) for name in columns)
-            advice = ""
-            if HELD_OUT.intersection(columns):
-                advice = " Held-out data are needed: fit(X, y, X_test, y_test)."
-            raise ValueError(
-                f"None of the {self.n_minima} minima has a finite {names}, so there is nothing to "
-                f"draw.{advice}"
-            )
-        raise ValueError(
-            f"None of the {len(self.x)} candidates is a minimum, so there is nothing to draw. The "
-            "columns 'converged' and 'reason' of the table say why."
-        )
-
-    def draw(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
-        """Draw all points, with the numbers of the other candidates for the legend."""
-        self.draw_minima(ax, colors, **kwargs)
-        self.draw_crosses(ax, ", ".join(f"{name} ({n})" for name, n in self.kinds.items()))
-        if self.n_not_drawn:
-            ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
-
-    def draw_minima(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
-        """Draw the minima, which decide the limits of the axes."""
-        draw_grid(ax)
-        ax.margins(MARGIN)
-        x, y = self.x[self.converged], self.y[self.converged]
-        ax.scatter(x, y, **(DOT | colors.arguments(self.converged) | kwargs))
-
-    def draw_crosses(self, ax: "Axes", label: str) -> None:
-        """Draw the candidates that did not converge, at most as far out as the limits."""
-        # a diverged run may lie anywhere; with it in view, the minima would fill a corner
-        x_limits, y_limits = ax.get_xlim(), ax.get_ylim()
-        ax.set(xlim=x_limits, ylim=y_limits)
-        if self.unconverged.any():
-            x = np.clip(self.x[self.unconverged], *x_limits)
-            y = np.clip(self.y[self.unconverged], *y_limits)
-            ax.scatter(x, y, **CROSS, clip_on=False, label=label)
-
-
-# -- correlations ------------------------------------------------------------------------
-
-
-def choose_measures(
-    minima: pd.DataFrame,
-    measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None,
-    target: str,
-) -> list[str]:
-    if measures is None:
-        names = [name for name in measure_columns(minima) if name != target]
-    else:
-        given = [measures] if isinstance(measures, str) or callable(measures) else measures
-        names = [column_of(measure) for measure in given]
-    for name in names:
-        numeric_column(minima, name, argument="measures")
-    if not names:
-        raise ValueError(
-            "There are no measures to draw: name numeric columns as measures, or run a search "
-            "that records measures."
-        )
-    return names
-
-
-def correlation_of(
-    minima: pd.DataFrame, measure: str, target: str, random_state: Any
-) -> "pd.Series[Any] | None":
-    """Return the row of `correlate_measures` for one measure."""
-    x = numeric_column(minima, measure, argument="measure")
-    y = numeric_column(minima, target, argument="target")
-    used = Points(minima, x, y).converged
-    if used.sum() < FEWEST_MINIMA:
-        return None
-    pairs = pd.DataFrame({"measure": x[used], "target": y[used]})
-    return correlate_measures(pairs, "target", random_state=random_state).iloc[0]
-
-
-def show_correlation(
-    ax: "Axes",
-    correlation: "pd.Series[Any] | None",
-    names: Sequence[str] = ("pearson", "kendall"),
-    fontsize: str = "medium",
-    between: tuple[str, str] | None = None,
-) -> None:
-    """Write coefficients with their intervals above the axes."""
-    if correlation is None:
-        return
-    parts = []
-    for name in names:
-        value, low, high = (correlation[name + end] for end in ("", "_low", "_high"))
-        parts.append(f"{SYMBOLS[name]} = {value:z.2f} [{low:z.2f}, {high:z.2f}]")
-    text = ",  ".join([*parts, f"$n$ = {correlation['n']}"])
-    if between is not None:
-        text = " and ".join(label_of(name, "") for name in between) + f"\n{text}"
-    ax.set_title(text, fontsize=fontsize, pad=9)
-
-
-# -- displays -------------------------------------------------------------------------------------
+# -- displays ----------------------------------------------------------------------------
 
 
 def with_unit(arguments: Mapping[str, Any], estimators: Iterable[Any]) -> dict[str, Any]:
     """Leave the unit of the loss out of the labels if a regressor is shown."""
-    has_none = any(hasattr(one, "fit") and is_regressor(one) for one in estimators)
+    has_none = any(hasattr(model, "fit") and is_regressor(model) for model in estimators)
     return {"loss_unit": "" if has_none else "nats", **arguments}
 
 
@@ -454,63 +237,6 @@ class Display(ABC):
     def figure_(self) -> "Figure":
         """The figure of the axes."""
         return figure_of(self.axes_[0])
-
-
-@dataclass(kw_only=True, eq=False, repr=False)
-class MinimaDisplay(Display):
-    """Base class of displays that show minima, colored by one column."""
-
-    minima: pd.DataFrame
-    color_by: str | None = None
-
-    def plot(
-        self,
-        ax: "Axes | None" = None,
-        *,
-        loss_unit: str | None = None,
-        cmap: str = "viridis",
-        **kwargs: Any,
-    ) -> Self:
-        """Draw the minima.
-
-        Parameters
-        ----------
-        ax : matplotlib.axes.Axes or None, default=None
-            The axes to draw in; a display with several panels divides their space. None makes
-            a new figure.
-        loss_unit : str or None, default=None
-            Unit of the loss, for the axis labels, such as "nats" for cross-entropy; "" for none.
-            None takes no unit for the minima of regressors, and nats for others.
-        cmap : str, default="viridis"
-            Color map for the column `color_by`, preferably with increasing lightness.
-        **kwargs
-            Passed on to `matplotlib.axes.Axes.scatter` for the converged minima.
-
-        Returns
-        -------
-        Display
-            The display itself.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        ValueError
-            If a column is missing or not numeric, or no converged minimum has finite values.
-        """
-        require_matplotlib()
-        colors = Colors(self.minima, self.color_by, cmap)
-        unit = self.minima.attrs.get("loss_unit", "nats") if loss_unit is None else loss_unit
-        self.axes_ = self._draw(ax, colors, unit, kwargs)
-        draw_legend(self.axes_[-1], self.axes_)
-        colors.draw_bar(self.axes_)
-        return self
-
-    @abstractmethod
-    def _draw(
-        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> "list[Axes]":
-        """Draw all but the legend and the color bar, and return the panels."""
 
 
 class EstimatorDisplay(Display):

@@ -20,16 +20,9 @@ from relflat_sk.minima._table import (
     numeric_column,
 )
 from relflat_sk.plots._base import (
-    SYMBOLS,
-    Colors,
     Display,
     Floats,
-    MinimaDisplay,
-    Points,
-    choose_measures,
     choose_scale,
-    color_column,
-    correlation_of,
     curve_style,
     divide,
     draw_grid,
@@ -37,8 +30,17 @@ from relflat_sk.plots._base import (
     make_axes,
     make_panels,
     shorten,
-    show_correlation,
     write_note,
+)
+from relflat_sk.plots._points import (
+    SYMBOLS,
+    Colors,
+    MinimaDisplay,
+    Points,
+    choose_measures,
+    color_column,
+    correlation_of,
+    show_correlation,
 )
 
 if TYPE_CHECKING:
@@ -158,7 +160,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         points = Points(self.minima, x, y)
         points.require_minima(self.measure, self.target)
         ax = make_axes(ax)
-        choose_scale(ax.xaxis, x[points.converged])
+        choose_scale(ax.xaxis, x[points.comparable])
         points.draw(ax, colors, **kwargs)
         ax.set(xlabel=label_of(self.measure, loss_unit), ylabel=label_of(self.target, loss_unit))
         show_correlation(ax, self.correlation, between=(self.measure, self.target))
@@ -284,15 +286,15 @@ class MeasurePanelsDisplay(MinimaDisplay):
             x = numeric_column(self.minima, name, argument="measures")
             points = Points(self.minima, x, y)
             panel.set_xlabel(label_of(name, loss_unit))
-            if not points.converged.any():
+            if not points.comparable.any():
                 write_note(panel, "not finite")
                 continue
-            choose_scale(panel.xaxis, x[points.converged])
-            points.draw_minima(panel, colors, **({"s": 22} | kwargs))
+            choose_scale(panel.xaxis, x[points.comparable])
+            points.draw_dots(panel, colors, **({"s": 22} | kwargs))
             show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
             drawn.append((points, panel))
         for points, panel in drawn:  # now that all panels have their common limits
-            points.draw_crosses(panel, ", ".join(with_target.kinds))
+            points.draw_crosses(panel, ", ".join(with_target.n_crossed))
         return panels
 
 
@@ -391,8 +393,8 @@ class MinimaRankingDisplay(MinimaDisplay):
         by = measure_column(minima, minima_table(minima), by)
         table = rank_minima(minima, by=by)
         if target is None:
-            known = "test_loss" in table.columns and np.isfinite(table["test_loss"]).any()
-            target = "test_loss" if known else "train_loss"
+            is_tested = "test_loss" in table.columns and np.isfinite(table["test_loss"]).any()
+            target = "test_loss" if is_tested else "train_loss"
         target = column_of(target)
         display = cls(
             minima=table,
@@ -410,11 +412,11 @@ class MinimaRankingDisplay(MinimaDisplay):
         panels = divide(make_axes(ax), 2, 1, sharex="all")
         columns = (self.by, self.target)
         for panel, points, column in zip(panels, (upper, lower), columns, strict=True):
-            choose_scale(panel.yaxis, points.y[points.converged])
+            choose_scale(panel.yaxis, points.y[points.comparable])
             points.draw(panel, colors, **kwargs)
             panel.set_ylabel(label_of(column, loss_unit))
         _, self.target_ax_ = panels
-        mean = lower.y[lower.converged].mean()
+        mean = lower.y[lower.comparable].mean()
         self.target_ax_.axhline(mean, label="mean of the minima", **(DASHED | {"linewidth": 1}))
         panels[0].tick_params(labelbottom=False)
         self.target_ax_.locator_params(axis="x", integer=True)
@@ -530,22 +532,22 @@ class HyperparameterDisplay(MinimaDisplay):
         x, names = self._positions(np.isfinite(y))
         points = Points(self.minima, x, y)
         points.require_minima(self.axis, self.measure)
-        x, y, ax, good = points.x, points.y, make_axes(ax), points.converged
+        x, y, ax, good = points.x, points.y, make_axes(ax), points.comparable
         levels = np.unique(x[good])
-        few = 1 < len(levels) <= MAX_DISTINCT
+        has_medians = 1 < len(levels) <= MAX_DISTINCT
         if names:
             ax.set_xlim(-0.5, len(names) - 0.5)  # names without minima count, too
         else:
             choose_scale(ax.xaxis, x[good])
         choose_scale(ax.yaxis, y[good])
         points.draw(ax, colors, **kwargs)
-        if few:
+        if has_medians:
             medians = [np.median(y[good & (x == level)]) for level in levels]
             ax.plot(levels, medians, label="median of the minima", zorder=1, **DASHED)
         if names:
             turned = 90 if len(names) > MAX_DISTINCT else 0
             ax.set_xticks(range(len(names)), names, rotation=turned)
-        elif few:
+        elif has_medians:
             ax.set_xticks(levels, [f"{level:g}" for level in levels])
             ax.set_xticks([], minor=True)
         ax.set(xlabel=label_of(self.axis, ""), ylabel=label_of(self.measure, loss_unit))
@@ -667,20 +669,20 @@ class LabelNoiseDisplay(Display):
         by = find_axis(table, by, argument="by")
         numeric_column(table, by, argument="by")
         names = [name for name in choose_measures(table, measures, target) if name != by]
-        every = correlate_measures(
+        rows = correlate_measures(
             table, target, strata=by, n_bootstrap=n_bootstrap, random_state=random_state
         )
-        every = every[~every["stratum"].isin(["pooled", "within"])]
-        every = every.assign(share=every["stratum"].astype(float)).drop(columns="stratum")
-        counts = every.groupby("share")["n"].max()
+        rows = rows[~rows["stratum"].isin(["pooled", "within"])]
+        rows = rows.assign(share=rows["stratum"].astype(float)).drop(columns="stratum")
+        counts = rows.groupby("share")["n"].max()
         if counts.max() < FEWEST_MINIMA:
             raise ValueError(
                 f"No value of {by!r} has {FEWEST_MINIMA} converged minima with a finite "
                 f"{target!r}, as a correlation needs; there are {counts.to_dict()}. Train more "
                 "minima at each value."
             )
-        every = every[every["share"].map(counts) >= FEWEST_MINIMA].sort_values("share")
-        parts = [every[every["measure"] == name] for name in names]
+        rows = rows[rows["share"].map(counts) >= FEWEST_MINIMA].sort_values("share")
+        parts = [rows[rows["measure"] == name] for name in names]
         display = cls(correlations=pd.concat(parts, ignore_index=True), by=by, target=target)
         return display.plot(ax=ax, **kwargs)
 

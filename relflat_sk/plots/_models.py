@@ -14,6 +14,7 @@ from relflat_sk.measures import flatness_report, layer_sensitivity
 from relflat_sk.measures._names import find_measures
 from relflat_sk.measures._sharpness import sharpness_curve
 from relflat_sk.plots._base import (
+    ON_THE_RIGHT,
     EstimatorDisplay,
     choose_scale,
     curve_style,
@@ -35,10 +36,10 @@ ALPHAS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 
 
 def _refuse_arguments(
-    given: Mapping[str, Any], function: Callable[..., Any], argument: str
+    arguments: Mapping[str, Any], function: Callable[..., Any], argument: str
 ) -> None:
     """Refuse arguments of a function among those of `plot`: matplotlib has none of these names."""
-    for name in given.keys() & signature(function).parameters:
+    for name in arguments.keys() & signature(function).parameters:
         raise TypeError(
             f"from_estimator has no argument {name!r}: pass it in {argument}, as "
             f'{argument}={{"{name}": ...}}.'
@@ -171,8 +172,8 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         """Return a label for each layer: its position, if the report has it, and its name."""
         prefixes = dict.fromkeys(layers, "")
         if "position" in self.report:
-            known = self.report.dropna(subset="position")
-            for name, position in zip(known["layer"], known["position"], strict=True):
+            placed = self.report.dropna(subset="position")
+            for name, position in zip(placed["layer"], placed["position"], strict=True):
                 prefixes[name] = f"{position:.0f}: "
         return [prefixes[name] + shorten(name) if name else WHOLE_NETWORK for name in layers]
 
@@ -267,8 +268,8 @@ class LayerSensitivityDisplay(EstimatorDisplay):
         (ax,) = _layer_panels(ax, 1, list(map(shorten, layers)))
         draw_grid(ax)
         choose_scale(ax.xaxis, self.table["predicted"].to_numpy(dtype=np.float64))
-        for number, (bits, some) in enumerate(self.table.groupby("bits", sort=False)):
-            part = some.set_index("layer").reindex(layers)
+        for number, (bits, table) in enumerate(self.table.groupby("bits", sort=False)):
+            part = table.set_index("layer").reindex(layers)
             style = curve_style(number) | {"linestyle": "none", "markersize": 6, "capsize": 3}
             style |= {"label": f"{bits} bits"} | kwargs
             bars = part["stderr"].fillna(0.0)
@@ -277,7 +278,7 @@ class LayerSensitivityDisplay(EstimatorDisplay):
                 color = drawn.lines[0].get_color()
                 ax.plot(part["measured"], rows, "x", color=color, label=f"{bits} bits, measured")
         ax.set_xlabel(f"rise of the loss ({loss_unit})" if loss_unit else "rise of the loss")
-        draw_legend(ax, on_the_right=True)
+        draw_legend([ax], ON_THE_RIGHT)
         return [ax]
 
 
@@ -406,12 +407,12 @@ class SharpnessKLDisplay(EstimatorDisplay):
             style: dict[str, Any] = {"label": shorten(name) or None, "markersize": 5, "capsize": 3}
             style |= curve_style(number) | kwargs
             ax.errorbar(curve["kl"], curve["expected_sharpness"], yerr=curve["stderr"], **style)
-        every = pd.concat(self.curves.values())
-        choose_scale(ax.xaxis, every["kl"].to_numpy(dtype=np.float64))
-        choose_scale(ax.yaxis, every["expected_sharpness"].to_numpy(dtype=np.float64))
-        low, high = every["alpha"].min(), every["alpha"].max()
+        curves = pd.concat(self.curves.values())
+        choose_scale(ax.xaxis, curves["kl"].to_numpy(dtype=np.float64))
+        choose_scale(ax.yaxis, curves["expected_sharpness"].to_numpy(dtype=np.float64))
+        low, high = curves["alpha"].min(), curves["alpha"].max()
         ends = f"$\\alpha$ = {high:.3g} (left) to {low:.3g} (right)"
         ax.set_xlabel(f"KL divergence (nats), from {ends}")
         ax.set_ylabel(label_of("expected_sharpness", loss_unit))
-        draw_legend(ax, on_the_right=True)
+        draw_legend([ax], ON_THE_RIGHT)
         return [ax]

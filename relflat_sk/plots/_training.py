@@ -11,14 +11,12 @@ from skorch import NeuralNet
 
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._scorer import flatness_columns
-from relflat_sk.minima._table import curves_of, is_converged, minima_table
+from relflat_sk.minima._table import curves_of, is_comparable, minima_table
 from relflat_sk.plots._base import (
-    Colors,
+    ON_THE_RIGHT,
     EstimatorDisplay,
     Floats,
-    MinimaDisplay,
     choose_scale,
-    color_column,
     curve_style,
     divide,
     draw_grid,
@@ -27,6 +25,7 @@ from relflat_sk.plots._base import (
     make_axes,
     with_unit,
 )
+from relflat_sk.plots._points import Colors, MinimaDisplay, color_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -158,7 +157,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
                 panel.plot(self.epochs, values, **style)
                 drawn += 1  # in both panels, so that every curve of the figure has its own style
             choose_scale(panel.yaxis, np.concatenate([*columns.values(), np.empty(0)]))
-            draw_legend(panel, on_the_right=True)
+            draw_legend([panel], ON_THE_RIGHT)
             panel.set_ylabel(f"{quantity}{unit}")
         _, self.flatness_ax_ = panels
         panels[0].tick_params(labelbottom=False)
@@ -250,59 +249,58 @@ class TrainingCurvesDisplay(MinimaDisplay):
         >>> sorted(display.curves)
         [0, 1]
         """
-        found = curves_of(minima)
-        table = minima_table(minima)
-        numbers = [int(number) for number in table["trial"] if column in found.get(number, {})]
+        recorded, table = curves_of(minima), minima_table(minima)
+        numbers = [int(number) for number in table["trial"] if column in recorded.get(number, {})]
         if not numbers:
-            known = sorted({name for one in found.values() for name in one} - {"epoch"})
+            names = sorted({name for curves in recorded.values() for name in curves} - {"epoch"})
             raise ValueError(
-                f"column: no candidate has a curve of {column!r}; there are {known}. For flatness "
+                f"column: no candidate has a curve of {column!r}; there are {names}. For flatness "
                 "along training, add EpochScoring(FlatnessScorer(non_minimum='accept'), "
                 "name='relative_flatness', on_train=True) to the callbacks of the net, before it "
                 "trains."
             )
         # nan for values that were not finite
         epochs, values = (
-            {number: np.array(found[number][name], np.float64) for number in numbers}
+            [np.array(recorded[number][name], np.float64) for number in numbers]
             for name in ("epoch", column)
         )
-        curves = {number: (epochs[number], values[number]) for number in numbers}
-        color_by = color_column(table, color_by)
-        return cls(minima=table, curves=curves, column=column, color_by=color_by).plot(
-            ax=ax, **kwargs
+        display = cls(
+            minima=table,
+            curves=dict(zip(numbers, zip(epochs, values, strict=True), strict=True)),
+            column=column,
+            color_by=color_column(table, color_by),
         )
+        return display.plot(ax=ax, **kwargs)
 
     def _draw(
         self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
     ) -> "list[Axes]":
         ax = make_axes(ax)
         draw_grid(ax)
-        ranked = is_converged(self.minima)
-        rows = [row for row, n in enumerate(self.minima["trial"]) if n in self.curves]
-        each = {row: self.curves[int(self.minima["trial"].iloc[row])] for row in rows}
-        highest = self._highest([each[row][1] for row in rows if ranked[row]])
-        leave = [row for row in rows if np.any(each[row][1] > highest)]
+        trials, ranked = self.minima["trial"].to_numpy(), is_comparable(self.minima)
+        rows = [row for row, trial in enumerate(trials) if trial in self.curves]
+        curves = {row: self.curves[int(trials[row])] for row in rows}
+        highest = self._highest([curves[row][1] for row in rows if ranked[row]])
+        diverged = [row for row in rows if np.any(curves[row][1] > highest)]
         left_out = f"not ranked ({sum(not ranked[row] for row in rows)}"
-        left_out += f", ▴ {len(leave)} diverged)" if leave else ")"
-        for row in rows:
-            number = int(self.minima["trial"].iloc[row])
-            style = MINIMUM | {"color": colors.of_row(row)} if ranked[row] else dict(OTHER)
+        left_out += f", ▴ {len(diverged)} diverged)" if diverged else ")"
+        for row, (epochs, values) in curves.items():
+            style = MINIMUM | {"color": colors.of_row(row)}
             if not ranked[row]:
-                style["label"] = left_out
+                style = OTHER | {"label": left_out}
             elif "rank" in self.minima.columns and self.minima["rank"].iloc[row] == 1:
-                style = BEST | {"label": f"rank 1 (trial {number})"}
-            epochs, values = each[row]
+                style = BEST | {"label": f"rank 1 (trial {trials[row]})"}
             (line,) = ax.plot(epochs, values, **(style | kwargs))
             end: dict[str, Any] = {"markersize": 4, "color": line.get_color()}
-            if row in leave:
-                out = epochs[np.argmax(values > highest)]
-                ax.plot(out, 0.98, "^", transform=ax.get_xaxis_transform(), **end)
+            if row in diverged:
+                leaves = epochs[np.argmax(values > highest)]
+                ax.plot(leaves, 0.98, "^", transform=ax.get_xaxis_transform(), **end)
             else:
-                ends = np.flatnonzero(np.isfinite(values))[-1:]
-                ax.plot(epochs[ends], values[ends], "o", **end)
-        inside = np.concatenate([values[values <= highest] for _, values in each.values()])
+                last = np.flatnonzero(np.isfinite(values))[-1:]
+                ax.plot(epochs[last], values[last], "o", **end)
+        inside = np.concatenate([values[values <= highest] for _, values in curves.values()])
         choose_scale(ax.yaxis, inside)
-        if leave:
+        if diverged:
             ax.dataLim.update_from_data_y(inside, ignore=True)
             ax.autoscale_view(scalex=False)
         ax.locator_params(axis="x", integer=True, min_n_ticks=1)

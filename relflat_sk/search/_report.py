@@ -25,7 +25,8 @@ from relflat_sk.plots import (
     MinimaRankingDisplay,
     TrainingCurvesDisplay,
 )
-from relflat_sk.plots._base import color_column, require_matplotlib
+from relflat_sk.plots._base import require_matplotlib
+from relflat_sk.plots._points import color_column
 from relflat_sk.search._goal import own_goals
 from relflat_sk.search._results import listed
 from relflat_sk.search._space import plain_repr

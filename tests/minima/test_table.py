@@ -14,8 +14,8 @@ from relflat_sk.minima._table import (
     depth_of,
     find_axes,
     find_axis,
+    is_comparable,
     is_complete,
-    is_converged,
     is_reserved,
     measure_columns,
     minima_table,
@@ -45,7 +45,7 @@ def test_missing_numbers_are_nan_and_missing_booleans_are_false():
         "converged": pd.array([True, None], dtype="boolean"),
     })
     np.testing.assert_array_equal(numeric_column(table, "rho", argument="by"), [1.0, np.nan])
-    assert is_converged(table).tolist() == [True, False]
+    assert is_comparable(table).tolist() == [True, False]
     assert is_complete(table).tolist() == [True, True]
 
 
