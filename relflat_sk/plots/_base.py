@@ -185,7 +185,7 @@ def needs_log_scale(values: Floats) -> bool:
     return len(finite) > 0 and bool(finite.min() > 0 and finite.max() > LOG_RATIO * finite.min())
 
 
-def log_label(x: float, position: int | None = None) -> str:
+def log_label(x: float, position: float | None = None) -> str:
     """Label 1, 2 and 5 of each decade, by powers of ten where numbers would be long."""
     exponent = floor(round(log10(x), 6))
     digit = round(x / 10.0**exponent, 6)

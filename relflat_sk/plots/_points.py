@@ -81,7 +81,7 @@ class Colors:
             return
         self.cmap = colormaps[cmap].with_extremes(bad="0.8")
         values = _plain(minima[column])
-        self.levels = sorted(values.dropna().unique(), key=_order)
+        codes, self.levels = pd.factorize(values, sort=True)  # numbers by size, before texts
         self.is_scale = pd.api.types.is_numeric_dtype(values) and len(self.levels) > MAX_LEVELS
         if self.is_scale:
             numbers = numeric_column(minima, column, argument="color_by")
@@ -89,8 +89,7 @@ class Colors:
             self.codes = np.ma.masked_invalid(numbers)
             self.norm = scale(np.nanmin(numbers), np.nanmax(numbers))
         else:
-            codes = values.map({level: code for code, level in enumerate(self.levels)})
-            self.codes = np.ma.masked_invalid(codes.to_numpy(dtype=np.float64))
+            self.codes = np.ma.masked_equal(codes, -1)  # of missing values
             self.norm = colors.BoundaryNorm(np.arange(len(self.levels) + 1) - 0.5, 256)
 
     def arguments(self, rows: NDArray[np.bool_]) -> dict[str, Any]:
@@ -115,12 +114,6 @@ class Colors:
             bar.set_ticks(range(len(self.levels)), labels=[_text(level) for level in self.levels])
             bar.ax.minorticks_off()
         bar.set_label(label_of(self.column, ""))
-
-
-def _order(level: Any) -> tuple[bool, Any]:
-    """Return a sort key: numbers by size, then everything else by name."""
-    is_text = not isinstance(level, int | float | np.number)
-    return (is_text, str(level) if is_text else level)
 
 
 def _text(level: Any) -> str:
