@@ -32,7 +32,6 @@ from .search import (
     MinimaObjective,
     RelativeFlatnessPenaltyCV,
     flattest_within,
-    optimize_study,
     rank_models,
 )
 from .theory import (
@@ -106,7 +105,6 @@ __all__ = [
     "measures",
     "minima",
     "neuron_robustness",
-    "optimize_study",
     "pac_bayes_bound",
     "plots",
     "rank_minima",

@@ -15,6 +15,7 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import kendalltau, rankdata
 
 from relflat_sk import rank_minima
+from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._results import is_averaged
 
 __all__ = ["FORMS", "SHARES", "Fits", "Way", "judge", "test_errors", "ways"]
@@ -234,7 +235,7 @@ def averages(fits: Fits) -> dict[str, NDArray[np.bool_]]:
     depth = fits.constant / fits.losses
     state = np.where(np.isfinite(fits.losses), "complete", "failed")
     table = {"train_loss": fits.losses, "converged": fits.converged, "state": state}
-    records = [{"constant_loss": fits.constant}] * len(state)
+    records = [Minimum(constant_loss=fits.constant)] * len(state)
     return {
         "average of all": fits.converged,
         "average, as in a search": fits.converged & is_averaged(pd.DataFrame(table), records),

@@ -14,7 +14,8 @@ from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE
 from relflat_sk.measures._results import Measure
 from relflat_sk.measures._user_function import arguments_of, name_of
-from relflat_sk.minima._table import column_of, is_reserved
+from relflat_sk.minima._minimum import is_reserved
+from relflat_sk.minima._table import column_of
 
 SAME: dict[str, tuple[str, ...]] = {
     **LAYER_MEASURES,

@@ -1,9 +1,7 @@
 """The table of minima, which `relflat_sk.minima` documents: columns, Optuna's trials, order.
 
-A trial stores the columns of its row as flat keys in ``trial.user_attrs``, and what users hardly
-read as one dict, because each attribute is a transaction of the storage. Optuna does not let
-a finished trial be changed, so measures computed afterwards are stored in ``study.user_attrs``,
-under the key that `remeasured_key` returns.
+`Minimum` says what a trial records. Optuna does not let a finished trial be changed, so measures
+computed afterwards are stored in ``study.user_attrs``, under the key that `remeasured_key` returns.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,24 +15,16 @@ from optuna.trial import FrozenTrial, TrialState
 from sklearn.exceptions import NotFittedError
 
 from relflat_sk._checks import is_number
-
-PARAM_PREFIX = "param_"
-LOSSES = ("train_loss", "test_loss", "generalization_gap")
-SCORES = ("train_score", "test_score")
-DEPTH = "depth"
-STATUS = ("converged", "ended_by", "seconds", "state", "reason")
-FIXED = ("trial", *LOSSES, DEPTH, *SCORES, STATUS[0], "comparable", *STATUS[1:], "rank")
-
-# what a trial records beside its columns, and columns that only some tables have
-_OTHERS = (
-    "artifact_id", "weights_hash", "details", "curves", "failed", "seed", "in_fleet", "measures",
-    "n_iter", "candidate", "process", "sweep", "killed", "pareto", "constant_loss", "n_samples",
-)  # fmt: skip
-
-
-def is_reserved(name: str) -> bool:
-    """Return whether a name has a meaning of its own in tables of minima and their trials."""
-    return name in FIXED or name in _OTHERS or name.startswith(PARAM_PREFIX)
+from relflat_sk.minima._minimum import (
+    DEPTH,
+    FIXED,
+    LOSSES,
+    PARAM_PREFIX,
+    SCORES,
+    STATUS,
+    Minimum,
+    is_reserved,
+)
 
 
 def column_of(measure: str | Callable[..., Any]) -> str:
@@ -224,14 +214,7 @@ def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:
 # -- Optuna's finished trials ---------------------------------------------------------------------
 
 
-MADE_WITH = "provenance"  # user attribute of a study: how its minima are made, part by part
-UNITS = "units"  # the part with attributes of the table
-CURVES = "curves"  # user attribute of a trial: losses and flatness of its epochs, by column
-
-# user attribute of a trial: a dict of the attributes that are stored together
-DETAILS = "details"
-# one of these: the names of the measures in the order of the search, which databases forget
-MEASURES = "measures"
+UNITS = "units"  # user attribute of a study: attributes of its table
 
 # the states of finished trials, and their names in the column `state`
 STATES = {
@@ -281,19 +264,8 @@ def curves_of(source: Any) -> dict[int, dict[str, list[float | None]]]:
             f"{type(source).__name__}. A table has no curves: pass the search itself."
         )
     trials = study.get_trials(deepcopy=False)
-    found = {trial.number: attributes_of(trial).get(CURVES) for trial in trials}
-    return {number: curves for number, curves in found.items() if curves is not None}
-
-
-def attributes_of(trial: Any) -> dict[str, Any]:
-    """Return the user attributes of a trial, with those that are stored together.
-
-    The measures come first, in the order of the search.
-    """
-    found: dict[str, Any] = trial.user_attrs
-    details = found.get(DETAILS, {})
-    measures = {name: found[name] for name in details.get(MEASURES, ()) if name in found}
-    return {**measures, **found, **details}
+    curves = {trial.number: Minimum.from_trial(trial).curves for trial in trials}
+    return {number: columns for number, columns in curves.items() if columns is not None}
 
 
 def table_of_trials(
@@ -304,7 +276,7 @@ def table_of_trials(
     The first measure stands before the losses: the first of `measures`, or of the first trial.
     """
     rows = [_row(trial) | study_attrs.get(remeasured_key(trial), {}) for trial in trials]
-    return table_of_rows(rows, study_attrs.get(MADE_WITH, {}).get(UNITS, {}), measures)
+    return table_of_rows(rows, study_attrs.get(UNITS, {}), measures)
 
 
 def table_of_rows(
@@ -325,18 +297,12 @@ def table_of_rows(
 
 
 def _row(trial: FrozenTrial) -> dict[str, Any]:
-    """Return one trial as a row, without unknown attributes that are not numbers."""
-    row: dict[str, Any] = {"trial": trial.number}
-    row |= {f"{PARAM_PREFIX}{name}": value for name, value in trial.params.items()}
-    for name, value in attributes_of(trial).items():
-        if name in FIXED or name.startswith(PARAM_PREFIX) or is_number(value):
-            row[name] = value
-    complete = trial.state == TrialState.COMPLETE
-    row["converged"] = complete and row.get("converged", True)
+    """Return one trial as a row."""
+    drawn = {f"{PARAM_PREFIX}{name}": value for name, value in trial.params.items()}
+    row = {"trial": trial.number} | drawn | Minimum.from_trial(trial).row()
+    row["converged"] = trial.state == TrialState.COMPLETE and row.get("converged", True)
     row["state"] = STATES[trial.state]
-    row.setdefault("reason", NO_REASON[trial.state])
-    row.setdefault("ended_by", "")
-    return row
+    return {"reason": NO_REASON[trial.state], "ended_by": ""} | row
 
 
 # -- minima in order of flatness, among those that are equally deep -------------------------------

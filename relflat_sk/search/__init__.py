@@ -4,16 +4,13 @@ from relflat_sk.search._flattest_within import FlattestWithin, flattest_within
 from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._penalty_cv import RelativeFlatnessPenaltyCV
 from relflat_sk.search._rank_models import rank_models
-from relflat_sk.search._search import Choice, FlatMinimaSearch
-from relflat_sk.search._workers import optimize_study
+from relflat_sk.search._search import FlatMinimaSearch
 
 __all__ = [
-    "Choice",
     "FlatMinimaSearch",
     "FlattestWithin",
     "MinimaObjective",
     "RelativeFlatnessPenaltyCV",
     "flattest_within",
-    "optimize_study",
     "rank_models",
 ]

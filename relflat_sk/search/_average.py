@@ -9,7 +9,7 @@ from sklearn.ensemble import VotingClassifier, VotingRegressor
 from sklearn.frozen import FrozenEstimator
 
 from relflat_sk._models.network_of import describe, final_estimator
-from relflat_sk.search._weights import last_prefix
+from relflat_sk.search._steps import last_prefix
 
 
 class _MeanRegressor(VotingRegressor):

@@ -10,8 +10,9 @@ References
    Learning", NeurIPS 2017, section 3.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,15 +43,6 @@ class TrainingData:
     y: Any
     fit_params: Mapping[str, Any] = field(default_factory=dict)
     sample_weight: Any = None
-
-    def only(self, rows: NDArray[np.intp] | None) -> "TrainingData":
-        """Leave out samples that a net has held out. Shapes: `rows` (n_trained,)."""
-        if rows is None:
-            return self
-        measured = rows[rows < get_len(self.X)]  # the confusion set is behind them
-        weights = _take(self.sample_weight, measured)
-        X, y = _take(self.X, measured), _take(self.y, measured)
-        return replace(self, X=X, y=y, sample_weight=weights)
 
 
 def is_data_name(name: str) -> bool:
@@ -155,6 +147,47 @@ def _take(data: Any, rows: NDArray[np.intp]) -> Any:
         return [data[row] for row in rows]
     # frames, arrays, sparse matrices, tensors
     return getattr(data, "iloc", data)[rows]
+
+
+# -- learning rates in proportion to batch sizes -------------------------------------------------
+
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
+
+
+def check_lr_scaling(rules: Iterable[Any]) -> None:
+    """Refuse rules of scaling that there are not."""
+    for rule in rules:
+        if rule is not None and rule not in RULES:
+            raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {rule!r}.")
+
+
+def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
+    """Scale learning rates with the batch size, relative to the estimator's own batch size."""
+    lr_scaling = params.get(LR_SCALING)
+    check_lr_scaling([lr_scaling])
+    if lr_scaling is None:
+        return {}
+    own = estimator.get_params()
+    rates = {}
+    for name, size in params.items():
+        prefix, _, last = name.rpartition("batch_size")
+        if last or not (prefix == "" or prefix.endswith("__")) or "batch_size" not in name:
+            continue
+        rate = next((prefix + one for one in RATES if prefix + one in own), None)
+        before = own.get(name)
+        if rate is None or not _is_size(size) or not _is_size(before):
+            raise ValueError(
+                f"lr_scaling={lr_scaling!r} needs numbers for {name!r} and a learning rate beside "
+                f"it ({' or '.join(RATES)}), got {name}={size!r} in the candidate and {before!r} "
+                "in the estimator. Give both as numbers, or leave lr_scaling out."
+            )
+        rates[rate] = float(params.get(rate, own[rate]) * RULES[lr_scaling](size / before))
+    return rates
+
+
+def _is_size(value: Any) -> bool:
+    return is_number(value) and value > 0  # -1 stands for all samples
 
 
 # -- checks before anything is trained ------------------------------------------------------------

@@ -17,8 +17,9 @@ from relflat_sk._checks import is_number
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._results import Measured
+from relflat_sk.minima._minimum import Minimum
 from relflat_sk.minima._table import depth_of
-from relflat_sk.search._weights import last_step
+from relflat_sk.search._steps import last_step
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._convergence import StopAtDepth
 
@@ -136,7 +137,7 @@ SATURATED = (
 
 
 def record_verdict(
-    record: dict[str, Any],
+    minimum: Minimum,
     estimator: Any,
     goal: Any,
     found: Mapping[str, Measured],
@@ -147,13 +148,15 @@ def record_verdict(
     Returns the values of the measures that rank, infinity where flatness cannot be compared: such
     a network may predict well. Others may have failed, which is recorded, too.
     """
-    train_loss, values = record["train_loss"], [record[name] for name in ranking]
+    assert minimum.train_loss is not None
+    row = minimum.row()
+    train_loss, values = minimum.train_loss, [row[name] for name in ranking]
     ranked = next(iter(found.values())).passes
-    constant_loss = record.get("constant_loss", np.nan)
-    record["n_samples"] = ranked.n_samples
+    constant_loss = np.nan if minimum.constant_loss is None else minimum.constant_loss
+    minimum.n_samples = ranked.n_samples
     depth = depth_of(train_loss, constant_loss)
     if np.isfinite(depth):
-        record["depth"] = depth
+        minimum.depth = depth
     # at equal loss, it does not matter what the loss itself leaves of other curvatures
     judged = {
         name: measured
@@ -175,10 +178,10 @@ def record_verdict(
         reason = SATURATED
         values = [np.inf] * len(values)
     elif not np.isfinite(values).all():
-        wrong = [name for name in ranking if not np.isfinite(record[name])]
+        wrong = [name for name in ranking if not np.isfinite(row[name])]
         why = {name: one.reason and f", {one.reason}" for name, one in found.items()}
         reason = NO_MEASURE + ", ".join(
-            f"{name} is {record[name]}{why.get(name, '')}" for name in wrong
+            f"{name} is {row[name]}{why.get(name, '')}" for name in wrong
         )
         values = [np.inf if np.isnan(value) else value for value in values]
     else:
@@ -191,5 +194,6 @@ def record_verdict(
         if name not in ranking and measured.reason
     ]
     reasons = [reason, *failed] if reason else failed
-    record |= {"converged": not reason, "ended_by": ended_by, "reason": "; ".join(reasons)}
+    minimum.converged, minimum.ended_by = not reason, ended_by
+    minimum.reason = "; ".join(reasons)
     return values

@@ -1,13 +1,11 @@
-"""Measure trained candidates, and record in their trials what the table of minima shows."""
+"""Measure trained candidates, each in the same way."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import numpy as np
-import optuna
 
 from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models.network_of import DataOptions, open_model
@@ -23,9 +21,10 @@ from relflat_sk.measures._names import find_measures
 from relflat_sk.measures._results import Measure, Measured, constant_risk
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.measures._user_function import name_of
-from relflat_sk.minima._table import AUTO, DETAILS, column_of, find_depth_band
+from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import AUTO, column_of, find_depth_band
 from relflat_sk.search._data import TrainingData
-from relflat_sk.search._failures import blame_call, blame_storage
+from relflat_sk.search._failures import blame_call
 from relflat_sk.search._fit import LAST, missing_layer
 
 # arguments that a scorer may hold, and a table of minima passes itself, and where users give them
@@ -183,7 +182,7 @@ def find_objectives(given: Sequence[Any]) -> tuple[tuple[str, ...], Measuring]:
 
 
 def record_measures(
-    record: dict[str, Any],
+    minimum: Minimum,
     networks: Mapping[Any, Network],
     seed: int | None,
     measuring: Measuring,
@@ -203,70 +202,45 @@ def record_measures(
         error = caught
     if not np.isfinite(train_loss):
         train_loss = mean_loss(next(iter(networks.values())))
-    record["train_loss"] = train_loss
-    record["converged"] = False
+    minimum.train_loss, minimum.converged = train_loss, False
     if not np.isfinite(train_loss):
-        record["reason"] = "the training loss is not finite"
+        minimum.reason = "the training loss is not finite"
         return {}
     if error is not None:
         raise error
-    for name, measured in found.items():
-        record[name] = measured.value
+    minimum.measures = {name: measured.value for name, measured in found.items()}
     first = measuring.names[0]
     constant = constant_risk(networks[measuring.ways[first].reading], found[first].passes)
     if np.isfinite(constant):
-        record["constant_loss"] = constant
+        minimum.constant_loss = constant
     return found
 
 
-def measure_held_out(
+def record_held_out(
+    minimum: Minimum,
     estimator: Any,
-    train_loss: float,
     data: TrainingData,
-    X_test: Any,
+    X_test: Any,  # (n_test, ...)
     y_test: Any,
     criterion: Any = None,
-) -> dict[str, float]:
-    """Compute the loss on held-out data, and the estimator's own scores.
-
-    Shapes: `X_test`, `y_test` (n_test, ...).
-    """
-    found: dict[str, float] = {}
+) -> None:
+    """Record the loss on held-out data, and the estimator's own scores."""
     scored = hasattr(estimator, "score")
     if scored and data.y is not None:
         weights = data.sample_weight
         weighted = weights is not None and "sample_weight" in signature(estimator.score).parameters
         of_samples = {"sample_weight": weights} if weighted else {}
-        found["train_score"] = float(estimator.score(data.X, data.y, **of_samples))
+        minimum.train_score = float(estimator.score(data.X, data.y, **of_samples))
     if X_test is None:
-        return found
+        return
     with blame_call(
         "X_test and y_test cannot be evaluated",
         "Give data like X and y, or a Dataset with labels.",
     ):
         test_loss = mean_loss(open_model(estimator, X_test, y_test, criterion=criterion))
-        scored = scored and y_test is not None
-        test_score = float(estimator.score(X_test, y_test)) if scored else np.nan
-    found |= {"test_loss": test_loss, "generalization_gap": test_loss - train_loss}
-    return found | ({"test_score": test_score} if scored else {})
-
-
-_DETAIL = re.compile(
-    "constant_loss|curves|depth|ended_by|in_fleet|measures|n_iter|n_samples|param_scaled_.*|reason"
-    "|seconds|seed|test_score|train_score|weights_hash"
-)
-
-
-def write_record(trial: optuna.Trial, record: Mapping[str, Any]) -> None:
-    """Write what was recorded of a trial as its user attributes.
-
-    Each attribute is a transaction of the storage, so that those that users hardly read are one.
-    """
-    details = {name: value for name, value in record.items() if _DETAIL.fullmatch(name)}
-    others = {name: value for name, value in record.items() if name not in details}
-    with blame_storage():
-        for name, value in (others | {DETAILS: details}).items():
-            trial.set_user_attr(name, value)
-        # Optuna 5: samplers and best_trial respect it
-        if "ended_by" in record and hasattr(trial, "set_constraint"):
-            trial.set_constraint("converged", float(not record["converged"]))
+        if scored:
+            minimum.test_score = (
+                np.nan if y_test is None else float(estimator.score(X_test, y_test))
+            )
+    assert minimum.train_loss is not None
+    minimum.test_loss, minimum.generalization_gap = test_loss, test_loss - minimum.train_loss

@@ -21,11 +21,12 @@ from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._table import PARAM_PREFIX, list_reasons, parameter_columns, table_of_rows
+from relflat_sk.minima._minimum import PARAM_PREFIX, Minimum
+from relflat_sk.minima._table import list_reasons, parameter_columns, table_of_rows
 from relflat_sk.search._data import TrainingData, check_held_out
-from relflat_sk.search._failures import KEPT, CallError, failure_record
+from relflat_sk.search._failures import KEPT, CallError
 from relflat_sk.search._goal import record_verdict
-from relflat_sk.search._measure import Measuring, measure_held_out, record_measures
+from relflat_sk.search._measure import Measuring, record_held_out, record_measures
 from relflat_sk.search._results import listed, warn_if_few_fit
 from relflat_sk.search._space import PLAIN, label_of
 
@@ -257,8 +258,8 @@ class _Ranking:
         except CallError as error:
             raise ValueError(f"{name!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:
-            row |= failure_record(error) | {"state": "failed", "converged": False}
-        row.pop("failed", None)
+            reason = f"{type(error).__name__}: {error}"
+            row |= {"reason": reason, "state": "failed", "converged": False}
         self.rows.append(row)
 
     def _load(self, item: Any) -> tuple[Any, bool]:
@@ -284,10 +285,13 @@ class _Ranking:
         if network.loss.row is None or network.loss.row.task == "regression":
             self.units["loss_unit"] = ""
         by = self.measuring.names[:1]
-        values = record_measures(row, networks, self.seed, self.measuring, by)
-        if values:
-            row |= measure_held_out(model, row["train_loss"], self.data, *self.held_out)
-            record_verdict(row, model if has_record else network.module, None, values, by)
+        minimum = Minimum()
+        measured = record_measures(minimum, networks, self.seed, self.measuring, by)
+        if measured:
+            record_held_out(minimum, model, self.data, *self.held_out)
+            trained = model if has_record else network.module
+            record_verdict(minimum, trained, None, measured, by)
+        row |= minimum.row()
 
     def table(self) -> pd.DataFrame:
         """Return the ranked table; warn of models that are no minima or have no value."""

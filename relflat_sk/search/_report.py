@@ -30,8 +30,8 @@ from relflat_sk.plots._points import color_column
 from relflat_sk.search._goal import own_goals
 from relflat_sk.search._results import listed
 from relflat_sk.search._space import plain_repr
-from relflat_sk.search._study import without_password
-from relflat_sk.search._weights import last_prefix, last_step
+from relflat_sk.search._steps import last_prefix, last_step
+from relflat_sk.search._storage import without_password
 
 LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy", "pandas")
 

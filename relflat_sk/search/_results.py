@@ -1,8 +1,7 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import optuna
@@ -10,24 +9,20 @@ import pandas as pd
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from scipy.stats import rankdata
-from skorch import NeuralNet
 
-from relflat_sk._models.network_of import final_estimator
 from relflat_sk._warnings import warn
-from relflat_sk.minima import rank_minima
+from relflat_sk.minima._minimum import PARAM_PREFIX, Minimum
 from relflat_sk.minima._table import (
-    PARAM_PREFIX,
     STATES,
-    attributes_of,
     is_complete,
     list_reasons,
     table_of_trials,
 )
-from relflat_sk.search._claims import is_cut_short, is_superseded
+from relflat_sk.search._candidates import without_superseded
 from relflat_sk.search._data import PREFIX
 from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space
-from relflat_sk.search._weights import last_prefix
+from relflat_sk.search._steps import last_prefix
 
 # With wrong labels, fewer of the networks that have learned (are so deep) reach the loss, and
 # flatness orders those of different width and training worse than chance, see
@@ -55,30 +50,19 @@ def listed(measure: Any) -> list[Any]:
 
 def candidate_table(study: optuna.Study, measures: Sequence[str] = ()) -> pd.DataFrame:
     """Return the unranked table of a study's candidates, in the order of the trials."""
-    trials = study.get_trials(deepcopy=False)
-    ended = [trial for trial in trials if trial.state in STATES and not is_cut_short(trial)]
-    ended = [trial for trial in ended if not is_superseded(trial, trials)]
-    table = table_of_trials(ended, study.user_attrs, measures)
+    trials = without_superseded(study.get_trials(deepcopy=False))
+    table = table_of_trials(trials, study.user_attrs, measures)
     if len(study.directions) > 1:
         front = [trial.number for trial in study.best_trials]
         table["pareto"] = table["trial"].isin(front)
     return table
 
 
-def check_table(
-    table: pd.DataFrame, n_elsewhere: int, interrupted: bool, estimator: Any, stored_as: Any
-) -> None:
-    """Refuse a table in which no candidate was measured; warn of one without minima or of few.
-
-    `n_elsewhere` candidates are in training in other processes.
-    """
-    elsewhere = f"other processes still train {n_elsewhere} of the candidates of {stored_as!r}"
+def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_as: Any) -> None:
+    """Refuse a table in which no candidate was measured; warn of one without minima or of few."""
     if table.empty and not interrupted:
         raise ValueError(
-            f"no candidate is trained yet: {elsewhere}. Fit again when they are finished."
-            if n_elsewhere
-            else "no candidate was trained: the search was ended before, by timeout or by a "
-            "callback."
+            "no candidate was trained: the search was ended before, by timeout or by a callback."
         )
     # Optuna takes a network that is no better than a constant for failed, but it has a depth
     if not (is_complete(table) | table["depth"].notna()).any():
@@ -89,11 +73,6 @@ def check_table(
         if table["reason"].astype(str).str.startswith("TypeError:").all():
             raise TypeError(message)
         raise ValueError(message)
-    if n_elsewhere and not interrupted:
-        warn(
-            f"{elsewhere}, and the ranking of {len(table)} lacks them. When they are finished, fit "
-            "again with the same storage and study_name: what is finished is not trained again."
-        )
     if interrupted:
         advice = (
             "To go on with a search another time, give it a storage and a study_name."
@@ -188,7 +167,7 @@ def _losses(table: pd.DataFrame) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def is_averaged(minima: pd.DataFrame, records: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
+def is_averaged(minima: pd.DataFrame, records: Sequence[Minimum]) -> NDArray[np.bool_]:
     """Return which rows the mean is of: networks that have learned, on the best of the data.
 
     The best data have the fewest random labels and the most samples. Networks have learned if they
@@ -198,7 +177,7 @@ def is_averaged(minima: pd.DataFrame, records: Sequence[Mapping[str, Any]]) -> N
     """
 
     def recorded(name: str) -> NDArray[np.float64]:
-        return np.array([one.get(name, np.nan) for one in records], dtype=float)
+        return np.array([getattr(minimum, name) for minimum in records], dtype=float)
 
     def varied(name: str) -> NDArray[np.float64]:
         column = minima.get(f"{PARAM_PREFIX}{PREFIX}{name}", pd.Series(0.0, minima.index))
@@ -247,76 +226,3 @@ def cv_results(
         "std_test_score": np.zeros(n),
         "rank_test_score": ranks.astype(np.int32),
     }
-
-
-def is_minimum(trial: FrozenTrial) -> bool:
-    """Return whether a trial has found a minimum."""
-    return trial.state == TrialState.COMPLETE and bool(trial.user_attrs.get("converged"))
-
-
-class _Held(NamedTuple):
-    """A minimum with its estimator; equally flat minima rank in the order of their trials."""
-
-    value: float
-    number: int
-    depth: float
-    estimator: Any
-
-
-@dataclass
-class HeldEstimators:
-    """The estimators of the candidates that may rank first, or of `every` one for a mean.
-
-    Only minima of about the same depth are compared, and which depth that is depends on all
-    candidates. A minimum cannot rank first any more once flatter ones at least as deep and at
-    least as shallow lie within one band: every band that contains it contains one of them. As
-    long as there is no minimum, the first of the other candidates is held.
-    """
-
-    by: str
-    band: float | None
-    every: bool = False
-    held: list[_Held] = field(default_factory=list)
-    other: tuple[FrozenTrial, Any] | None = None
-
-    def offer(self, trial: FrozenTrial, estimator: Any) -> None:
-        """Hold the estimator of a trial if it may be needed, as lean as it can be."""
-        complete = trial.state == TrialState.COMPLETE
-        if is_minimum(trial) or (self.every and complete):
-            # minima without a depth are in every band, as if all had the depth 1
-            depth = attributes_of(trial).get("depth", 1.0) if self.band is not None else 1.0
-            self.held.append(_Held(trial.values[0], trial.number, depth, estimator))
-            if self.every:
-                _forget_training(estimator)
-            else:
-                self.held = [one for one in self.held if not self._is_beaten(one)]
-            self.other = None
-        elif complete and not self.held:
-            both = [one for one in (self.other, (trial, estimator)) if one is not None]
-            table = table_of_trials((one for one, _ in both), {})
-            first = rank_minima(table, self.by)["trial"].iloc[0]
-            self.other = next(one for one in both if one[0].number == first)
-
-    def estimator(self, number: int) -> Any:
-        """Return the estimator of a trial."""
-        if self.other is not None and self.other[0].number == number:
-            return self.other[1]
-        return next((one.estimator for one in self.held if one.number == number), None)
-
-    def _is_beaten(self, one: _Held) -> bool:
-        """Return whether flatter minima share every band with a minimum."""
-        flatter = [other.depth for other in self.held if other[:2] < one[:2]]
-        deeper = min((depth for depth in flatter if depth >= one.depth), default=np.inf)
-        shallower = max((depth for depth in flatter if depth <= one.depth), default=0.0)
-        return deeper <= (self.band or 1.0) * shallower
-
-
-def _forget_training(estimator: Any) -> None:
-    """Free what a net needs to train only: together several times its weights."""
-    net = None if estimator is None else final_estimator(estimator)
-    if isinstance(net, NeuralNet):
-        net.module_.zero_grad()
-        for epoch in net.history_:
-            epoch["batches"] = []
-        if hasattr(net, "optimizer_"):
-            net.optimizer_.state.clear()

@@ -1,18 +1,18 @@
 """Search for flat minima: train every candidate on all the data, rank and average them."""
 
 import copy
-import tempfile
 import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optuna
 import pandas as pd
 from optuna.samplers import NSGAIIISampler, NSGAIISampler, TPESampler
-from optuna.storages import InMemoryStorage
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 from sklearn import get_config
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
@@ -20,22 +20,25 @@ from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
-from skorch import NeuralNet
+from tqdm import tqdm
 
-from relflat_sk._checks import check_integer
+from relflat_sk._checks import check_integer, check_number
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._table import attributes_of, mark_depth_band, shorten_parameters
+from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import mark_depth_band, shorten_parameters
 from relflat_sk.search._average import average, has_mean
-from relflat_sk.search._claims import Draws, Plan, failed_trials
-from relflat_sk.search._goal import own_goals
-from relflat_sk.search._objective import MinimaObjective, find_trial, measure_what_is_new, remeasure
+from relflat_sk.search._candidates import Candidates, Draws, SearchStudy, owned
+from relflat_sk.search._failures import explain
+from relflat_sk.search._goal import EQUAL_LOSS
+from relflat_sk.search._objective import MinimaObjective
 from relflat_sk.search._provenance import check_made_with
+from relflat_sk.search._recipe import find_trial
+from relflat_sk.search._remeasure import measure_what_is_new, remeasure
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
-    HeldEstimators,
     candidate_table,
     check_table,
     cv_results,
@@ -43,24 +46,14 @@ from relflat_sk.search._results import (
     listed,
     warn_if_few_fit,
 )
-from relflat_sk.search._space import Space
-from relflat_sk.search._study import (
-    SearchStudy,
-    StorageGuard,
-    check_resumable,
-    file_of,
-    in_memory,
-    log_level,
-    open_storage,
-)
-from relflat_sk.search._weights import check_store, last_prefix, last_step
-from relflat_sk.search._workers import (
-    Sweep,
-    check_callbacks,
-    deadline_after,
-    n_processes,
-    train_all,
-)
+from relflat_sk.search._space import Space, check_space
+from relflat_sk.search._steps import last_prefix
+from relflat_sk.search._storage import log_level, open_storage, warn_of_same, without_password
+from relflat_sk.search._sweep import n_processes, sweep
+from relflat_sk.search._task import Trained
+from relflat_sk.search._weights import check_saved, check_store
+
+Callback = Callable[[optuna.Study, FrozenTrial], Any]
 
 
 def check_arguments(search: Any) -> None:
@@ -82,15 +75,15 @@ def check_arguments(search: Any) -> None:
             "and ends with the program. Give storage='sqlite:///minima.db', for example, or leave "
             "study_name out."
         )
-    if n_processes(search.n_jobs) and isinstance(search.storage, InMemoryStorage):
+    if n_processes(search.n_jobs) and search.pruner is not None:
         raise ValueError(
-            f"n_jobs={search.n_jobs} processes cannot share a storage in memory: leave storage "
-            "out, or give a file, such as 'sqlite:///minima.db'."
+            f"a pruner needs n_jobs=1, got n_jobs={search.n_jobs}: workers that train do not know "
+            "the study."
         )
 
 
-def plan_candidates(search: Any, space: Space, seed: int | None) -> Plan:
-    """Plan which candidates to train: the whole grid if `n_trials` allows it, otherwise draws."""
+def _plan(search: Any, space: Space) -> tuple[list[dict[str, Any]] | None, int]:
+    """Return all points of the grid if `n_trials` allows it, or the number of draws."""
     grid = space.grid() if search.sampler is None else None
     if search.n_trials is None and grid is None:
         raise ValueError(
@@ -99,26 +92,48 @@ def plan_candidates(search: Any, space: Space, seed: int | None) -> Plan:
             else "n_trials is needed: the space has distributions or functions, so there is no "
             "finite grid to train. Say how many candidates to train."
         )
-    choices = space.distributions()
-    draws = Draws(seed, choices, grid or []) if search.sampler is None else None
     if search.n_trials is None or (grid is not None and search.n_trials >= len(grid)):
-        return Plan(choices, points=grid or [], draws=draws)
-    return Plan(choices, n_trials=int(search.n_trials), draws=draws)
+        return grid, 0
+    return None, int(search.n_trials)
 
 
-class Choice(NamedTuple):
-    """What `FlatMinimaSearch.suggest_choice` suggests.
+def _check_callbacks(callbacks: Any) -> list[Callback]:
+    """Refuse what are no functions of a study and a trial."""
+    functions = [] if callbacks is None else callbacks
+    if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
+        raise TypeError(
+            "callbacks must be a list of functions of a study and a trial, as in "
+            f"Study.optimize, got {callbacks!r}."
+        )
+    return list(functions)
 
-    Parameters
-    ----------
-    way : {"mean", "mean of the best held out", "best held out"}
-        The way to choose among the candidates, or to average them.
-    reason : str
-        Why it suits them.
-    """
 
-    way: str
-    reason: str
+def _log(trial: FrozenTrial) -> None:
+    """Say in Optuna's log how a trial ended, as `Study.optimize` does."""
+    text = f"ended as {trial.state.name}: {Minimum.from_trial(trial).reason}"
+    if trial.state == TrialState.COMPLETE:
+        text = f"finished with values: {trial.values} and parameters: {trial.params}."
+    optuna.logging.get_logger("optuna.study").info(f"Trial {trial.number} {text}")
+
+
+def progress(trials: Iterable[FrozenTrial]) -> str:
+    """Count the candidates that are finished, and name the flattest."""
+    n: Counter[str] = Counter()
+    minima = []
+    for trial in trials:
+        minimum = Minimum.from_trial(trial)
+        if trial.state == TrialState.COMPLETE and minimum.converged:
+            minima.append((trial.values[0], trial.number))
+            known = {"plateau", EQUAL_LOSS}
+            n[minimum.ended_by if minimum.ended_by in known else "goal"] += 1
+        elif trial.state == TrialState.COMPLETE or minimum.failed:
+            n["open" if trial.state == TrialState.COMPLETE else "failed"] += 1
+    best = "flattest {:.4g} (trial {})".format(*min(minima)) if minima else "no minimum yet"
+    return (
+        f"{best}, goal reached {n['goal']}, plateau {n['plateau']}, "
+        + f"{EQUAL_LOSS} {n[EQUAL_LOSS]}, " * bool(n[EQUAL_LOSS])
+        + f"not converged {n['open']}, failed {n['failed']}"
+    )
 
 
 def _if_available(method: str) -> Callable[[Any], Any]:
@@ -141,8 +156,6 @@ def _if_available(method: str) -> Callable[[Any], Any]:
 
 
 MEAN = "mean"  # of the predictions of all networks that have learned
-# parameters that change the steps of training, but neither the network nor the loss at its end
-_OF_STEPS = {"batch_size", "lr", "lr_scaling", "learning_rate_init", "momentum", "random_state"}
 _PREDICTORS = ("best_estimator_", "ensemble_")
 # attributes of what the search predicts with that the search has as well
 _OF_PREDICTOR = ("classes_", "n_features_in_", "feature_names_in_")
@@ -187,12 +200,14 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     study_name : str, optional
         Name of the study in the storage. If there is such a study, it is resumed: candidates that
         are finished or have failed are not trained again, those that were interrupted or killed
-        are. If None, every call of `fit` makes a study, and warns if the storage holds the same.
+        are. A study that another process is training is refused. If None, every call of `fit`
+        makes a study, and warns if the storage holds the same.
     pruner : optuna pruner, optional
-        Stops hopeless candidates early, by their training loss after each epoch.
+        Stops hopeless candidates early, by their training loss after each epoch; needs
+        ``n_jobs=1``.
     n_jobs : int, optional
         Number of processes that train, here or on a cluster (guide, Scale); None or 1
-        trains in the calling process. A `sampler` of your own is reseeded in each process.
+        trains in the calling process. The calling process alone reads and writes the study.
     n_threads : int or None, default=1
         Number of CPU threads that train and measure each candidate; None for as many as torch
         uses. With one number everywhere, `n_jobs` changes no result. To use several cores, train
@@ -222,8 +237,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         minimum. The mean takes the time and memory of all networks. Estimators whose predictions
         have no mean predict as with True: classifiers without `predict_proba`, with a threshold
         or several labels of a sample, and what is neither classifier nor regressor. True:
-        `best_estimator_`, the flattest minimum; the search holds the one to three networks that
-        may rank first. False: nothing.
+        `best_estimator_`, the flattest minimum; the search holds all networks until it ends. False:
+        nothing.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
         candidate trains. If None, each candidate has a seed from torch's random state. The study
@@ -288,11 +303,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     ranking measure is at equal loss or ``"train_loss"`` is another objective. Others rank behind;
     ``rank_minima(search, depth_band=None)`` ranks all together.
 
-    Ctrl-C ends the search with the candidates that are finished. Searches with the same
-    `storage` and `study_name` share the work and train no candidate twice. If a process is killed,
-    another one trains its candidate again. Only a heartbeat tells that a process on another
-    machine is gone: ``RDBStorage(url, heartbeat_interval=60)``. A search that has nothing left to
-    train, while others still train, ranks what is finished, and warns with the number of the rest.
+    Ctrl-C ends the search with the candidates that are finished. If this process is killed, the
+    next call with the same `storage` and `study_name` trains again what was in training. To share
+    a study between machines: ``study.optimize(MinimaObjective(...))``.
 
     Members of `ensemble_` that are nets of skorch are held without gradients, the state of their
     optimizers and the records of single batches: a network of 10 MB takes 10 MB.
@@ -411,62 +424,99 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         rng = None if self.random_state is None else as_random_state(self.random_state)
         # an objective draws its seed first, the search that of its sampler second
         self._random_state = copy.deepcopy(rng)
-        seeds = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
+        _, sampler_seed = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
         objective = self._make_objective(X, y, X_test, y_test, fit_params)
         check_arguments(self)
-        deadline, called = deadline_after(timeout), check_callbacks(callbacks)
-        # refuses bad arguments before there is a study
-        plan_candidates(self, objective.space, None)
-        quiet = self.verbose < 2
-        check_store(objective.artifact_store)
-        temporary = tempfile.TemporaryDirectory()
-        with log_level(quiet), temporary as folder, StorageGuard(self) as guard:
-            jobs = n_processes(self.n_jobs)
-            own_journal = Path(folder) / "journal.log" if jobs else None
-            storage = open_storage(own_journal if self.storage is None else self.storage)
-            multiple = isinstance(self.sampler, NSGAIISampler | NSGAIIISampler)
-            n_objectives = len(objective.names) if multiple else 1
-            study = guard.study = optuna.create_study(
-                directions=["minimize"] * n_objectives,
-                storage=storage,
-                # what a search draws by itself has samplers of its own, see `Draws`
-                sampler=copy.deepcopy(self.sampler)
-                or TPESampler(seed=seeds[1], n_startup_trials=Draws.n_random),
-                pruner=self.pruner or optuna.pruners.NopPruner(),
-                study_name=self.study_name,
-                load_if_exists=self.study_name is not None,
-            )
-            own_sampler = self.sampler is not None
-            check_resumable(study, storage, objective, n_objectives, own_sampler=own_sampler)
-            guard.let_pass(measure_what_is_new)(study, objective)
-            guard.remember(study)
-            plan = plan_candidates(self, objective.space, seeds[1])
-            if retry_failed:
-                plan.released = failed_trials(study.get_trials(deepcopy=False))
-            sweep = Sweep(
-                SearchStudy(study, uuid.uuid4().hex), storage, objective, plan,
-                quiet=quiet, fleet=self.fleet, deadline=deadline,
-                callbacks=list(map(guard.let_pass, called)), file=file_of(self.storage),
-            )  # fmt: skip
-            averages = self.refit == MEAN and has_mean(self.estimator, y)
-            held = HeldEstimators(objective.names[0], objective.depth_band, averages)
-
-            def keep(trial: FrozenTrial, estimator: Any) -> None:
-                guard.known[trial.number] = trial
-                if self.refit:
-                    held.offer(trial, estimator)
-
-            interrupted = train_all(sweep, jobs, keep, shown=self.verbose > 0)
-            if self.storage is None and jobs:
-                study = in_memory(study)  # its journal is deleted with the folder
+        check_number("timeout", timeout, optional=True)
+        deadline = None if timeout is None else time.time() + timeout
+        after, recipe = _check_callbacks(callbacks), objective.recipe
+        points, n_trials = _plan(self, recipe.space)
+        choices, grid = recipe.space.distributions(), recipe.space.grid() or []
+        draws = Draws(sampler_seed, choices, grid) if self.sampler is None else None
+        check_store(recipe.store)
+        with log_level(quiet=self.verbose < 2):
+            study, storage = self._open_study(len(recipe.task.ranking), sampler_seed)
+            view = SearchStudy(study, storage)
+            with owned(view) as (owner, lost):
+                self._check_resumable(study, objective, storage)
+                measure_what_is_new(study, recipe)
+                candidates = Candidates(
+                    view, recipe, owner=owner, lost=lost, points=points, n_trials=n_trials,
+                    draws=draws, retry_failed=retry_failed, deadline=deadline,
+                )  # fmt: skip
+                trained, interrupted = self._train(candidates, objective, after)
         self.study_ = study
         self._objective = objective
         self._rank(objective, interrupted)
         if self.refit:
             started = time.perf_counter()
-            self._refit(objective, held, interrupted)
+            self._refit(objective, trained, interrupted)
             self.refit_time_ = time.perf_counter() - started
         return self
+
+    def _open_study(self, n_objectives: int, seed: int | None) -> tuple[optuna.Study, BaseStorage]:
+        """Open the storage, and create or load the study."""
+        try:
+            storage = open_storage(self.storage)
+            study = optuna.create_study(
+                directions=["minimize"] * n_objectives,
+                storage=storage,
+                # what a search draws by itself has samplers of its own, see `Draws`
+                sampler=copy.deepcopy(self.sampler)
+                or TPESampler(seed=seed, n_startup_trials=Draws.n_random),
+                pruner=self.pruner or optuna.pruners.NopPruner(),
+                study_name=self.study_name,
+                load_if_exists=self.study_name is not None,
+            )
+        except (TypeError, ValueError):  # what is wrong with the arguments
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"storage={without_password(self.storage)!r} cannot be used: {explain(error)} "
+                "Expected the URL of a database, a file whose name ends in .db, .sqlite or .log "
+                "(a journal), a Path, or an optuna storage. Nothing was trained."
+            ) from error
+        directions = [direction.name.lower() for direction in study.directions]
+        if directions != ["minimize"] * n_objectives:
+            raise ValueError(
+                f"study {study.study_name!r} was not made by this search: its directions are "
+                f"{directions}, this search needs {['minimize'] * n_objectives}. Give this search "
+                "a study_name of its own."
+            )
+        return study, storage
+
+    def _check_resumable(
+        self, study: optuna.Study, objective: MinimaObjective, storage: BaseStorage
+    ) -> None:
+        """Refuse to resume a study whose minima cannot be compared with those of this search."""
+        recipe = objective.recipe
+        check_space(recipe.space, study)
+        check_made_with(study, recipe, recipe.task.ranking)
+        complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        check_saved(recipe.store, complete)
+        warn_of_same(study, storage)
+
+    def _train(
+        self, candidates: Candidates, objective: MinimaObjective, after: Sequence[Callback]
+    ) -> tuple[dict[int, Trained], bool]:
+        """Train the candidates; return their networks, and whether Ctrl-C ended it."""
+        trained: dict[int, Trained] = {}
+        study, shown = candidates.study, self.verbose > 0
+        with tqdm(total=len(candidates), desc="minima", unit="net", disable=not shown) as bar:
+
+            def keep(trial: FrozenTrial, network: Trained | None) -> None:
+                if network is not None and self.refit:
+                    trained[trial.number] = network
+                if shown:
+                    bar.set_postfix_str(progress(study.get_trials(deepcopy=False)), refresh=False)
+                bar.update()
+                _log(trial)
+                for callback in after:
+                    callback(study, trial)
+
+            jobs = n_processes(self.n_jobs)
+            interrupted = sweep(candidates, objective.recipe.task, jobs, self.fleet, keep)
+        return trained, interrupted
 
     def _make_objective(
         self, X: Any, y: Any, X_test: Any, y_test: Any, fit_params: Any
@@ -475,7 +525,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if get_config()["enable_metadata_routing"]:
             fit_params = process_routing(self, "fit", **fit_params).estimator.fit
         same = "artifact_store", "goal", "n_threads"
-        return MinimaObjective(
+        objective = MinimaObjective(
             self.estimator,
             X,
             y,
@@ -487,6 +537,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             fit_params=dict(fit_params),
             **{name: getattr(self, name) for name in same},
         )
+        if not isinstance(self.sampler, NSGAIISampler | NSGAIIISampler):  # one objective
+            task = replace(objective.recipe.task, ranking=objective.names[:1])
+            objective.recipe = replace(objective.recipe, task=task)
+        return objective
 
     def _objective_of(self, X: Any, y: Any, fit_params: Any) -> MinimaObjective:
         """Return the objective of `fit`, made again from the data if the search was unpickled."""
@@ -510,56 +564,6 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         return mark_depth_band(
             shorten_parameters(table, last_prefix(self.estimator)), objective.depth_band
         )
-
-    def suggest_choice(self, y: Any = None, *, one_network: bool = False) -> Choice:
-        """Suggest how to choose among the candidates, before any is trained.
-
-        The study of the page Does it help? compared ways to choose on twelve data sets, with and
-        without wrong labels, classes and values, 90 to 800 samples. These made no difference to
-        the rule; what the candidates differ in did. The rule never suggests the flattest
-        (``refit=True``): held-out data choose a better network.
-
-        Parameters
-        ----------
-        y : array-like of shape (n,) or (n, n_outputs), optional
-            The labels to train on, if a sample may have several.
-        one_network : bool, default=False
-            Whether predictions must come from a single network.
-
-        Returns
-        -------
-        Choice
-            A named tuple of `way` and `reason`. The way is "mean", the mean prediction of all
-            networks, with which the search predicts by default; "mean of the best held out", of
-            the five candidates with the smallest loss on held-out data, trained again on all
-            data; or "best held out".
-
-        Examples
-        --------
-        >>> from relflat_sk import RelativeFlatnessRegularizedClassifier
-        >>> net = RelativeFlatnessRegularizedClassifier()
-        >>> FlatMinimaSearch(net, {"batch_size": [16, 64]}).suggest_choice().way
-        'mean'
-        >>> widths = {"module__hidden_layer_sizes": [(8,), (64,)]}
-        >>> FlatMinimaSearch(net, widths).suggest_choice().way
-        'mean of the best held out'
-        """
-        space = Space(self.space)
-        space.check(self.estimator)
-        if one_network:
-            return Choice("best held out", "held-out data choose a better network than flatness")
-        if not has_mean(self.estimator, y):
-            return Choice("best held out", "predictions of this estimator have no mean")
-        net = last_step(self.estimator)
-        single = {name for name, one in space.distributions().items() if one.single()}
-        names = {name.rpartition("__")[2] for name in space.entries if name not in single}
-        if space.function is not None or not names <= _OF_STEPS:
-            reason = "candidates that differ in more than their steps can be much worse than others"
-        elif isinstance(net, NeuralNet) and self.goal is None and not own_goals(net):
-            reason = "without a goal, candidates end at different losses"
-        else:
-            return Choice("mean", "candidates of one architecture and loss are about as good")
-        return Choice("mean of the best held out", reason)
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.
@@ -608,8 +612,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             return members[f"trial{number}"].estimator
         objective = self._objective_of(X, y, fit_params)
         trial = find_trial(self.study_, number)
-        check_made_with(self.study_, objective)
-        estimator, problem = objective._provide(trial)
+        check_made_with(self.study_, objective.recipe, objective.recipe.task.ranking)
+        estimator, problem = objective.recipe.provide(trial)
         if problem:
             raise ValueError(problem)
         return estimator
@@ -659,14 +663,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         numbers = self._first_trials(k)
         members = {f"trial{n}": self.get_estimator(n, X, y, **fit_params) for n in numbers}
         known = hasattr(self, "ensemble_")  # that these predictions have a mean
-        return average(members, None if known else self._objective_of(X, y, fit_params).y)
+        targets = None if known else self._objective_of(X, y, fit_params).recipe.task.y
+        return average(members, targets)
 
     def _first_trials(self, k: int | None) -> list[int]:
         """Return the trials of the first k minima; if None, of those that are averaged."""
         trained = (self.minima_["state"] == "complete").to_numpy(dtype=bool)
         if k is None:
             trials = self.study_.get_trials(deepcopy=False)
-            records = [attributes_of(trials[number]) for number in self.minima_["trial"]]
+            records = [Minimum.from_trial(trials[number]) for number in self.minima_["trial"]]
             kept = is_averaged(self.minima_, records)
         elif k <= trained.sum():
             kept = trained & (trained.cumsum() <= k)
@@ -717,7 +722,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             name is not a measure, or estimator or data are not those of the study.
         """
         objective = self._objective_of(X, y, fit_params)
-        names = remeasure(self.study_, objective, measures, retrain=retrain)
+        names = remeasure(self.study_, objective.recipe, measures, retrain=retrain)
         self.minima_ = rank_minima(self._table(objective, names), by=objective.names[0])
         return self.minima_
 
@@ -891,33 +896,39 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
-        # read before the table, which would otherwise lack those that finish in between
-        running = self.study_.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        table = self._table(objective)
+        table, space = self._table(objective), objective.recipe.space
         stored_as = None if self.storage is None else self.study_.study_name
-        check_table(table, len(running), interrupted, objective.estimator, stored_as)
+        check_table(table, interrupted, self.estimator, stored_as)
         by = objective.names[0]
         warn_if_few_fit(table, by, objective.depth_band)
         self.minima_ = rank_minima(table, by=by)
         trials = self.study_.get_trials(deepcopy=False)
         best = int(self.minima_["trial"].iloc[0])
-        self.cv_results_ = cv_results(table, self.minima_, by, objective.space, trials)
+        self.cv_results_ = cv_results(table, self.minima_, by, space, trials)
         self.best_index_ = int(np.flatnonzero(table["trial"] == best)[0])
-        self.best_params_ = objective.space.values(trials[best])
+        self.best_params_ = space.values(trials[best])
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
 
-    def _refit(self, objective: MinimaObjective, held: HeldEstimators, interrupted: bool) -> None:
+    def _refit(
+        self, objective: MinimaObjective, trained: Mapping[int, Trained], interrupted: bool
+    ) -> None:
         """Set what the search predicts with.
 
         Only the flattest is trained again, if an earlier session trained it, but not after Ctrl-C.
         """
-        best = int(self.minima_["trial"].iloc[0])
+        best, recipe = int(self.minima_["trial"].iloc[0]), objective.recipe
         trials = self.study_.get_trials(deepcopy=False)
-        estimator = held.estimator(best)
-        if estimator is None and (not interrupted or objective._has_weights(trials[best])):
-            estimator, problem = objective._provide(trials[best])
-            if problem:
-                warn(f"best_estimator_ is not the network of the table: {problem}")
+
+        def provide(number: int, *, retrain: bool) -> tuple[Any, str]:
+            if number in trained:
+                return recipe.restore(trials[number], trained[number]), ""
+            if not retrain and not recipe.has_weights(trials[number]):
+                return None, ""
+            return recipe.provide(trials[number], retrain=retrain)
+
+        estimator, problem = provide(best, retrain=not interrupted)
+        if problem:
+            warn(f"best_estimator_ is not the network of the table: {problem}")
         if estimator is None:
             warn(
                 "the interrupted search has no best_estimator_: an earlier session trained trial "
@@ -925,15 +936,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             )
         else:
             self.best_estimator_ = estimator
-        if held.every:
-            numbers, found = self._first_trials(None), {}
-            for number in numbers:
-                member = estimator if number == best else held.estimator(number)
-                if member is None and objective._has_weights(trials[number]):
-                    member, _ = objective._provide(trials[number], retrain=False)
-                if member is not None:
-                    found[number] = member
-            self._set_ensemble(found, objective.y, len(numbers))
+        if self.refit == MEAN and has_mean(self.estimator, recipe.task.y):
+            numbers = self._first_trials(None)
+            members = {n: provide(n, retrain=False)[0] for n in numbers if n != best}
+            members[best] = estimator
+            at_hand = {n: members[n] for n in numbers if members.get(n) is not None}
+            self._set_ensemble(at_hand, recipe.task.y, len(numbers))
         model = getattr(self, "best_estimator_", getattr(self, "ensemble_", None))
         for name in _OF_PREDICTOR:
             if hasattr(model, name):

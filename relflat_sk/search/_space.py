@@ -20,9 +20,8 @@ from skorch import NeuralNet
 
 from relflat_sk._checks import did_you_mean, is_number
 from relflat_sk._warnings import warn
-from relflat_sk.minima._table import PARAM_PREFIX
+from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import DATA_NAMES, LR_SCALING, is_data_name
-from relflat_sk.search._provenance import describe
 
 PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
 
@@ -126,41 +125,48 @@ class Space:
         entries = self.entries.items()
         return {name: one for name, one in entries if isinstance(one, BaseDistribution)}
 
-    def describe_choices(self) -> dict[str, str]:
-        """Describe the values that Optuna cannot store, and the functions."""
-        found = {
-            f"{name}={label}": describe(value)
-            for name, choices in self.choices.items()
-            for label, value in choices.items()
+    def described(self) -> dict[str, Any]:
+        """Return what the study cannot know: functions, and choices that Optuna cannot store."""
+        functions = {name: entry for name, entry in self.entries.items() if callable(entry)}
+        choices = {
+            f"{name}={label}": value
+            for name, values in self.choices.items()
+            for label, value in values.items()
             if not isinstance(value, PLAIN)
         }
-        functions = {n: one for n, one in self.entries.items() if callable(one)}
-        functions |= {"space": self.function} if self.function is not None else {}
-        return found | {name: describe(one) for name, one in functions.items()}
+        return choices | functions | ({} if self.function is None else {"": self.function})
 
-    def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
+    def suggest(self, trial: Any) -> dict[str, Any]:
         """Draw one value for each parameter."""
         if self.function is None:
             return {name: self._suggest(trial, name) for name in self.entries}
-        found = self.function(trial)
-        if not isinstance(found, Mapping):
-            raise TypeError(f"the function space must return a dict of parameters, got {found!r}.")
-        for name, value in found.items():
-            _record_value(trial, name, value)
-        return dict(found)
+        params = self.function(trial)
+        if not isinstance(params, Mapping):
+            raise TypeError(f"the function space must return a dict of parameters, got {params!r}.")
+        return dict(params)
 
-    def _suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """Draw a value; a function's is recorded unless the function has drawn it itself."""
+    def _suggest(self, trial: Any, name: str) -> Any:
+        """Draw the value of one parameter."""
         entry = self.entries[name]
         if isinstance(entry, CategoricalDistribution):
-            return self.choices[name][trial.suggest_categorical(name, entry.choices)]
+            drawn = trial.suggest_categorical(name, entry.choices)
+            return list(self.choices[name].values())[int(entry.to_internal_repr(drawn))]
         if isinstance(entry, IntDistribution):
             return trial.suggest_int(name, entry.low, entry.high, step=entry.step, log=entry.log)
         if isinstance(entry, FloatDistribution):
             return trial.suggest_float(name, entry.low, entry.high, step=entry.step, log=entry.log)
-        value = entry(trial)
-        _record_value(trial, name, value)
-        return value
+        return entry(trial)
+
+    def computed(self, trial: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that functions returned, as columns; without those that Optuna drew."""
+        functions = params if self.function is not None else self.entries
+        return {
+            name: label_of(params[name])
+            for name in functions
+            if callable(self.entries.get(name, self.function))
+            and name in params
+            and name not in trial.params
+        }
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return the values that a finished trial had."""
@@ -193,10 +199,45 @@ class Space:
         return points
 
 
-def _record_value(trial: Any, name: str, value: Any) -> None:
-    """Record a value that a function returned, unless the trial drew it under its name."""
-    if name not in trial.params:
-        trial.set_user_attr(f"{PARAM_PREFIX}{name}", label_of(value))
+class _Label(str):
+    """The text of a choice that Optuna cannot store; it equals the choice, to be enqueued."""
+
+    __slots__ = ("value",)
+    value: Any
+
+    def __new__(cls, text: str, value: Any) -> "_Label":
+        label = super().__new__(cls, text)
+        label.value = value
+        return label
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return str.__eq__(self, other)
+        value, other = _as_tuple(self.value), _as_tuple(other)  # a database stores lists
+        return value is other or (type(value) is type(other) and (value == other) is True)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+    def __reduce__(self) -> Any:
+        return _Label, (str(self), self.value)
+
+    def __deepcopy__(self, memo: Any) -> "_Label":
+        return self
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+
+
+def labels_of(trial: Any) -> dict[str, Any]:
+    """Return the parameters of a trial as its study stores them, also those that were enqueued."""
+    return {
+        name: distribution.to_external_repr(distribution.to_internal_repr(trial.params[name]))
+        for name, distribution in trial.distributions.items()
+    }
 
 
 def _label_each(values: Sequence[Any]) -> dict[Any, Any]:
@@ -211,7 +252,9 @@ def _label_each(values: Sequence[Any]) -> dict[Any, Any]:
         unique.setdefault(key, plain)
     labels = [label_of(value) for value in unique.values()]
     if len(set(labels)) < len(labels):
-        labels = [f"{index}: {_name(value)}" for index, value in enumerate(unique.values())]
+        labels = [
+            _Label(f"{index}: {_name(value)}", value) for index, value in enumerate(unique.values())
+        ]
     return dict(zip(labels, unique.values(), strict=True))
 
 
@@ -219,7 +262,7 @@ def label_of(value: Any) -> Any:
     """Return a value if Optuna can store it, or else a text that every process agrees on."""
     value = value.item() if isinstance(value, np.generic) else value
     is_nan = isinstance(value, float) and value != value  # noqa: PLR0124
-    return value if isinstance(value, PLAIN) and not is_nan else _name(value)
+    return value if isinstance(value, PLAIN) and not is_nan else _Label(_name(value), value)
 
 
 def _name(value: Any) -> str:
@@ -291,33 +334,15 @@ def _problem_with_argument(part: type, name: str) -> str:
 
 
 def check_space(space: Space, study: optuna.Study) -> None:
-    """Refuse to continue a study of another space, and take over the order of its choices.
-
-    Optuna knows choices by their position, so that further ones go to the end.
-    """
-    every = study.get_trials(deepcopy=False)
-    for name, choices in space.choices.items():
-        lists = (getattr(trial.distributions.get(name), "choices", ()) for trial in every)
-        before = max(lists, key=len, default=())
-        space.choices[name] = dict.fromkeys(one for one in before if one in choices) | choices
-        space.entries[name] = CategoricalDistribution(tuple(space.choices[name]))
-    for trial in every:
-        if trial.state != TrialState.COMPLETE:
-            continue
+    """Refuse to continue a study of another space."""
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         problem = _problem_with_trial(space, trial)
         if problem:
             raise ValueError(
                 f"study {study.study_name!r} was made over another space: {problem}. Within a "
-                "study, choices can be added, but not removed, and ranges made wider, but not "
-                "narrower. For another space, give this search a study_name of its own."
+                "study, ranges can be made wider, but choices stay. For another space, give this "
+                "search a study_name of its own."
             )
-
-
-def new_choices(space: Space, study: optuna.Study) -> list[str]:
-    """Name the lists of choices that are longer than those of a study."""
-    drawn = [trial.distributions for trial in study.get_trials(deepcopy=False)]
-    entries = space.entries
-    return [n for n in space.choices if any(one.get(n, entries[n]) != entries[n] for one in drawn)]
 
 
 def _problem_with_trial(space: Space, trial: FrozenTrial) -> str:
@@ -327,28 +352,18 @@ def _problem_with_trial(space: Space, trial: FrozenTrial) -> str:
         if not _continues(before, distribution):
             return f"{name!r} was drawn from {before}, and is now drawn from {distribution}"
     again = FixedTrial(trial.params, trial.number)
-    space.draw_again(again)
-    then, now = (one.params | _recorded(one) for one in (trial, again))
-    now = dict.fromkeys(space.entries, "no value") | now
+    params = space.draw_again(again)
+    recorded = Minimum.from_trial(trial).params.items()
+    # the search computes scaled learning rates itself
+    then = trial.params | {n: x for n, x in recorded if not n.startswith("scaled_")}
+    now = dict.fromkeys(space.entries, "no value") | again.params | space.computed(again, params)
     if then == now:
         return ""
     return f"trial {trial.number} has {then}, but in this space it has {now}"
 
 
-def _recorded(trial: Any) -> dict[str, Any]:
-    """Return what functions of a space have computed, as a trial has recorded it."""
-    return {
-        name.removeprefix(PARAM_PREFIX): value
-        for name, value in trial.user_attrs.items()
-        # the search computes scaled learning rates itself
-        if name.startswith(PARAM_PREFIX) and not name.startswith(f"{PARAM_PREFIX}scaled_")
-    }
-
-
 def _continues(before: Any, now: Any) -> bool:
     """Return whether a distribution can continue another one."""
-    if type(before) is not type(now):
-        return False
-    if isinstance(before, CategoricalDistribution):
-        return set(before.choices) <= set(now.choices)
+    if type(before) is not type(now) or isinstance(before, CategoricalDistribution):
+        return bool(before == now)
     return bool(before.log == now.log and now.low <= before.low and before.high <= now.high)

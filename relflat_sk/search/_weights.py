@@ -24,20 +24,17 @@ from optuna.artifacts.exceptions import ArtifactNotFound
 from optuna.trial import FrozenTrial
 from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNet
-from torch import Tensor, nn
+from torch import Tensor
 
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import seeded
-from relflat_sk.minima._table import attributes_of
+from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call, explain
-from relflat_sk.search._provenance import digest
+from relflat_sk.search._steps import last_step
+from relflat_sk.search._task import Trained
 from relflat_sk.training._after_fit import measured_later
-
-ARTIFACT = "artifact_id"  # the user attribute of a trial that identifies its file
-CHECKSUM = "weights_hash"  # and the one with the checksum of the weights
-N_ITER = "n_iter"  # and the one with the iterations of a solver, a list
 
 Weights = Mapping[str, Tensor]
 
@@ -90,7 +87,7 @@ def check_store(store: Any) -> None:
 
 def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
     """Refuse another store than that of a study: one without its first file and its last."""
-    saved = [trial for trial in trials if ARTIFACT in trial.user_attrs]
+    saved = [trial for trial in trials if "artifact_id" in trial.user_attrs]
     if store is None or not saved:
         return
     for trial in (saved[0], saved[-1]):
@@ -105,7 +102,7 @@ def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
 
 def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
     """Open the file with the weights of a trial."""
-    artifact = trial.user_attrs[ARTIFACT]
+    artifact = trial.user_attrs["artifact_id"]
     try:
         file: BinaryIO = store.open_reader(artifact)
     except ArtifactNotFound:
@@ -116,53 +113,47 @@ def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
     return file
 
 
-def save_weights(
-    store: Any, trial: optuna.Trial, estimator: Any, module: nn.Module, record: dict[str, Any]
-) -> None:
+def save_weights(store: Any, trial: optuna.Trial, weights: Weights, minimum: Minimum) -> None:
     """Save the weights of a network to a store, and record the name of their file."""
-    if store is None:
-        return
-    weights = module.state_dict()
     what = f"the weights of trial {trial.number} cannot be saved in {store!r}"
     advice = "Free space there, or give another artifact_store."
     with blame_call(what, advice), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"minimum_{trial.number}.pt"
         torch.save(weights, path)
-        artifact = upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=trial)
-    record[CHECKSUM] = _checksum(weights)
-    record[ARTIFACT] = artifact
-    n_iter: Any = getattr(final_estimator(estimator), "n_iter_", None)
-    if n_iter is not None:
-        record[N_ITER] = np.ravel(n_iter).tolist()
+        minimum.artifact_id = upload_artifact(
+            artifact_store=store, file_path=str(path), study_or_trial=trial
+        )
+    minimum.weights_hash = _checksum(weights)
 
 
-def replace_weights(store: Any, trial: FrozenTrial, module: nn.Module) -> None:
-    """Write the weights of a finished trial again, if they are the same to the bit."""
-    weights = module.state_dict()
-    if store is not None and attributes_of(trial).get(CHECKSUM) == _checksum(weights):
+def replace_weights(store: Any, minimum: Minimum, weights: Weights) -> None:
+    """Write the weights of a minimum again, if they are the same to the bit."""
+    if store is not None and minimum.weights_hash == _checksum(weights):
         content = io.BytesIO()
         torch.save(weights, content)
         content.seek(0)
-        store.write(trial.user_attrs[ARTIFACT], content)
+        store.write(minimum.artifact_id, content)
 
 
 def _checksum(weights: Weights) -> str:
     """Return a text, so that the table of minima does not take it for a measure."""
-    parts = {name: digest(one) or repr(one) for name, one in weights.items()}
+    parts = {name: _as_numbers(tensor) for name, tensor in weights.items()}
     return str(joblib.hash(parts))
+
+
+def _as_numbers(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor as NumPy has it, which has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return (tensor if tensor.dtype != torch.bfloat16 else tensor.view(torch.int16)).numpy()
 
 
 def load_weights(store: Any, trial: FrozenTrial) -> Weights:
     """Load the weights of a finished trial."""
-    if store is None or ARTIFACT not in trial.user_attrs:
-        raise ValueError(
-            f"no weights of trial {trial.number} were saved. Give the search an artifact_store, "
-            "such as a folder, before it trains: FlatMinimaSearch(..., artifact_store='minima')."
-        )
+    minimum = Minimum.from_trial(trial)
     with _open(store, trial) as file:
         content = io.BytesIO(file.read())
     damaged = DamagedWeightsError(
-        f"the weights of trial {trial.number} are damaged: file {trial.user_attrs[ARTIFACT]!r} in "
+        f"the weights of trial {trial.number} are damaged: file {minimum.artifact_id!r} in "
         f"{store!r} was truncated or overwritten."
     )
     try:
@@ -170,19 +161,13 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
         checksum = _checksum(weights)
     except Exception as error:  # whatever the damage makes of the file
         raise damaged from error
-    if attributes_of(trial).get(CHECKSUM, checksum) != checksum:
+    if minimum.weights_hash not in (None, checksum):
         raise damaged
     return weights
 
 
-def restore(
-    estimator: Any,
-    weights: Weights,
-    data: TrainingData,
-    seed: int | None,
-    n_iter: Sequence[int],
-) -> Any:
-    """Fit an estimator without training its network, which gets its weights from a file.
+def restore(estimator: Any, trained: Trained, data: TrainingData, seed: int) -> Any:
+    """Fit an estimator without training its network, which gets the weights of a trained one.
 
     The other steps of a pipeline are fitted, classes are learned and the network gets its size
     from the data, as they were when the network was trained.
@@ -198,36 +183,26 @@ def restore(
         estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
     fitted = final_estimator(estimator)
     if isinstance(fitted, NeuralNet):
-        unwrapped(fitted.module_).load_state_dict(weights)
+        unwrapped(fitted.module_).load_state_dict(trained.weights)
     else:
-        _set_coefficients(fitted, [tensor.numpy() for tensor in weights.values()])
-        if n_iter:
-            of_one_step = fitted.n_iter_
-            as_array = isinstance(of_one_step, np.ndarray)
-            fitted.n_iter_ = np.array(n_iter, of_one_step.dtype) if as_array else n_iter[0]
+        _set_coefficients(fitted, [tensor.numpy() for tensor in trained.weights.values()])
     for one in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
         vars(one).update(before)
-    for measure in later:
+    of_training = dict(trained.of_training)
+    if isinstance(of_training.get("n_iter_"), list):  # of a file
+        of_one_step, n_iter = fitted.n_iter_, of_training["n_iter_"]
+        as_array = isinstance(of_one_step, np.ndarray)
+        of_training["n_iter_"] = np.array(n_iter, of_one_step.dtype) if as_array else n_iter[0]
+    vars(fitted).update(of_training)
+    for measure in later if "_record" not in of_training else []:
         measure()
     return estimator
 
 
-def last_step(estimator: Any) -> Any:
-    """Find the unfitted estimator that is going to hold the network."""
-    return _descend(estimator)[1]
-
-
-def last_prefix(estimator: Any) -> str:
-    """Return what stands before the parameters of the estimator that holds the network."""
-    return _descend(estimator)[0]
-
-
-def _descend(estimator: Any, prefix: str = "") -> tuple[str, Any]:
-    around = [(name, getattr(estimator, name, None)) for name in ("regressor", "estimator")]
-    for name, inner in [*getattr(estimator, "steps", [])[-1:], *around]:
-        if hasattr(inner, "fit"):
-            return _descend(inner, f"{prefix}{name}__")
-    return prefix, estimator
+def from_file(store: Any, trial: FrozenTrial) -> Trained:
+    """Return what a file holds of a trained network."""
+    n_iter = Minimum.from_trial(trial).n_iter
+    return Trained(None, load_weights(store, trial), {"n_iter_": n_iter} if n_iter else {})
 
 
 def _set_coefficients(estimator: Any, arrays: list[NDArray[Any]]) -> None:

@@ -48,6 +48,17 @@ def test_the_first_example_of_a_page_runs(page, printed, tmp_path, capsys):
     assert printed in capsys.readouterr().out
 
 
+def test_the_recipe_of_a_shared_study_runs_again_and_again(tmp_path, capsys, monkeypatch):
+    """As on several machines; what one of them enqueued is trained in each."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = (one for one in blocks("docs/searching.md") if "shared.db" in one)
+    for n_trials in (4, 8):
+        found = run_block(code, tmp_path)
+        assert len(found["study"].trials) == n_trials
+    assert [trial.params["batch_size"] for trial in found["study"].trials[::4]] == [16, 16]
+    assert "module__hidden_layer_sizes" in capsys.readouterr().out
+
+
 def test_the_example_of_checkpoints_runs(tmp_path, capsys):
     found = run_block(blocks("docs/searching.md")[-2], tmp_path)
     printed = capsys.readouterr()

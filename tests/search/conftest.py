@@ -7,7 +7,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from relflat_sk import MinimaObjective
+from relflat_sk.search import _task
 from tests.search.storages import FILES, find_postgresql, running_server
 
 
@@ -42,15 +42,15 @@ def kept(stored, tmp_path):
 @pytest.fixture
 def untrained(monkeypatch):
     """Nothing can be trained."""
-    monkeypatch.setattr(MinimaObjective, "_train", None)
+    monkeypatch.setattr(_task, "fit", None)
 
 
 @pytest.fixture
 def trained(monkeypatch):
     """A list that grows with each training."""
-    found, train = [], MinimaObjective._train
-    monkeypatch.setattr(MinimaObjective, "_train", lambda *args: found.append(1) or train(*args))
-    return found
+    trainings, fit = [], _task.fit
+    monkeypatch.setattr(_task, "fit", lambda *args: trainings.append(1) or fit(*args))
+    return trainings
 
 
 @pytest.fixture(scope="session")

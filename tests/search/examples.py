@@ -1,6 +1,7 @@
 """Data, nets and searches that the tests of the search share; most train within milliseconds."""
 
 import time
+import warnings
 
 import numpy as np
 import optuna
@@ -16,13 +17,12 @@ from torch import nn
 from relflat_sk import (
     MLP,
     FlatMinimaSearch,
-    MinimaObjective,
+    FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
 )
-from relflat_sk.minima._table import attributes_of
-from relflat_sk.search._study import open_storage
+from relflat_sk.search._storage import open_storage
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -83,13 +83,24 @@ def logistic(space=None, estimator=None, **parameters):
     return make_search(estimator, space, **parameters)
 
 
+def attributes_of(trial):
+    """What a trial records, as users read it."""
+    return {**trial.user_attrs, **trial.user_attrs.get("details", {})}
+
+
+def train_one(estimator, space, X=X, y=Y, held_out=(None, None), **parameters):
+    """Train one candidate; return the search, what its trial records, and the candidate."""
+    search = make_search(estimator, space, **{"n_trials": 1, "refit": True, **parameters})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FlatnessWarning)
+        search.fit(X, y, *held_out)
+    return search, attributes_of(search.study_.trials[0]), search.best_estimator_
+
+
 def record(estimator, X=X, y=Y, space=None, **parameters):
     """Train one candidate; return what its trial records, and the candidate."""
     space = {"lr": [0.05]} if space is None else space
-    objective = MinimaObjective(estimator, X, y, space, random_state=0, **parameters)
-    trial = optuna.create_study().ask()
-    fitted = objective._run(trial)[1]
-    return attributes_of(trial), fitted
+    return train_one(estimator, space, X, y, **parameters)[1:]
 
 
 def load(stored):

@@ -11,10 +11,10 @@ from optuna.artifacts import FileSystemArtifactStore
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
-from relflat_sk.minima._table import attributes_of
-from relflat_sk.search._failures import CallError, blame_storage, explain, is_of_storage
-from relflat_sk.search._study import open_storage
-from tests.search.examples import NO_MINIMA, X_TEST, Y_TEST, X, Y, load, logistic
+from relflat_sk.search import _task
+from relflat_sk.search._failures import CallError
+from relflat_sk.search._storage import open_storage
+from tests.search.examples import NO_MINIMA, X_TEST, Y_TEST, X, Y, attributes_of, load, logistic
 
 SPACE = {"C": [0.5, 1.0, 2.0]}
 
@@ -170,19 +170,6 @@ def test_failed_candidates_are_tried_again_if_asked(stored, tmp_path, n_trials):
     assert len(fit(retry_failed=True).study_.trials) == 5
 
 
-def test_errors_are_explained_by_their_root():
-    error = ValueError("while it wrote")
-    error.__cause__ = OSError(28, "No space left on device")
-    assert explain(error) == (
-        "OSError: [Errno 28] No space left on device. Free space on its disk."
-    )
-    assert explain(ValueError("odd")) == "ValueError: odd."
-    assert not is_of_storage(error)
-    with pytest.raises(CallError, match="the storage failed: KeyError") as missing, blame_storage():
-        raise KeyError("no such trial")
-    assert is_of_storage(missing.value)
-
-
 # -- damaged weights ---------------------------------------------------------------------------
 
 
@@ -238,14 +225,13 @@ def test_damaged_weights_are_named_and_the_others_are_measured(stored, tmp_path,
 def test_other_weights_do_not_take_the_place_of_the_first(stored, tmp_path, monkeypatch):
     """Another version of a library may compute other bits, of as good a network."""
     search, path, _ = damaged_search(stored, tmp_path / "minima", truncate)
-    size, train = path.stat().st_size, MinimaObjective._train
+    size, fit = path.stat().st_size, _task.fit
 
-    def train_otherwise(self, *args, **kwargs):
-        estimator = train(self, *args, **kwargs)
+    def fit_otherwise(estimator, *arguments):
+        fit(estimator, *arguments)
         estimator.coef_ = estimator.coef_ + 1e-3
-        return estimator
 
-    monkeypatch.setattr(MinimaObjective, "_train", train_otherwise)
+    monkeypatch.setattr(_task, "fit", fit_otherwise)
     with pytest.warns(FlatnessWarning, match=AGAIN):
         search.remeasure(["l2_norm"], retrain=True)
     assert path.stat().st_size == size

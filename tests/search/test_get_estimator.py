@@ -16,11 +16,12 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline
 
 from relflat_sk import FlatnessWarning, StopAtLoss
+from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search import _search as search_module
-from relflat_sk.search._objective import MinimaObjective
+from relflat_sk.search import _sweep, _task
+from relflat_sk.search._average import average
 from relflat_sk.search._results import is_averaged
-from relflat_sk.search._search import _average
-from relflat_sk.search._workers import progress
+from relflat_sk.search._search import progress
 from tests.search.examples import (
     LABELS,
     NO_MINIMA,
@@ -45,17 +46,17 @@ ESTIMATORS = {
 
 def fit_and_remember(search, monkeypatch):
     """Fit a search, and return what the estimators of its trials predict, by number."""
-    found, run = {}, MinimaObjective._run
+    predictions, train = [], _task.train
 
-    def remember(self, trial):
-        values, trained = run(self, trial)
-        found[trial.number] = trained.predict_proba(X)
-        return values, trained
+    def remember(*arguments):
+        minimum, trained = train(*arguments)
+        predictions.append(trained.estimator.predict_proba(X))
+        return minimum, trained
 
     with monkeypatch.context() as patched:
-        patched.setattr(MinimaObjective, "_run", remember)
+        patched.setattr(_sweep, "train", remember)
         search.fit(X, Y)
-    return found
+    return dict(enumerate(predictions))
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -109,9 +110,11 @@ def test_torchs_random_state_decides_where_there_is_no_other():
 def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     """Another version of a library, or another machine, may train another network."""
     search = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
-    train = MinimaObjective._train
+    prepare = _task.prepare
     monkeypatch.setattr(
-        MinimaObjective, "_train", lambda self, params, seed: train(self, params, seed + 1)
+        _task,
+        "prepare",
+        lambda estimator, params, seed, goal: prepare(estimator, params, seed + 1, goal),
     )
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
@@ -138,7 +141,7 @@ def test_trials_without_an_estimator():
 
 def test_the_time_to_refit(stored, monkeypatch, trained):
     """By a clock that counts trainings."""
-    clock = SimpleNamespace(perf_counter=lambda: float(len(trained)))
+    clock = SimpleNamespace(perf_counter=lambda: float(len(trained)), time=float)
     monkeypatch.setattr(search_module, "time", clock)
     first = make_search(make_net(), SIZES, **stored).fit(X, Y)
     again = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
@@ -210,7 +213,7 @@ def test_a_search_predicts_with_the_mean_of_what_has_learned(kind, kept, monkeyp
     if kind == "classifier":
         space = space | {"max_iter": [1, 1000]}
     search = make_search(estimator, space, **kept).fit(X, targets)
-    monkeypatch.setattr(MinimaObjective, "_train", None)  # nothing is trained from here on
+    monkeypatch.setattr(_task, "fit", None)  # nothing is trained from here on
     gain = constant - search.minima_["train_loss"]
     learned = search.minima_[gain >= gain.max() / 2]
     # those that were stopped early count, and minima that have hardly learned do not
@@ -252,7 +255,6 @@ def test_a_search_predicts_with_the_flattest_where_predictions_have_no_mean(kind
     np.testing.assert_array_equal(search.predict(X), search.best_estimator_.predict(X))
     assert not hasattr(search, "ensemble_")
     assert hasattr(search, "decision_function") == hasattr(estimator, "decision_function")
-    assert search.suggest_choice(labels).way == "best held out"
     with pytest.raises(ValueError, match="an ensemble averages probabilities of single labels"):
         search.get_ensemble(2)
 
@@ -261,7 +263,7 @@ def test_members_of_an_ensemble_have_the_same_classes():
     few = Y != 2
     two, three = LogisticRegression().fit(X[few], Y[few]), LogisticRegression().fit(X, Y)
     with pytest.raises(ValueError, match="trained on data that lack a class"):
-        _average({0: three, 1: two}, Y)
+        average({"trial0": three, "trial1": two}, Y)
 
 
 def members_of(search):
@@ -322,29 +324,6 @@ def test_members_are_held_without_what_only_training_needs():
         assert member.partial_fit(X, Y).history[-1, "train_loss"] < before  # it trains on
 
 
-TWO_SIZES = {"batch_size": [8, 16]}
-
-
-@pytest.mark.parametrize(
-    ("estimator", "space", "goal", "arguments", "way"),
-    [
-        (make_net(), TWO_SIZES | {"random_state": [0, 1], "max_epochs": [9]}, "auto", {}, "mean"),
-        (make_net(), TWO_SIZES | {"max_epochs": [9, 20]}, "auto", {}, "mean of the best held out"),
-        (make_net(), lambda trial: {"lr": 0.1}, "auto", {}, "mean of the best held out"),
-        (make_net(), TWO_SIZES, "auto", {"one_network": True}, "best held out"),
-        (make_net(), TWO_SIZES, "auto", {"y": np.ones((9, 2))}, "best held out"),
-        (make_net(), TWO_SIZES, "auto", {"y": np.ones((9, 1))}, "mean"),
-        (make_net(callbacks=None), TWO_SIZES, None, {}, "mean of the best held out"),
-        (make_net(), TWO_SIZES, None, {}, "mean"),  # which has a goal of its own
-        (LogisticRegression(), {"random_state": [0, 1]}, None, {}, "mean"),  # its own tolerance
-    ],
-)
-def test_what_candidates_differ_in_decides_how_to_choose(estimator, space, goal, arguments, way):
-    found = make_search(estimator, space, goal=goal).suggest_choice(**arguments)
-    assert found.way == way
-    assert found.reason
-
-
 @pytest.mark.parametrize(
     ("losses", "columns", "averaged"),
     [
@@ -364,7 +343,7 @@ def test_a_mean_is_of_networks_that_lower_the_loss_half_as_far_as_the_best(
     losses, columns, averaged
 ):
     table = {"train_loss": losses, "converged": True, "state": "complete", **columns}
-    records = [{"constant_loss": 1.0}] * 3
+    records = [Minimum(constant_loss=1.0)] * 3
     assert is_averaged(pd.DataFrame(table), records).tolist() == averaged
 
 

@@ -3,12 +3,10 @@
 import math
 
 import numpy as np
-import optuna
 import pandas as pd
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from optuna.trial import create_trial
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_wine
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -22,7 +20,6 @@ from torch import nn
 
 from relflat_sk import MLP, FlatnessWarning, StopAtGradientNorm, StopAtLoss, rank_minima
 from relflat_sk.search._goal import _is_at_plateau
-from relflat_sk.search._results import HeldEstimators
 from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import (
     TARGET,
@@ -264,45 +261,3 @@ def test_the_depth_is_relative_to_the_candidates_own_labels():
     """Labels that are all shuffled are as deep a minimum at the same loss."""
     attrs, _ = record(LogisticRegression(max_iter=1000), X[:50], Y[:50], {"data__train_size": [30]})
     assert_allclose(attrs["depth"], np.log(2) / attrs["train_loss"])
-
-
-# -- the estimators that are held --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("band", [3.0, None])
-def test_the_held_estimators_hold_the_best_of_every_band(band):
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        n = 12
-        depths, values = np.exp(rng.uniform(0, 5, n)), rng.integers(0, 6, n).astype(float)
-        depths[rng.random(n) < 0.1] = np.nan
-        flattest = HeldEstimators("relative_flatness", band)
-        for i in range(n):
-            attrs = {"converged": True} | ({} if np.isnan(depths[i]) else {"depth": depths[i]})
-            trial = create_trial(value=values[i], user_attrs=attrs)
-            trial.number = i
-            flattest.offer(trial, i)
-        for high in depths[~np.isnan(depths)]:
-            low = high / band if band else -np.inf
-            inside = np.isnan(depths) | ((depths >= low) & (depths <= (high if band else np.inf)))
-            best = min((values[i], i) for i in np.flatnonzero(inside))[1]
-            assert flattest.estimator(best) == best
-    assert len(flattest.held) < (n if band else 2)
-
-
-@pytest.mark.parametrize("n_minima", [0, 2])
-def test_the_first_of_the_table_is_held_whether_or_not_there_are_minima(n_minima):
-    rng = np.random.default_rng(0)
-    for _ in range(10):
-        study, flattest, n = optuna.create_study(), HeldEstimators("relative_flatness", 3.0), 8
-        minima = set(rng.choice(n, n_minima, replace=False))
-        depths, values = np.exp(rng.integers(0, 4, n)), rng.integers(1, 6, n).astype(float)
-        values[rng.random(n) < 0.2] = np.inf
-        without = rng.random(n) < 0.2
-        for i in range(n):
-            attrs = {"converged": i in minima, "relative_flatness": values[i]}
-            attrs |= {} if without[i] and i not in minima else {"depth": depths[i]}
-            study.add_trial(create_trial(value=values[i], user_attrs=attrs))
-            flattest.offer(study.trials[-1], i)
-        first = int(rank_minima(study, by="relative_flatness")["trial"][0])
-        assert flattest.estimator(first) == first

@@ -14,9 +14,9 @@ from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
 from relflat_sk._random import alone
-from relflat_sk.minima._table import attributes_of
 from relflat_sk.search import _fit
 from relflat_sk.search._fit import isolated
+from tests.search.examples import attributes_of
 
 X, Y = load_digits(return_X_y=True)
 X, Y = (X[:300] / 16).astype(np.float32), Y[:300]
@@ -45,7 +45,7 @@ def by_seed(study):
         trial.params["random_state"]: {
             name: value
             for name, value in attributes_of(trial).items()
-            if name not in {"seconds", "seed", "details"}
+            if name not in {"seconds", "seed", "details", "owner"}
         }
         for trial in study.trials
     }
@@ -106,7 +106,7 @@ def test_number_of_threads_is_a_candidates_own():
     assert seen == {1}
     assert n_threads() == {2}
     seen.clear()
-    objective._provide(study.trials[0])  # trained again
+    objective.get_estimator(study.trials[0])  # trained again
     assert seen == {1}
     # in nested contexts, and after an error
     with pytest.raises(RuntimeError, match="in training"), isolated(1):  # noqa: PT012

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import sklearn
 from numpy.testing import assert_allclose, assert_array_equal
-from optuna.trial import FixedTrial
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV
@@ -18,10 +17,10 @@ from torch import nn
 from relflat_sk import (
     FlatnessScorer,
     FlatnessWarning,
-    MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     measure,
 )
+from relflat_sk.search._data import vary_data
 from tests.search.examples import WEIGHTS, X, Y, logistic, make_net, make_search, piped
 
 pytestmark = pytest.mark.filterwarnings("ignore:no candidate converged")
@@ -64,7 +63,7 @@ def test_arguments_of_measures(tmp_path):
     again = search.remeasure([scorers[1], "l2_norm"])
     found = measure("trace_flatness", best, X, Y, weight_decay=0.1)
     assert_allclose(again["trace_flatness"].iloc[0], found, rtol=1e-5)
-    with pytest.raises(ValueError, match="trace_flatness: weight_decay=0.1 then, the default"):
+    with pytest.raises(ValueError, match="measure trace_flatness: "):
         search.remeasure(["trace_flatness"])
 
 
@@ -145,11 +144,11 @@ def test_weights_of_a_pipeline_and_of_restored_minima(tmp_path):
 
 def test_weights_are_chosen_with_the_samples():
     space = {"data__train_size": [30], "data__confusion_size": [15]}
-    settings = {"random_state": 0, "goal": None, "fit_params": {"sample_weight": WEIGHTS}}
-    objective = MinimaObjective(net(), X, Y, space, **settings)
-    trial = FixedTrial({"data__train_size": 30, "data__confusion_size": 15})
-    fitted = objective._run(trial)[1]
-    data = objective._data(trial.params)
+    search = make(space=space).fit(X, Y, sample_weight=WEIGHTS)
+    fitted, trial = search.best_estimator_, search.study_.trials[0]
+    sizes = {"train_size": 30, "confusion_size": 15}
+    per_sample = {"fit_params": {"sample_weight": WEIGHTS}, "sample_weight": WEIGHTS}
+    data = vary_data(X, Y, **sizes, **per_sample, stratify=True)
     assert len(data.fit_params["sample_weight"]) == 45
     assert len(data.sample_weight) == 30
     found = measure("relative_flatness", fitted, data.X, data.y, sample_weight=data.sample_weight)

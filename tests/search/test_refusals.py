@@ -10,8 +10,8 @@ import optuna
 import pytest
 import torch
 from optuna.artifacts import FileSystemArtifactStore
+from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
-from optuna.storages import InMemoryStorage
 from scipy import stats
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import RandomForestClassifier
@@ -29,11 +29,9 @@ from relflat_sk import (
     MinimaObjective,
     RelativeFlatnessRegularizedClassifier,
     flattest_within,
-    optimize_study,
     rank_minima,
 )
-from relflat_sk.search._data import vary_data
-from relflat_sk.search._fit import scale_lr
+from relflat_sk.search._data import scale_lr, vary_data
 from relflat_sk.search._space import Space
 from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import LABELS, WEIGHTS, X_TEST, Y_TEST, X, Y, logistic, make_net, piped
@@ -66,11 +64,9 @@ def objective(estimator=None, X=X, y=Y, space=None, **parameters):
     return lambda: MinimaObjective(estimator, X, y, space, **parameters)
 
 
-def study(n_trials, directions=("minimize",), fleet="auto", **parameters):
+def study(directions=("minimize",), **parameters):
     made = objective(**parameters)()
-    return lambda: optimize_study(
-        optuna.create_study(directions=directions), made, n_trials, fleet=fleet
-    )
+    return lambda: optuna.create_study(directions=directions).optimize(made, 1)
 
 
 def name(estimator, name):
@@ -119,7 +115,7 @@ VALUES = [
     (search(n_threads=0), "n_threads must be a positive integer or None"),
     (search(fleet="many"), "fleet must be a positive integer, 'auto' or None"),
     (search(fit={"timeout": "1h"}), "timeout must be"),
-    (search(n_jobs=2, storage=InMemoryStorage()), "2 processes cannot share a storage in memory"),
+    (search(n_jobs=2, pruner=MedianPruner()), "pruner.*n_jobs"),
     (search(study_name="sweep"), "study_name='sweep' needs a storage: without one"),
     *(
         (partial(rank_minima, None, depth_band=band), "depth_band must be a number of at least 1")
@@ -147,7 +143,7 @@ VALUES = [
         search(estimator=piped(NeuralNetClassifier(MLP, lamda=1)), space={"net__lr": [0.1]}),
         r"unexpected argument\(s\) lamda",
     ),
-    (search(estimator=early(), space=ALPHA), "early_stopping=True holds out .* which are kept"),
+    (search(estimator=early(), space=ALPHA), "early_stopping=True holds out"),
     (
         search(estimator=early(early_stopping=False), space={"early_stopping": [False, True]}),
         "early_stopping=True holds out",
@@ -197,7 +193,7 @@ VALUES = [
     (search(storage="nobase://me:secret@there/m"), r"storage='nobase://me:\*\*\*@there/m' cannot"),
     # studies of one's own
     *(
-        (study(1, **parameters), r"the study's directions are .* Create the study with")
+        (study(**parameters), r"the study's directions are .* Create the study with")
         for parameters in (
             {"directions": ["maximize"]},
             {"direction": "maximize"},
@@ -205,9 +201,7 @@ VALUES = [
             {"measures": ["relative_flatness", "hessian_trace"]},
         )
     ),
-    (study(1, artifact_store=FullStore("")), "cannot be written to"),
-    (study(0), "n_trials must be"),
-    (study(1, fleet="many"), "fleet must be"),
+    (study(artifact_store=FullStore("")), "cannot be written to"),
     # spaces
     (lambda: Space({}), "space is empty: name at least one parameter"),
     (lambda: Space({"lr": []}), r"space\['lr'\] has no choices"),
@@ -276,8 +270,6 @@ TYPES = [
     (scored(measure_params={"probes": 3}), "'probes' is no argument of"),
     (objective(fit_params=WEIGHTS), "fit_params must be a dict or None"),
     (objective(X={"C": [1.0]}, y=X, space=Y), "space must be a dict .* got ndarray"),
-    (lambda: optimize_study(None, lambda trial: 0.0, 1), "a MinimaObjective, got a func.*fleet_tr"),
-    (lambda: optimize_study(None, objective()(), 1, callbacks=print), "callbacks must be a list"),
     (lambda: Space([{"lr": [0.1]}]), "space must be a dict .* got list"),
     (lambda: Space(dict), "or one function of a trial that returns a dict .* got type"),
     (lambda: Space({"lr": 0.1}), r"space\['lr'\] must be a list .* got 0.1.*list: \[0.1\]"),

@@ -37,8 +37,8 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.minima._table import attributes_of, measure_columns
-from relflat_sk.search._study import log_level
+from relflat_sk.minima._table import measure_columns
+from relflat_sk.search._storage import log_level
 from tests.search.examples import (
     NO_MINIMA,
     TARGET,
@@ -48,12 +48,14 @@ from tests.search.examples import (
     Fails,
     X,
     Y,
+    attributes_of,
     logistic,
     make_net,
     make_regressor,
     make_search,
     piped,
     plain_net,
+    train_one,
 )
 
 DEAD = 1e10  # a learning rate that leaves nothing but dead units
@@ -85,10 +87,8 @@ def run_objective(objective, n_trials, sampler=None, **study_parameters):
 
 def test_objective_records_what_was_trained_on_all_of_the_data():
     net = plain_net(max_epochs=30, callbacks=[StopAtLoss(0.5)])
-    objective = MinimaObjective(net, X, Y, {"lr": [0.5]}, X_test=X_TEST, y_test=Y_TEST)
-    trial = optuna.create_study().ask()
-    value, fitted = objective._run(trial)
-    attrs = attributes_of(trial)
+    search, attrs, fitted = train_one(net, {"lr": [0.5]}, held_out=(X_TEST, Y_TEST))
+    value = search.study_.best_value
     assert attrs["relative_flatness"] == value == relative_flatness(fitted, X, Y)
     # the losses, by scikit-learn
     train_loss = log_loss(Y, fitted.predict_proba(X))
@@ -119,14 +119,11 @@ def test_an_objective_to_maximize_is_minus_the_measure():
 
 def test_choices_are_copied_for_each_candidate_and_given_seeds_stay():
     callback = StopAtLoss(0.4)
-    objective = MinimaObjective(make_net(), X, Y, {"callbacks": [[callback]]})
-    fitted = objective._run(optuna.create_study().ask())[1]
+    fitted = train_one(make_net(), {"callbacks": [[callback]]})[2]
     assert hasattr(fitted.callbacks[0], "loss_")
     assert not hasattr(callback, "loss_")
-    seeds = MinimaObjective(make_net(), X, Y, {"random_state": [1, 2]}, random_state=0)
-    assert seeds._train({"random_state": 2}, 7).random_state == 2
-    given = MinimaObjective(make_net(random_state=5), X, Y, {"lr": [0.05]}, random_state=0)
-    assert given._train({"lr": 0.05}, 7).random_state == 5
+    assert train_one(make_net(), {"random_state": [2]})[2].random_state == 2
+    assert train_one(make_net(random_state=5), {"lr": [0.05]})[2].random_state == 5
 
 
 @pytest.mark.filterwarnings("ignore:.*has diverged:relflat_sk.FlatnessWarning")
@@ -237,8 +234,9 @@ def test_a_search_and_an_objective_with_one_random_state_train_the_same(make_sta
     study = run_objective(objective, 2, GridSampler(space))
     columns = ["param_lr", "relative_flatness", "train_loss"]
     assert_frame_equal(search.minima_[columns], rank_minima(study)[columns])
-    objective = pickle.loads(pickle.dumps(search))._objective_of(X, Y, {})
-    assert objective.seed == search._objective.seed
+    copied, number = pickle.loads(pickle.dumps(search)), int(search.minima_["trial"][1])
+    again = copied.get_estimator(number, X, Y)
+    assert_array_equal(again.predict_proba(X), search.get_estimator(number).predict_proba(X))
 
 
 def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, stored):

@@ -13,10 +13,18 @@ from optuna.trial import FixedTrial, TrialState, create_trial
 from sklearn.linear_model import LogisticRegression
 from skorch.callbacks import EarlyStopping
 
-from relflat_sk import MinimaObjective, RelativeFlatnessRegularizedClassifier
+from relflat_sk import (
+    MinimaObjective,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+    relative_flatness,
+)
 from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._space import Space, check_space
-from tests.search.examples import X, Y, logistic
+from relflat_sk.search._storage import open_storage
+from tests.search.examples import X, Y, logistic, make_net, make_search, train_one
+from tests.search.storages import FILES
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
@@ -30,8 +38,8 @@ def study_of(space, n_trials=1):
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
 
     def objective(trial):
-        space.suggest(trial)
-        trial.set_user_attr("reason", "")
+        params = space.suggest(trial)
+        Minimum(params=space.computed(trial, params), reason="").write(trial)
         return 1.0
 
     study.optimize(objective, n_trials)
@@ -66,7 +74,8 @@ def study_of(space, n_trials=1):
 def test_choices_have_labels_that_optuna_can_store(values, labels):
     space = Space({"p": values})
     assert [point["p"] for point in space.grid()] == labels
-    assert [type(point["p"]) for point in space.grid()] == [type(label) for label in labels]
+    pairs = zip(space.grid(), labels, strict=True)
+    assert all(isinstance(point["p"], type(label)) for point, label in pairs)
 
 
 def test_a_label_stands_for_its_value():
@@ -158,8 +167,7 @@ def test_search_over_one_function_of_the_trial():
     assert search.minima_["param_C"].nunique() == 3
     assert search.best_params_["C"] == search.best_estimator_.C
     assert len(search.cv_results_["param_C"]) == 3
-    objective = MinimaObjective(LogisticRegression(), X, Y, lambda trial: {"C": 0.5})
-    assert objective._run(optuna.create_study().ask())[1].C == 0.5
+    assert train_one(LogisticRegression(), lambda trial: {"C": 0.5})[2].C == 0.5
 
 
 def test_two_numbers_for_a_float_are_choices_and_perhaps_no_range():
@@ -190,9 +198,60 @@ def test_values_of_a_trial_that_failed_while_drawing():
 def test_the_same_space_goes_on_with_its_study():
     space = Space({"lr": [0.1, 0.2], "n": IntDistribution(1, 3), "b": lambda trial: 3})
     check_space(space, study_of(space))
-    # ranges and choices may grow
-    wider = {"lr": [0.3, 0.1, 0.2], "n": IntDistribution(1, 9), "b": lambda trial: 3}
+    # ranges may grow
+    wider = {"lr": [0.1, 0.2], "n": IntDistribution(1, 9), "b": lambda trial: 3}
     check_space(Space(wider), study_of(space))
+
+
+# -- choices that are enqueued, and the way back -------------------------------------------------
+
+
+SIZES = {"hidden_layer_sizes": [(4,), (8, 4)], "flag": [1, True], "solver": ["adam", "lbfgs"]}
+
+
+@pytest.mark.parametrize("storage", ["memory", "sqlite", "journal"])
+@pytest.mark.parametrize("labels", [False, True], ids=["values", "labels"])
+def test_choices_are_enqueued_as_they_are_in_the_space(storage, labels, tmp_path):
+    place = None if storage == "memory" else open_storage(tmp_path / FILES[storage])
+    study, space = optuna.create_study(storage=place), Space(SIZES)
+    for sizes, flag, solver in (((8, 4), True, "lbfgs"), ((4,), 1, "adam")):
+        point = {"hidden_layer_sizes": sizes, "flag": flag, "solver": solver}
+        label = {"hidden_layer_sizes": str(sizes), "flag": f"{int(flag is True)}: {flag}"}
+        study.enqueue_trial(point | (label if labels else {}))
+        params = space.suggest(trial := study.ask())
+        assert params == point
+        assert type(params["flag"]) is type(flag)
+        study.tell(trial, 1.0)
+        assert study.trials[-1].params == point | label
+        assert space.values(study.trials[-1]) == point
+    study.enqueue_trial({"hidden_layer_sizes": (5,)})
+    with pytest.raises(ValueError, match="5.*not in"):
+        space.suggest(study.ask())
+
+
+def test_an_enqueued_candidate_is_trained_as_it_would_have_been(tmp_path):
+    """By an objective, with the seed of its labels, and by a search, which trains it first."""
+    net = make_net(callbacks=[StopAtLoss(0.6)])
+    space = {"module__hidden_layer_sizes": [(4,), (8,)], "lr": [0.05]}
+    search = make_search(net, space).fit(X, Y)
+    objective = MinimaObjective(net, X, Y, space, random_state=0)
+    study = optuna.create_study(study_name="sweep", storage=open_storage(tmp_path / "minima.db"))
+    study.enqueue_trial({"module__hidden_layer_sizes": (8,), "lr": 0.05})
+    study.optimize(objective, n_trials=1)
+    (trial,) = study.trials
+    params = {"module__hidden_layer_sizes": (8,), "lr": 0.05}
+    assert objective.get_parameters(trial) == params
+    fitted = objective.get_estimator(trial)
+    assert fitted.module__hidden_layer_sizes == (8,)
+    table = search.minima_.set_index("param_module__hidden_layer_sizes")
+    assert trial.value == table["relative_flatness"]["(8,)"] == relative_flatness(fitted, X, Y)
+    study.ask()
+    with pytest.raises(ValueError, match="trial 1 has no estimator"):
+        objective.get_estimator(study.trials[1])
+    study.tell(1, state=TrialState.FAIL)
+    study.enqueue_trial({"module__hidden_layer_sizes": (4,), "lr": 0.05})
+    resumed = make_search(net, space, storage=tmp_path / "minima.db", study_name="sweep")
+    assert resumed.fit(X, Y).minima_["state"].eq("complete").tolist() == [True, True]
 
 
 CHOICES = {"lr": [0.1, 0.2]}
@@ -211,8 +270,8 @@ FUNCTION = {"n": lambda trial: 3 + trial.suggest_int("m", 0, 1)}
         (CHOICES, {"n": [1]}, "study_name of its own"),
         (CHOICES, DRAWN, r"has \{'lr': 0\..\}, but in this space it has \{'lr': .* 'no value'\}"),
         (DRAWN, CHOICES, r"has \{'lr': 0\.., 'n': .\}, but in this space it has \{'lr': 0\..\}"),
-        (FLOATS, {"n": FloatDistribution(3, 8)}, "ranges made wider, but not narrower"),
-        (INTEGERS, {"n": IntDistribution(2, 7)}, "ranges made wider, but not narrower"),
+        (FLOATS, {"n": FloatDistribution(3, 8)}, "ranges can be made wider"),
+        (INTEGERS, {"n": IntDistribution(2, 7)}, "ranges can be made wider"),
         (FLOATS, {"n": FloatDistribution(2, 8, log=True)}, "'n' was drawn from Float"),
         (FLOATS, INTEGERS, "'n' was drawn from Float.* now drawn from Int"),
         ({"n": [4]}, {"n": lambda trial: 3}, r"'n': 4\}, but in this space it has \{'n': 3\}"),

@@ -7,7 +7,7 @@ import optuna
 import pytest
 
 from relflat_sk import FlatMinimaSearch
-from relflat_sk.search import _workers as stopping_module
+from relflat_sk.search import _candidates, _search
 from tests.search.examples import Slow, X, Y, logistic, make_net
 
 C = [0.5, 0.6, 0.7, 0.8]
@@ -16,8 +16,9 @@ make = partial(logistic, {"C": C})
 
 def test_no_candidate_begins_after_the_timeout_and_a_later_search_goes_on(monkeypatch, stored):
     ticks = iter([0.0, 1.0, 5.0, 9.0])
-    clock = SimpleNamespace(time=lambda: next(ticks, 11.0))
-    monkeypatch.setattr(stopping_module, "time", clock)
+    clock = SimpleNamespace(time=lambda: next(ticks, 11.0), perf_counter=float)
+    monkeypatch.setattr(_candidates, "time", clock)
+    monkeypatch.setattr(_search, "time", clock)
     assert len(make(**stored).fit(X, Y, timeout=10).minima_) == 3
     assert len(make(**stored).fit(X, Y).minima_) == len(C)
 

@@ -7,28 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from optuna.trial import FixedTrial
 from scipy.sparse import csr_matrix
-from sklearn.compose import TransformedTargetRegressor
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.neural_network import MLPClassifier
-from skorch.callbacks import Callback, EarlyStopping, EpochScoring, LRScheduler
-from skorch.dataset import Dataset as SkorchDataset
+from skorch.callbacks import Callback, EarlyStopping
 from skorch.dataset import ValidSplit
-from skorch.helper import predefined_split
 
-from relflat_sk import MinimaObjective, relative_flatness
-from relflat_sk._models.network_of import final_estimator
-from relflat_sk.search._data import vary_data
-from relflat_sk.search._fit import scale_lr
+from relflat_sk import relative_flatness
+from relflat_sk.search._data import scale_lr, vary_data
 from tests.search.examples import (
-    TARGET,
     X,
     Y,
     logistic,
     make_net,
-    make_regressor,
     make_search,
     piped,
     plain_net,
@@ -201,24 +193,10 @@ def test_scaling_in_a_search():
     assert net().lr == 0.01
 
 
-# -- validation data -----------------------------------------------------------------------------
+# -- a search trains on all data ------------------------------------------------------------------
 
 
 SIZES = {"module__n_features": 4, "module__n_outputs": 3}
-SPLIT = ValidSplit(5)
-PATIENT = EarlyStopping(patience=30)
-
-
-def our_net(split=SPLIT, **parameters):
-    return make_net(max_epochs=20, callbacks=[PATIENT], train_split=split, **parameters)
-
-
-def skorch_net(*callbacks, **parameters):
-    return plain_net(max_epochs=20, lr=0.1, callbacks=list(callbacks), **parameters)
-
-
-def record(*arguments, **parameters):
-    return record_trial(*arguments, **{"goal": None, **parameters})
 
 
 class Pairs(torch.utils.data.Dataset):
@@ -229,62 +207,14 @@ class Pairs(torch.utils.data.Dataset):
         return X[index], int(Y[index])
 
 
-def rows_of(split, X=X, y=Y):
-    return np.sort(split(SkorchDataset(X, y), y)[0].indices)
-
-
-SHARE = ValidSplit(0.3, stratified=True, random_state=1)
-OF_COPY = make_regressor(max_epochs=20, train_split=SPLIT, callbacks=[PATIENT])
-SPLITS = {  # what splits, an estimator, data
-    "fifth": (SPLIT, our_net(SPLIT), X, Y),
-    "share": (SHARE, our_net(SHARE), X, Y),
-    "fifth, skorch": (SPLIT, skorch_net(PATIENT, train_split=SPLIT), X, Y),
-    "share, skorch": (SHARE, skorch_net(PATIENT, train_split=SHARE), X, Y),
-    "copied net": (SPLIT, TransformedTargetRegressor(OF_COPY), X, TARGET),
-    "data set": (SPLIT, our_net(SPLIT, **SIZES), Pairs(), None),
-}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_a_split_that_was_chosen_stays_and_its_training_part_is_measured(name):
-    split, estimator, data, y = SPLITS[name]
-    space = {"regressor__lr": [0.05]} if name == "copied net" else None
-    attrs, fitted = record(estimator, data, y, space)
-    y = Y if y is None else y
-    rows = rows_of(split, X, y)
-    assert 0 < len(rows) < len(X)
-    net, given = final_estimator(fitted), getattr(fitted, "regressor", fitted)
-    assert_array_equal(net.trained_rows_, rows)
-    assert "valid_loss" in net.history[-1]
-    assert_allclose(attrs["relative_flatness"], relative_flatness(fitted, X[rows], y[rows]))
-    if name in {"fifth", "share"}:  # skorch's own gives no probabilities for this criterion
-        expected = log_loss(Y[rows], fitted.predict_proba(X[rows]), labels=[0, 1, 2])
-        assert_allclose(attrs["train_loss"], expected, rtol=1e-5)
-    if name != "data set":
-        assert attrs["train_score"] == fitted.score(X[rows], y[rows])
-    # the user's own function is in its place, in the estimator and in the trained net
-    for one in (net, given):
-        assert vars(one.train_split) == vars(split)
-    assert getattr(estimator, "regressor", estimator).train_split is split
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "kept"),
-    [
-        ([], False),
-        ([EarlyStopping(monitor="train_loss", patience=30)], False),
-        ([("scheduler", LRScheduler("StepLR", step_size=10))], False),
-        ([EpochScoring("accuracy", name="acc", on_train=True)], False),
-        ([PATIENT], True),
-        ([EarlyStopping], True),
-        ([("early", EarlyStopping(monitor="valid_acc", lower_is_better=False))], True),
-    ],
-)
-def test_the_default_of_skorch_stays_if_a_callback_monitors_validation(callbacks, kept):
-    fitted = record(skorch_net(*callbacks))[1]
-    assert ("valid_loss" in fitted.history[-1]) == kept
-    assert hasattr(fitted, "trained_rows_") == kept
-    assert (fitted.train_split is not None) == kept
+def test_a_split_that_was_chosen_is_refused_and_skorchs_default_is_dropped():
+    for estimator in (make_net(train_split=ValidSplit(4)), plain_net(train_split=ValidSplit(4))):
+        with pytest.raises(ValueError, match="train_split=None"):
+            make_search(estimator, {"lr": [0.05]}).fit(X, Y)
+        with pytest.raises(ValueError, match="train_split=None"):
+            make_search(plain_net(), {"train_split": [ValidSplit(4)]}).fit(X, Y)
+    fitted = record_trial(plain_net(max_epochs=3), goal=None)[1]
+    assert "valid_loss" not in fitted.history[-1]
 
 
 class Reads(Callback):
@@ -297,51 +227,14 @@ class Reads(Callback):
         return net.history[-1, self.name]
 
 
-def test_explains_a_callback_that_finds_no_validation_loss():
-    with pytest.raises(ValueError, match="'valid_loss' is missing: a callback reads it, but the "):
-        record(skorch_net(Reads()))
-    with pytest.raises(KeyError, match="something else"):
-        record(skorch_net(Reads("something else")))
-    assert record(skorch_net(Reads(), train_split=ValidSplit(4)))[0]["train_loss"] > 0
-
-
-def test_data_of_another_set_are_held_out_of_nothing():
-    attrs, fitted = record(our_net(predefined_split(SkorchDataset(X[::2], Y[::2]))))
-    assert "valid_loss" in fitted.history[-1]
-    assert attrs["relative_flatness"] == relative_flatness(fitted, X, Y)
-
-
-def test_samples_that_a_confusion_set_adds_are_not_measured():
-    split = ValidSplit(5, stratified=True)
-    params = {"data__train_size": 40, "data__confusion_size": 20, "lr": 0.05}
-    space = {name: [value] for name, value in params.items()}
-    objective = MinimaObjective(our_net(split), X, Y, space, random_state=0, goal=None)
-    trial = FixedTrial(params)
-    fitted = objective._run(trial)[1]
-    data = objective._data(params)
-    rows = rows_of(split, data.X_fit, data.y_fit)
-    rows = rows[rows < 40]
-    found = relative_flatness(fitted, data.X[rows], data.y[rows])
-    assert_allclose(trial.user_attrs["relative_flatness"], found)
+@pytest.mark.parametrize("callback", [Reads(), EarlyStopping()])
+def test_explains_a_callback_that_finds_no_validation_loss(callback):
+    with pytest.raises(ValueError, match="'valid_\\w*' is missing: .*EarlyStopping"):
+        make_search(plain_net(callbacks=[callback]), {"lr": [0.05]}).fit(X, Y)
+    with pytest.raises(ValueError, match="KeyError: .*something else"):
+        make_search(plain_net(callbacks=[Reads("something else")]), {"lr": [0.05]}).fit(X, Y)
 
 
 def test_held_out_data_set_has_its_labels_inside():
     search = make_search(make_net(**SIZES), {"lr": [0.05]}).fit(Pairs(), None, Pairs())
     assert search.minima_["generalization_gap"].abs().item() < 1e-5
-
-
-def test_minima_are_restored_and_measured_again_on_their_training_part(tmp_path):
-    split = ValidSplit(5, stratified=True)
-    search = make_search(
-        our_net(split), {"lr": [0.02, 0.05]}, artifact_store=tmp_path, n_jobs=2, goal=0.5
-    ).fit(X, Y)
-    rows = rows_of(split)
-    minimum = search.best_estimator_
-    found = relative_flatness(minimum, X[rows], Y[rows])
-    assert_allclose(search.minima_["relative_flatness"].iloc[0], found)
-    again = search.remeasure(["trace_flatness", "relative_flatness"])
-    assert again["trace_flatness"].notna().all()
-    trial = search.study_.trials[int(search.minima_["trial"].iloc[0])]
-    restored = search._objective._restore(search.best_params_, trial)
-    assert_array_equal(restored.trained_rows_, rows)
-    assert_array_equal(restored.predict_proba(X), minimum.predict_proba(X))
