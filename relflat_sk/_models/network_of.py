@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from scipy.sparse import issparse
 from sklearn.base import BaseEstimator
-from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.frozen import FrozenEstimator
@@ -227,11 +226,6 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
         return to_network(inside, X, y, options)
     if isinstance(model, type):
         raise TypeError(f"pass a fitted instance, not the class {model.__name__}.")
-    if isinstance(model, Mapping):
-        raise TypeError(
-            f"pass a model, not its weights in an object of type {type(model).__name__}: load them "
-            "into their module, by module.load_state_dict(weights), and pass the module."
-        )
     try:
         converted = to_torch(model, y)
     except TypeError as error:
@@ -329,15 +323,6 @@ def _of_transformed_target(
     return to_network(_estimator_inside(model), X, y, options)
 
 
-@to_network.register
-def _of_calibrated(model: CalibratedClassifierCV, X: Any, y: Any, options: DataOptions) -> Network:
-    raise TypeError(
-        "CalibratedClassifierCV averages several classifiers and changes their probabilities, so "
-        "it is no network with one loss. Measure the estimator of one of its "
-        "calibrated_classifiers_, such as model.calibrated_classifiers_[0].estimator."
-    )
-
-
 def _estimator_inside(model: Any) -> Any | None:
     """Return the fitted estimator in a wrapper, such as a search of any library, or None."""
     if isinstance(model, FrozenEstimator):
@@ -386,15 +371,11 @@ def name_layers(model: Any, layers: Any) -> list[Layer] | str:
         return layers
     if is_integer(layers) or isinstance(layers, str | nn.Module):
         layers = [layers]
-    if not isinstance(layers, Iterable):
-        raise TypeError(
-            'layers must be "all", a layer or a list of layers, each given by its position, its '
-            f"name or as the module itself, got {layers!r} of type {type(layers).__name__}."
-        )
-    names = [name_layer(model, layer) for layer in layers]
+    names = [name_layer(model, layer) for layer in layers] if isinstance(layers, Iterable) else []
     if not names:
         raise ValueError(
-            f'layers must name at least one layer, got {layers!r}. Pass layers="all" for all.'
+            'layers must be "all", a layer or a list of layers, each given by its position, its '
+            f"name or as the module itself, got {layers!r}."
         )
     return names
 

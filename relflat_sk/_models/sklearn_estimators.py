@@ -26,7 +26,6 @@ MLPClassifier       softmax outputs              ``CrossEntropyLoss``
 \                   logistic outputs             ``BCEWithLogitsLoss``
 MLPRegressor        squared_error                ``MSELoss``
 \                   poisson, ``mu = exp(z)``     ``PoissonNLLLoss(log_input=True)``
-OneVsRestClassifier those of its estimators      the sum over the classes
 ==================  ===========================  =======================================
 
 The criteria are torch's, with torch's constants, so that values compare across models. A
@@ -36,7 +35,6 @@ of Poisson models leave out the terms that depend on the targets alone. The
 criterion includes class weights, but neither weight decay nor sample weights.
 """
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -63,7 +61,6 @@ from sklearn.linear_model import (
     SGDClassifier,
     SGDRegressor,
 )
-from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import check_array, column_or_1d
 from sklearn.utils.class_weight import compute_class_weight
@@ -111,10 +108,7 @@ _REGRESSORS: dict[type, Callable[[Any], nn.Module]] = {
 
 
 def class_weights(estimator: Any, y: Any) -> Array | None:
-    """Compute the weight of each class of a fitted classifier.
-
-    Shapes: `y` (n,); returns (n_classes,).
-    """
+    """Compute the weight of each class of a fitted classifier: (n_classes,)."""
     if estimator.class_weight is None:
         return None
     classes = estimator.classes_
@@ -187,19 +181,10 @@ def signs(y: Any, classes: Array) -> Array:
     return 2 * columns - 1
 
 
-def regression_targets(y: Any, n_outputs: int) -> Array:
-    """Check regression targets, and bring them into columns.
-
-    Shapes: `y` (n,); returns (n, n_outputs).
-    """
+def regression_targets(y: Any) -> Array:
+    """Bring regression targets, (n,) or (n, n_outputs), into columns."""
     targets: Array = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
-    columns = targets[:, None] if targets.ndim == 1 else targets
-    if columns.shape[1] != n_outputs:
-        raise ValueError(
-            f"y has shape {targets.shape}, but the estimator was fitted on {n_outputs} "
-            f"target{'s' if n_outputs > 1 else ''}: expected (n, {n_outputs})."
-        )
-    return columns
+    return targets[:, None] if targets.ndim == 1 else targets
 
 
 @dataclass(frozen=True)
@@ -213,21 +198,18 @@ class TorchModel:
 
 def to_torch(estimator: Any, y: Any = None) -> TorchModel:
     """Copy a fitted scikit-learn estimator into a torch module with its loss. Shapes: `y` (n,)."""
-    known = {**_REGRESSORS, **_CLASSIFIERS}
-    kind = next((kind for kind in type(estimator).__mro__ if kind in known), None)
+    kinds = {**_REGRESSORS, **_CLASSIFIERS}
+    kind = next((kind for kind in type(estimator).__mro__ if kind in kinds), None)
     if kind is None:
         raise TypeError(
             f"a model of type {type(estimator).__name__} is not a network that can be read from "
             "its attributes; of scikit-learn's estimators these are: "
-            f"{', '.join(sorted(kind.__name__ for kind in known))}."
+            f"{', '.join(sorted(kind.__name__ for kind in kinds))}."
         )
     check_is_fitted(estimator)
     if kind in _CLASSIFIERS:
         return _CLASSIFIERS[kind](estimator, y)
-    module = _to_module(estimator)
-    *_, last_bias = module.parameters()
-    encode = partial(regression_targets, n_outputs=len(last_bias))
-    return TorchModel(module, _REGRESSORS[kind](estimator), encode)
+    return TorchModel(_to_module(estimator), _REGRESSORS[kind](estimator), regression_targets)
 
 
 # -- classifiers ----------------------------------------------------------------------------
@@ -246,11 +228,6 @@ def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
     weights = None if array is None else torch.as_tensor(array)
     encode = partial(class_columns, classes=classes)
     if len(classes) == 2 and weights is not None:
-        if weights[0] == 0:
-            raise ValueError(
-                "the first of two classes has class weight 0: a loss of positive samples alone "
-                "has no minimum to be flat or sharp at. Give both classes a positive weight."
-            )
         weighted = WeightedLogisticLoss if is_logistic else make  # SGD divides by their number
         criterion = weighted(weight=weights[:1], pos_weight=weights[1:] / weights[0])
     elif len(classes) == 2:
@@ -272,38 +249,6 @@ def _ridge_classifier(estimator: Any, y: Any) -> TorchModel:
         )
     encode = partial(signs, classes=estimator.classes_)
     return TorchModel(_to_module(estimator), nn.MSELoss(), encode)
-
-
-def _one_vs_rest(estimator: Any, y: Any) -> TorchModel:
-    """Put linear classifiers of one class each side by side, as the rows of one layer."""
-    encode = partial(class_columns, classes=estimator.classes_)
-    if estimator.multilabel_:
-        encode = partial(label_indicators, n_labels=len(estimator.classes_))
-    columns = None if y is None else encode(y)
-    models = []
-    for i, one in enumerate(estimator.estimators_):
-        if not hasattr(one, "coef_"):
-            raise ValueError(
-                f"OneVsRestClassifier is measured with linear classifiers, got "
-                f"{type(one).__name__} for the class {estimator.classes_[i]}: different "
-                "networks have no layer in common. Measure one of its estimators_."
-            )
-        models.append(to_torch(one, None if columns is None else columns[:, i]))
-    layer = _network([
-        (
-            np.concatenate([one.coef_ for one in estimator.estimators_]),
-            np.concatenate([one.intercept_ for one in estimator.estimators_]),
-        )
-    ])
-    criterion: Any = copy.copy(models[0].criterion)
-    if isinstance(criterion, WeightedLogisticLoss):
-        criterion = nn.BCEWithLogitsLoss()  # one divisor for all classes
-    for name in ("weight", "pos_weight"):
-        each = [getattr(model.criterion, name) for model in models]
-        found = [torch.ones(1, dtype=torch.float64) if one is None else one for one in each]
-        setattr(criterion, name, torch.cat(found))
-    criterion.weight = criterion.weight * len(models)
-    return TorchModel(layer, criterion, encode)
 
 
 def _sum_of(n_outputs: int) -> Tensor:
@@ -328,7 +273,6 @@ _CLASSIFIERS: dict[type, Callable[[Any, Any], TorchModel]] = {
     RidgeClassifier: _ridge_classifier,
     RidgeClassifierCV: _ridge_classifier,
     SGDClassifier: _linear_classifier,
-    OneVsRestClassifier: _one_vs_rest,
     MLPClassifier: _mlp_classifier,
 }
 

@@ -114,7 +114,7 @@ def test_arguments_reach_the_measures_and_matplotlib():
             TypeError,
             "no argument 'criterion': pass it in measure_params, as .*\"criterion\": ",
         ),
-        ({"layers": []}, ValueError, "layers must name at least one layer"),
+        ({"layers": []}, ValueError, 'layers must be "all"'),
         ({"measures": []}, ValueError, "measures must name at least one measure"),
         ({"measures": 1}, TypeError, "measures must be a name or a list of names"),
     ],
