@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import pandas as pd
@@ -102,9 +102,10 @@ def flatness_report(  # noqa: PLR0913
     DataFrame
         One row per layer and measure. Columns are `measure`, `layer` (the name, empty for
         measures of the whole network), `position` (of the layer in forward order, missing for
-        measures of the whole network), `value`, `stderr` (0 for exact values, the residual's
-        norm for eigenvalues), `method`, `n_samples` and `invariance`, the changes of weights
-        that change neither the network's function nor the measure, if no weights are tied.
+        measures of the whole network), `method`, `invariance` (the changes of weights that
+        change neither the network's function nor the measure, if no weights are tied),
+        `n_samples`, `value` and `stderr` (0 for exact values, the residual's norm for
+        eigenvalues). pandas leaves out columns in the middle where a screen is narrow.
 
     Raises
     ------
@@ -121,6 +122,12 @@ def flatness_report(  # noqa: PLR0913
     FlatnessWarning
         If a measure does not apply to the network, is not finite, or is zero up to rounding, or
         the loss of `at_loss` is reached at no temperature.
+
+    See Also
+    --------
+    relative_flatness : One number, at one layer.
+    LayerFlatnessDisplay : Draw the flatness of all layers.
+    get_measure_names : The names of the measures.
 
     Examples
     --------
@@ -165,14 +172,15 @@ def flatness_report(  # noqa: PLR0913
     order = next(iter(results.values())).passes.own.order
     report = pd.DataFrame(
         [
-            (name, layer, order.index(layer) if layer else None, measured.value, measured.stderr,
-             measured.method, measured.passes.n_samples, describe_invariance(name))
+            (name, layer, order.index(layer) if layer else None, measured.method,
+             describe_invariance(name), measured.passes.n_samples, measured.value,
+             measured.stderr)
             for layer in dict.fromkeys(layer for layer, _ in results)
             for name in columns
             if (measured := results.get((layer, name))) is not None
         ],
-        columns=["measure", "layer", "position", "value", "stderr", "method", "n_samples",
-                 "invariance"],
+        columns=["measure", "layer", "position", "method", "invariance", "n_samples", "value",
+                 "stderr"],
     )  # fmt: skip
     return report.astype({"position": "Int64"})
 
@@ -227,6 +235,30 @@ Floats = NDArray[np.float64]
 _AGGREGATES: dict[str, Callable[[Any], float]] = {"max": np.max, "sum": np.sum}
 
 
+@overload
+def measure(
+    name: Any,
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    layer: Layer = -1,
+    aggregate: str | None = None,
+    per_sample: Literal[False] = False,
+    **params: Any,
+) -> float: ...
+@overload
+def measure(
+    name: Any,
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    layer: Layer = -1,
+    aggregate: str | None = None,
+    per_sample: Literal[True],
+    **params: Any,
+) -> Floats: ...
 def measure(
     name: Any,
     model: Any,
@@ -278,6 +310,12 @@ def measure(
         or if a measure of the whole network is to be taken over layers.
     TypeError
         If the model comes before the name.
+
+    See Also
+    --------
+    get_measure_names : The names of the measures.
+    flatness_report : Several measures at all layers, in one table.
+    FlatnessScorer : A measure as a scorer of scikit-learn.
 
     Notes
     -----
@@ -343,6 +381,65 @@ def _may_be_model(value: Any) -> bool:
     return isinstance(value, nn.Module) or hasattr(value, "fit")
 
 
+class _Options(TypedDict, total=False):
+    """The arguments of `relative_flatness` that do not change what it returns."""
+
+    layer: Layer
+    criterion: Any
+    normalize: bool
+    method: str
+    n_probes: int | None
+    rtol: float
+    atol: float
+    max_passes: int
+    batch_size: int
+    device: Any
+    sample_weight: Any
+    random_state: int | np.random.RandomState | None
+    verbose: int
+    at_loss: float | None
+
+
+@overload
+def relative_flatness(
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    per_sample: Literal[False] = False,
+    return_stderr: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> float: ...
+@overload
+def relative_flatness(
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    per_sample: Literal[False] = False,
+    return_stderr: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[float, float]: ...
+@overload
+def relative_flatness(
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    per_sample: Literal[True],
+    return_stderr: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Floats: ...
+@overload
+def relative_flatness(
+    model: Any,
+    X: Any,
+    y: Any = None,
+    *,
+    per_sample: Literal[True],
+    return_stderr: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Floats, Floats]: ...
 def relative_flatness(  # noqa: PLR0913
     model: Any,
     X: Any,
@@ -458,6 +555,12 @@ def relative_flatness(  # noqa: PLR0913
         the network is dead or saturated, or nan, with the likely cause. If `max_passes` ended an
         estimate, with the standard error that it reached. If ``layer=-1`` is not the head,
         because a parameter that is no layer multiplies its output.
+
+    See Also
+    --------
+    measure : Any measure by its name.
+    flatness_report : All layers, in one table.
+    FlatnessScorer : The negative flatness as a scorer of scikit-learn.
 
     Notes
     -----

@@ -36,6 +36,11 @@ def get_measure_names() -> list[str]:
     list of str
         The names in alphabetical order.
 
+    See Also
+    --------
+    measure : Measure a model by one of these names.
+    flatness_report : Several of them at all layers.
+
     Examples
     --------
     >>> "relative_flatness" in get_measure_names()

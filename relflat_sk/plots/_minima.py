@@ -76,6 +76,12 @@ class FlatnessGapDisplay(MinimaDisplay):
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The axes with the minima, and their figure.
+
+    See Also
+    --------
+    correlate_measures : The correlations as a table.
+    MeasurePanelsDisplay : The same for several measures.
+    MinimaRankingDisplay : The order of the minima.
     """
 
     measure: str
@@ -194,6 +200,11 @@ class MeasurePanelsDisplay(MinimaDisplay):
         All panels, in the order of the measures.
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The first panel, and its figure.
+
+    See Also
+    --------
+    FlatnessGapDisplay : One measure, larger.
+    correlate_measures : The correlations as a table.
     """
 
     measures: list[str]
@@ -325,6 +336,11 @@ class MinimaRankingDisplay(MinimaDisplay):
         The lower panel, with the target.
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The upper panel, with the measure, and its figure.
+
+    See Also
+    --------
+    rank_minima : The ranking as a table.
+    FlatnessGapDisplay : A measure and the generalisation gap.
     """
 
     by: str
@@ -455,6 +471,11 @@ class HyperparameterDisplay(MinimaDisplay):
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The axes with the minima, and their figure.
+
+    See Also
+    --------
+    MinimaRankingDisplay : The order of the minima.
+    granulated_kendall : Rank correlation along each hyper-parameter.
     """
 
     axis: str
@@ -592,6 +613,11 @@ class LabelNoiseDisplay(Display):
         All panels, one for each measure.
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The first panel, and its figure.
+
+    See Also
+    --------
+    FlatMinimaSearch : ``data__random_labels`` in its space varies the labels.
+    FlatnessGapDisplay : A measure and the generalisation gap.
     """
 
     correlations: pd.DataFrame

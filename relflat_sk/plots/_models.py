@@ -73,6 +73,11 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         All panels, one for each measure.
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The first panel, and its figure.
+
+    See Also
+    --------
+    flatness_report : The values as a table.
+    LayerSensitivityDisplay : The rise of the loss if layers are rounded.
     """
 
     report: pd.DataFrame
@@ -194,6 +199,11 @@ class LayerSensitivityDisplay(EstimatorDisplay):
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The axes with the layers, and their figure.
+
+    See Also
+    --------
+    layer_sensitivity : The values as a table.
+    LayerFlatnessDisplay : The flatness of all layers.
     """
 
     table: pd.DataFrame
@@ -300,6 +310,11 @@ class SharpnessKLDisplay(EstimatorDisplay):
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The axes with the curves, and their figure.
+
+    See Also
+    --------
+    pac_bayes_bound : A bound that adds up the two axes.
+    measure : ``"expected_sharpness"`` is one of its names.
 
     Notes
     -----

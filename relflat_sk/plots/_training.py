@@ -61,6 +61,11 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         The lower panel, with the flatness.
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The upper panel, with the losses, and its figure.
+
+    See Also
+    --------
+    TrainingCurvesDisplay : Losses of the minima of a search.
+    RelativeFlatnessRegularizedNet : The nets whose history is drawn.
     """
 
     epochs: Floats
@@ -190,6 +195,11 @@ class TrainingCurvesDisplay(MinimaDisplay):
     ----------
     ax_, figure_ : matplotlib.axes.Axes, matplotlib.figure.Figure
         The axes with the curves, and their figure.
+
+    See Also
+    --------
+    FlatnessHistoryDisplay : The flatness of a net during its training.
+    FlatMinimaSearch : The search whose minima are drawn.
     """
 
     curves: dict[int, tuple[Floats, Floats]]

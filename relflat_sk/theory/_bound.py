@@ -297,6 +297,11 @@ def representativeness(  # noqa: PLR0913
     LayerNotFoundError
         If there is no such layer.
 
+    See Also
+    --------
+    generalization_bound : The sum of which it is a part.
+    feature_robustness : The other part, measured.
+
     Notes
     -----
     By equations 3 and 5 of [1]_, :math:`\mathcal{E}_{Rep} = E_{(x, y)}[\ell(f(x), y)] - \sum_i
@@ -469,6 +474,12 @@ def generalization_bound(  # noqa: PLR0913
     TypeError
         If there is no network in the model, the smoothing is none, or `refit=True` and the model
         cannot be cloned and fitted.
+
+    See Also
+    --------
+    representativeness : Its first part.
+    relative_flatness : The flatness in its second part.
+    pac_bayes_bound : A guarantee, for a network with noise on its weights.
 
     Notes
     -----

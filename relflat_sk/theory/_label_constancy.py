@@ -76,6 +76,11 @@ def label_constancy(  # noqa: PLR0913
     LayerNotFoundError, TypeError
         If there is no such layer, or no network in the model.
 
+    See Also
+    --------
+    representativeness : The part of the gap that constant labels make small.
+    generalization_bound : The bound that assumes constant labels.
+
     Notes
     -----
     With a labelling function, P21's equation 4 can be computed directly: the difference of

@@ -135,6 +135,11 @@ def pac_bayes_bound(  # noqa: PLR0913
         fit or are the trained ones, or the model has buffers that training changed, such as
         batch norm's, or fitted preprocessing: these depend on the sample, and so would the prior.
 
+    See Also
+    --------
+    generalization_bound : The description of the gap by relative flatness, which is no guarantee.
+    sharpness_conditions : The conditions under which sharpness bounds the gap.
+
     Notes
     -----
     With a prior :math:`P = N(w_0, \sigma^2 I)`, equation 5 of [1]_ bounds the expected error by the

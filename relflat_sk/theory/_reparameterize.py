@@ -86,6 +86,11 @@ def reparameterize(
     TypeError
         If an argument is of the wrong type.
 
+    See Also
+    --------
+    relative_flatness : Does not change under it.
+    measure : The measures by name; their definitions say which of them change.
+
     References
     ----------
     .. [1] Petzka et al., "Relative Flatness and Generalization", NeurIPS 2021, on

@@ -247,6 +247,11 @@ def neuron_robustness(  # noqa: PLR0913
     FlatnessWarning
         If layers are left out.
 
+    See Also
+    --------
+    feature_robustness : All neurons together.
+    measure : ``"neuron_flatness_max"`` and ``"neuron_flatness_sum"`` are among its names.
+
     Notes
     -----
     Single neurons are projections of operator norm 1, so that Theorem 2 of [1]_ bounds the rise

@@ -129,6 +129,11 @@ def sharpness_conditions(
     FlatnessWarning
         If samples are zero, which are left out.
 
+    See Also
+    --------
+    pac_bayes_bound : A bound that needs no conditions.
+    measure : ``"expected_sharpness"`` is one of its names.
+
     Notes
     -----
     C1 compares products of weights through a layer with the parts before and behind it, C2 is

@@ -58,6 +58,11 @@ class MLP(nn.Sequential):
     ValueError
         If a size is not a positive integer, or `activation` or `init` is unknown.
 
+    See Also
+    --------
+    RelativeFlatnessRegularizedClassifier : Trains it to classify.
+    RelativeFlatnessRegularizedRegressor : Trains it to predict values.
+
     Examples
     --------
     >>> import torch

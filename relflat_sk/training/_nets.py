@@ -1,7 +1,8 @@
 """skorch nets that are trained to be flat, as scikit-learn estimators."""
 
+import re
 from collections.abc import Callable
-from inspect import signature
+from inspect import cleandoc, signature
 from typing import Any, TypeVar
 
 import torch
@@ -59,9 +60,10 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         `flatness_weight` in the first epoch, and all of it from epoch k on.
     flatness_clip : float or None, default=0.5
         Limit of the penalty in each step, by what the network has gained over a constant output
-        and by the typical gradient of the loss in this training; see Notes. The penalty is scaled
-        down to the limit, so that a large weight does not end in a dead network, which is perfectly
-        flat. None: no limit, as published.
+        and by the typical gradient of the loss in this training; the notes of
+        `RelativeFlatnessRegularizedNet` have the formula. The penalty is scaled down to the
+        limit, so that a large weight does not end in a dead network, which is perfectly flat.
+        None: no limit, as published.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state. All threads of a
@@ -138,7 +140,10 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     See Also
     --------
     RelativeFlatnessPenalty : The penalty alone, for plain torch loops.
+    RelativeFlatnessPenaltyCV : Chooses layer and weight of the penalty by cross-validation.
+    SharpnessAwareMixin : SAM and ASAM, alone or together with the penalty.
     StopAtLoss : Train until the training loss is small enough.
+    WeightAverage : The average of the weights of a training.
 
     Notes
     -----
@@ -216,6 +221,7 @@ class RelativeFlatnessRegularizedNet(FlatNet):
 
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
+_Net = TypeVar("_Net", bound=type[RelativeFlatnessRegularizedNet])
 
 
 def _showing_all_parameters(init: _Init) -> _Init:
@@ -226,12 +232,36 @@ def _showing_all_parameters(init: _Init) -> _Init:
     return init
 
 
+def _entries(doc: str, title: str) -> dict[str, str]:
+    """Split a section of a docstring into its entries by their names."""
+    section = re.search(rf"^{title}\n-+\n(.*?)(?=\n\n|\Z)", doc, re.DOTALL | re.MULTILINE)
+    entries = re.split(r"\n(?=\S)", section[1]) if section else []
+    return {re.split(r"\s", entry)[0]: entry for entry in entries}
+
+
+def _documented(net: _Net) -> _Net:
+    """Add the parameters and attributes of the net that a docstring does not list itself."""
+    if net.__doc__ is None or RelativeFlatnessRegularizedNet.__doc__ is None:
+        return net  # under python -OO
+    doc, of_base = cleandoc(net.__doc__), cleandoc(RelativeFlatnessRegularizedNet.__doc__)
+    start, end = doc.index("Parameters\n"), doc.index("See Also\n")
+    sections = []
+    for title in ("Parameters", "Attributes"):
+        entries = _entries(of_base, title) | _entries(doc, title)
+        if net._fixed_task == "regression":
+            entries = {name: text for name, text in entries.items() if name != "classes_"}
+        sections.append("\n".join([title, "-" * len(title), *entries.values()]))
+    net.__doc__ = doc[:start] + "\n\n".join(sections) + "\n\n" + doc[end:]
+    return net
+
+
+@_documented
 class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
     """Train a classifier with one output per class to a flat minimum.
 
-    The net of `RelativeFlatnessRegularizedNet` with its task fixed to classification; the
-    parameters are explained in full there. A criterion that `relflat_sk` does not know gets class
-    indices as targets.
+    A skorch net and a classifier of scikit-learn, whose loss includes the relative flatness of its
+    last layer. It is `RelativeFlatnessRegularizedNet` with its task fixed to classification. A
+    criterion that `relflat_sk` does not know gets class indices as targets.
 
     Parameters
     ----------
@@ -239,22 +269,12 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in logits, one per class.
     criterion : type or nn.Module, default=torch.nn.CrossEntropyLoss
         A classification loss.
-    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : optional
-        The penalty, as in `RelativeFlatnessRegularizedNet`.
-    flatness_warmup, flatness_clip : optional
-        Growth and limit of the penalty, as there.
-    random_state, optimizer, lr, max_epochs, batch_size : optional
-        How the net is trained, as in `RelativeFlatnessRegularizedNet`.
-    iterator_train__shuffle, train_split : optional
-        Whether batches are shuffled, and what is held out; as there.
-    **skorch_arguments
-        Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
-        ``module__...`` and ``optimizer__...``.
 
     See Also
     --------
     RelativeFlatnessRegularizedNet : The net whose criterion determines the task.
     RelativeFlatnessRegularizedBinaryClassifier : One logit for two classes; multi-label tasks.
+    RelativeFlatnessPenaltyCV : Chooses layer and weight of the penalty by cross-validation.
 
     Examples
     --------
@@ -268,10 +288,12 @@ class RelativeFlatnessRegularizedClassifier(RelativeFlatnessRegularizedNet):
     _fixed_task = "classification"
 
 
+@_documented
 class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet):
     """Train a classifier with one logit for two classes to a flat minimum.
 
-    The net of `RelativeFlatnessRegularizedNet` with its task fixed to binary classification.
+    A skorch net and a classifier of scikit-learn, whose loss includes the relative flatness of its
+    last layer. It is `RelativeFlatnessRegularizedNet` with its task fixed to binary classification.
     Labels may be of any type. With one 0/1 column of y per label, it solves multi-label tasks.
 
     Parameters
@@ -280,22 +302,12 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
         The network's class, or an instance to copy. Ends in one logit, or one per label.
     criterion : type or nn.Module, default=torch.nn.BCEWithLogitsLoss
         A loss for two classes.
-    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : optional
-        The penalty, as in `RelativeFlatnessRegularizedNet`.
-    flatness_warmup, flatness_clip : optional
-        Growth and limit of the penalty, as there.
-    random_state, optimizer, lr, max_epochs, batch_size : optional
-        How the net is trained, as in `RelativeFlatnessRegularizedNet`.
-    iterator_train__shuffle, train_split : optional
-        Whether batches are shuffled, and what is held out; as there.
-    **skorch_arguments
-        Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
-        ``module__...`` and ``optimizer__...``.
 
     See Also
     --------
-    RelativeFlatnessRegularizedNet : All parameters and attributes.
+    RelativeFlatnessRegularizedNet : The net whose criterion determines the task.
     RelativeFlatnessRegularizedClassifier : One output per class.
+    RelativeFlatnessPenaltyCV : Chooses layer and weight of the penalty by cross-validation.
 
     Examples
     --------
@@ -318,10 +330,13 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
         super().__init__(module, criterion=criterion, **arguments)
 
 
+@_documented
 class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
     """Train a regressor with one or more outputs to a flat minimum.
 
-    The net of `RelativeFlatnessRegularizedNet` with its task fixed to regression.
+    A skorch net and a regressor of scikit-learn, whose loss includes the relative flatness of its
+    last layer. It is `RelativeFlatnessRegularizedNet` with its task fixed to regression. Scale the
+    target, for loss and flatness are in its squared unit.
 
     Parameters
     ----------
@@ -329,25 +344,16 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
         The network's class, or an instance to copy. Ends in one output per column of y.
     criterion : type or nn.Module, default=torch.nn.MSELoss
         A regression loss.
-    flatness_weight, flatness_layer, flatness_normalize, flatness_probes : optional
-        The penalty, as in `RelativeFlatnessRegularizedNet`.
-    flatness_warmup, flatness_clip : optional
-        Growth and limit of the penalty, as there.
-    random_state, optimizer : optional
-        Seed and class of the optimizer, as there.
     lr : float, default=0.01
         Learning rate. Numbers take larger steps and more epochs to fit than classes.
     max_epochs : int, default=50
         Number of passes over the training data.
-    batch_size, iterator_train__shuffle, train_split : optional
-        How batches are made, and what is held out; as there.
-    **skorch_arguments
-        Any other argument of `skorch.NeuralNet`, such as `callbacks`, `device`, `verbose`,
-        ``module__...`` and ``optimizer__...``.
 
     See Also
     --------
-    RelativeFlatnessRegularizedNet : All parameters and attributes.
+    RelativeFlatnessRegularizedNet : The net whose criterion determines the task.
+    RelativeFlatnessPenaltyCV : Chooses layer and weight of the penalty by cross-validation.
+    sklearn.compose.TransformedTargetRegressor : Scales the target.
 
     Examples
     --------

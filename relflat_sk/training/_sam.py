@@ -45,6 +45,11 @@ class SharpnessAwareMixin(NeuralNet):
     ValueError
         From `fit`, if a parameter is negative or not finite.
 
+    See Also
+    --------
+    RelativeFlatnessRegularizedClassifier : Flatness as a penalty, without a second forward pass.
+    measure : ``"adaptive_sharpness"`` is one of its names.
+
     Notes
     -----
     A step makes two forward-backward passes over its batch. The second pass repeats the random

@@ -73,6 +73,35 @@ def test_public_names_have_an_example(name):
     assert is_error or "Examples\n--------\n" in inspect.getdoc(public)
 
 
+def test_public_names_lead_to_related_ones():
+    for name in relflat_sk.__all__:
+        public = getattr(relflat_sk, name)
+        if not inspect.ismodule(public) and not (
+            inspect.isclass(public) and issubclass(public, Exception)
+        ):
+            assert "See Also\n--------\n" in inspect.getdoc(public), name
+
+
+@pytest.mark.parametrize("task", ["BinaryClassifier", "Classifier", "Net", "Regressor"])
+def test_nets_document_parameters_attributes_and_history(task):
+    net = getattr(relflat_sk, f"RelativeFlatnessRegularized{task}")
+    doc = inspect.getdoc(net)
+    entries = re.findall(r"^(\w+) : ", doc, re.MULTILINE)
+    parameters = {*inspect.signature(net).parameters} - {"skorch_arguments"}
+    assert parameters | {"relative_flatness_", "history", "module_", "converged_"} <= {*entries}
+    assert len(entries) == len({*entries})
+    assert ("classes_" in entries) == (task != "Regressor")
+    for column in ("train_loss", "valid_loss", "flatness_penalty", "flatness_clipped"):
+        assert f"`{column}`" in doc
+    assert "as there" not in doc
+
+
+def test_the_help_of_the_package_names_ten_by_task():
+    named = re.findall(r"`(\w+)`", relflat_sk.__doc__)
+    assert len(named) == len({*named}) == 10
+    assert {*named} <= {*relflat_sk.__all__}
+
+
 @pytest.mark.parametrize("path", sorted(documented()))
 def test_stated_defaults_are_true(path):
     found = resolve(path)

@@ -78,6 +78,44 @@ def test_doors_hold_public_names_only(fresh):
         assert {name for name in shown if not name.startswith("_")} == set(public)
 
 
+def test_a_misspelt_name_gets_a_suggestion():
+    with pytest.raises(AttributeError, match="'FlatMinimaSearch'"):
+        relflat_sk.FlatMinimaSerch  # noqa: B018
+    assert not hasattr(relflat_sk, "__wrapped__")
+
+
+# the first blocks of the README, and what an option changes
+TYPED = """
+from numpy.typing import NDArray
+import numpy as np
+import torch
+from relflat_sk import measure, relative_flatness
+
+net, X = torch.nn.Linear(2, 2), torch.ones(1, 2)
+value: float = relative_flatness(net, X, criterion=torch.nn.CrossEntropyLoss())
+print(round(value, 3), round(relative_flatness(net, X), 3))
+pair: tuple[float, float] = relative_flatness(net, X, return_stderr=True)
+terms: NDArray[np.float64] = relative_flatness(net, X, per_sample=True)
+both: tuple[NDArray[np.float64], NDArray[np.float64]] = relative_flatness(
+    net, X, per_sample=True, return_stderr=True
+)
+trace: float = measure("hessian_trace", net, X)
+traces: NDArray[np.float64] = measure("hessian_trace", net, X, per_sample=True)
+wrong: float = relative_flatness(net, X, per_sample=True)
+"""
+
+
+@pytest.mark.slow
+def test_types_tell_what_an_option_returns(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    script = tmp_path / "typed.py"
+    script.write_text(TYPED, encoding="utf-8")
+    config = ["--config-file", str(ROOT / "pyproject.toml"), "--follow-imports", "silent"]
+    found, _, _ = api.run([*config, "--strict", "--cache-dir", str(tmp_path), str(script)])
+    errors = re.findall(r"typed\.py:(\d+): error", found)
+    assert errors == [str(len(TYPED.splitlines()))], found
+
+
 def test_no_constructor_or_function_has_many_parameters():
     """16, but for the function that holds all arguments of a measure."""
     most = {name: n for name, n in count_parameters().items() if n > 16}

@@ -57,7 +57,7 @@ def test_report_has_every_layer_and_measure(kind):
         net, X, y, criterion=CE, batch_size=4, random_state=0, rtol=1e-6, **quick
     )
     assert list(report.columns) == [
-        "measure", "layer", "position", "value", "stderr", "method", "n_samples", "invariance",
+        "measure", "layer", "position", "method", "invariance", "n_samples", "value", "stderr",
     ]  # fmt: skip
     layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
     whole = set(NETWORK_WIDE)
@@ -84,6 +84,15 @@ def test_report_has_every_layer_and_measure(kind):
         assert measure(name, net, X, y, criterion=CE, aggregate="sum") == pytest.approx(
             table[name].sum()
         )
+
+
+def test_a_narrow_screen_shows_measure_layer_value_and_error(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    net, X, y = make("conv")
+    measures = ["normalized_relative_flatness", "neuron_flatness_sum", "hessian_trace"]
+    lines = repr(flatness_report(net, X, y, criterion=CE, measures=measures)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {"measure", "layer", "value", "stderr"} <= set(lines[0].split())
 
 
 def test_report_of_some_layers_and_measures():
