@@ -4,8 +4,11 @@ A sharp and a flat minimum that compute almost the same
 
 Two networks start from the same weights and are trained to the same loss, with and without the
 penalty. Their predictions agree on almost all images, but the loss around them does not look the
-same.
+same. ``python examples/gallery/plot_loss_surface.py docs/surfaces.png`` draws the picture of the
+README.
 """
+
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -65,13 +68,17 @@ surfaces = {name: surface(net) for name, net in nets.items()}
 top = max(losses.max() for losses in surfaces.values())
 grid = np.meshgrid(steps, steps, indexing="ij")
 fig, axes = plt.subplots(
-    1, 2, figsize=(10, 4.5), layout="constrained", subplot_kw={"projection": "3d"}
+    1, 2, figsize=(10, 4.4), layout="constrained", subplot_kw={"projection": "3d"}
 )
+fig.suptitle(f"Two networks with equal predictions on {agreement:.1%} of the images. Small is flat")
 for ax, (name, losses) in zip(axes, surfaces.items(), strict=True):
     ax.plot_surface(*grid, losses, cmap="viridis", vmin=0, vmax=top)
-    ax.set(xlabel="s", ylabel="t", zlim=(0, top))
-    flatness = nets[name].relative_flatness_
-    ax.set_title(f"training loss (nats) {name},\nrelative flatness {flatness:.1f}")
+    ax.set(xlabel="first direction", ylabel="second direction", zlabel="training loss (nats)")
+    ax.set(zlim=(0, top), xticks=[-0.5, 0, 0.5], yticks=[-0.5, 0, 0.5], zticks=[0, 0.1, 0.2])
+    ax.set_box_aspect(None, zoom=0.95)  # leaves room for the label of the loss
+    ax.set_title(f"trained {name}: relative flatness {nets[name].relative_flatness_:.1f}")
+if sys.argv[1:]:
+    fig.savefig(sys.argv[1], dpi=160)
 
 assert agreement > 0.98
 assert sharp.relative_flatness_ > 2 * flat.relative_flatness_
