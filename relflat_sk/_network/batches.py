@@ -401,10 +401,16 @@ def _take(rows: slice, X: Any) -> Tensor:
     return torch.from_numpy(part if usable else part.copy())
 
 
-def split_labels(item: Any) -> tuple[Any, Any]:
-    """Split what a loader gives into inputs and labels: a pair, or a dict as of transformers."""
+def pair_labels(item: Any) -> Any:
+    """Return what a loader gives as it is, or a dict with labels, as of transformers, as a pair."""
     if isinstance(item, Mapping) and "labels" in item and len(item) > 1:
         return {name: part for name, part in item.items() if name != "labels"}, item["labels"]
+    return item
+
+
+def split_labels(item: Any) -> tuple[Any, Any]:
+    """Split what a loader gives into inputs and labels."""
+    item = pair_labels(item)
     if not (isinstance(item, tuple | list) and len(item) == 2):
         raise TypeError(
             'a Dataset or DataLoader must give (x, y) pairs, or dicts with "labels", got '

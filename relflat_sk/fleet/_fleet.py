@@ -159,6 +159,8 @@ class Fleet:
                 self._trained |= dict(zip(routines, epochs, strict=True))
             except NeedsOwnLoop as reason:  # in this epoch
                 self._refused |= dict.fromkeys(routines, reason)
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
                 text = str(error).strip().split("\n")[0]
                 self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")

@@ -165,13 +165,22 @@ def warn_of_vanished(network: Network, results: Results) -> None:
     }
     if not tiny:
         return
-    passes = results[next(iter(tiny))].passes
+    passes, unknown = results[next(iter(tiny))].passes, ""
     try:
         constant = constant_risk(network, passes)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
-        constant = math.nan  # a criterion of the user's own need not take a constant
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # a criterion of the user's own need not take a constant
+        constant, unknown = math.nan, f" ({type(error).__name__}: {error})"
+    if math.isnan(constant) and math.isfinite(passes.compared_risk):
+        unknown = (
+            f" The loss of the best constant prediction could not be computed{unknown}, so that it "
+            "could not be checked whether this loss shows that the network is dead or saturated."
+        )
     comparison = ConstantComparison(passes.compared_risk, constant)
     gone = [key for key, value in tiny.items() if has_vanished(key[1], value, comparison)]
+    if not gone and unknown:
+        (_, name), value = next(iter(tiny.items()))
+        warn(f"{name} is {value:.3g}.{unknown}")
     if not gone or not criterion_has_curvature(network):
         return  # a criterion without curvature has a warning of its own
     names = ", ".join(dict.fromkeys(name for _, name in gone))
@@ -189,7 +198,7 @@ def warn_of_vanished(network: Network, results: Results) -> None:
         f"{names} is {tiny[gone[0]]:.3g}: there is no curvature left that could be compared. "
         "The network may be saturated, with outputs so large that the curvature rounds to 0: "
         "measure at equal loss, with at_loss=0.05, or train all models to the same loss. Or its "
-        "loss may not depend on the layer."
+        f"loss may not depend on the layer.{unknown}"
     )
 
 

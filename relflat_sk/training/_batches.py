@@ -24,6 +24,7 @@ from relflat_sk._network.batches import (
     arrays_of,
     map_arrays,
     mapped_file,
+    split_labels,
 )
 from relflat_sk._network.network import Network
 
@@ -54,7 +55,7 @@ class WeightedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, i: Any) -> tuple[Any, Weighted]:
-        x, y = self.dataset[i]
+        x, y = split_labels(self.dataset[i])
         return x, Weighted(y, float(self.weights[i]))
 
     # skorch and its callbacks read whole arrays from these attributes, if a data set has them

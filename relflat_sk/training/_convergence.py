@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
-from skorch.dataset import unpack_data
 from skorch.utils import to_tensor
 
 from relflat_sk._checks import check_integer, check_number
+from relflat_sk._network.batches import split_labels
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import best_constant_loss, mean_loss, output_shape, primary_output
 from relflat_sk.training._batches import split_target, training_network
@@ -220,7 +220,7 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     summed = getattr(net.criterion_, "reduction", "mean") == "sum"
     divisor = 0.0
     with borrowed(net.module_), torch.enable_grad(), _kept_limit(net):
-        for X, y in map(unpack_data, net.get_iterator(dataset, training=False)):
+        for X, y in map(split_labels, net.get_iterator(dataset, training=False)):
             output = net.infer(X)
             objective = net.get_loss(output, y, X=X, training=True)
             # means of batches are weighted by their divisors

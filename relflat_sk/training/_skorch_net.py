@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from relflat_sk._checks import did_you_mean
-from relflat_sk._network.batches import LoadedBatches
+from relflat_sk._network.batches import LoadedBatches, pair_labels
 from relflat_sk.training._batches import make_loader, rows_loader, rows_of
 from relflat_sk.training._jobs import train_otherwise
 
@@ -172,7 +172,7 @@ class SkorchNet(NeuralNet):
             # torch draws a seed for workers even if there are none, perhaps from the random state
             # that another thread trains with
             iterator.generator = torch.Generator()
-        for batch in iterator:
+        for batch in map(pair_labels, iterator):
             yield to_device(self.evaluation_step(batch, training=training), device=device)
 
     # -- the training loop ---------------------------------------------------------------
@@ -185,7 +185,8 @@ class SkorchNet(NeuralNet):
             return
         if training and self._is_trained_otherwise(iterator, fit_params):
             return
-        super().run_single_epoch(iterator, training, prefix, step_fn, **fit_params)
+        batches = map(pair_labels, iterator)
+        super().run_single_epoch(batches, training, prefix, step_fn, **fit_params)
 
     def _is_trained_otherwise(self, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
         """Train for an epoch together with other nets, or by written-out gradients, if possible."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from skorch import NeuralNet
 from skorch.callbacks import Callback
-from skorch.dataset import unpack_data
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from relflat_sk._checks import check_number
+from relflat_sk._network.batches import split_labels
 from relflat_sk.exceptions import FlatnessWarning
 
 
@@ -148,7 +148,7 @@ class WeightAverage(Callback):
             for weight, average in zip(net.module_.parameters(), averages, strict=True):
                 weight.copy_(average)
         update_bn(
-            ([unpack_data(batch)[0]] for batch in net.get_iterator(self._dataset)),
+            ([split_labels(batch)[0]] for batch in net.get_iterator(self._dataset)),
             _Inference(net),
         )
         del self._average, self._dataset

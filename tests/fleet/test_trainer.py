@@ -685,6 +685,22 @@ def test_arguments_of_the_network_are_passed_on(caplog):
     caplog.reasons = ["its network takes further arguments: ['scale']"]
 
 
+class TooLarge(Double):
+    """Needs more memory than there is, but for one network alone."""
+
+    def forward(self, X):
+        try:
+            self.output.weight.data_ptr()
+        except RuntimeError as error:  # there is none inside of torch.func.vmap
+            raise torch.OutOfMemoryError("CUDA out of memory") from error
+        return super().forward(X).sin()
+
+
+def test_a_stack_that_does_not_fit_into_memory_is_not_trained_one_by_one():
+    with pytest.raises(torch.OutOfMemoryError):
+        FleetTrainer(classifiers(2, module=TooLarge, flatness_weight=0)).fit(*data())
+
+
 def test_errors_end_all_trainings(same_threads):
     nets = classifiers(3)
     nets[2].set_params(flatness_layer="nowhere")

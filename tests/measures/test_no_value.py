@@ -233,12 +233,26 @@ def test_honest_and_dead_networks_are_measured_in_as_many_passes():
 def test_criteria_that_take_no_constant_are_measured_without_one():
     class Own(nn.Module):
         def forward(self, output, target):
-            if not output.requires_grad or output.dtype == torch.float64:
+            if output.dtype == torch.float64:
                 raise TypeError("float32 networks only")
             return nn.functional.mse_loss(output[:, 0], target)
 
-    with pytest.warns(FlatnessWarning, match="relative_flatness is 0: there is no curvature"):
+    said = "best constant prediction could not be computed .*float32 networks only"
+    message = f"relative_flatness is 0: there is no curvature.*{said}"
+    with pytest.warns(FlatnessWarning, match=message):
         relative_flatness(Measured(0.0), INPUTS, LABELS.float(), criterion=Own())
+
+
+def test_a_constant_loss_that_cannot_be_computed_is_said_of_small_values():
+    class Own(nn.Module):
+        def forward(self, output, target):
+            if output.dtype == torch.float64:
+                raise TypeError("float32 networks only")
+            return (output[:, 0] - target).square().mean() * 1e-4 + 1e3
+
+    said = "best constant prediction could not be computed .*float32 networks only"
+    with pytest.warns(FlatnessWarning, match=f"^relative_flatness is .*{said}"):
+        assert relative_flatness(Measured(0.1), INPUTS, LABELS.float(), criterion=Own()) > 0
 
 
 @pytest.mark.parametrize(

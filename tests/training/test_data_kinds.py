@@ -26,6 +26,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtGradientNorm,
     StopAtLoss,
+    WeightAverage,
     feature_robustness,
     flatness_report,
     get_measure_names,
@@ -243,6 +244,65 @@ def test_data_loaders_that_shuffle_and_plain_nets_of_skorch(net):
     plain = NeuralNetClassifier(nn.Linear, module__in_features=4, module__out_features=3)
     plain.set_params(criterion=nn.CrossEntropyLoss, verbose=0, train_split=None).fit(X, Y)
     assert_allclose(relative_flatness(plain, loader), relative_flatness(plain, X, Y), rtol=FLOAT32)
+
+
+class Named(nn.Module):
+    """A network whose inputs have names."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, values, mask):
+        return self.head(self.norm(torch.tanh(self.first(values * mask))))
+
+
+class Rows(torch.utils.data.Dataset):
+    """A data set of dicts, as of transformers."""
+
+    def __init__(self, inputs, labels):
+        self.columns = {**inputs, "labels": torch.from_numpy(labels)}
+
+    def __len__(self):
+        return len(self.columns["labels"])
+
+    def __getitem__(self, i):
+        return {name: column[i] for name, column in self.columns.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*has not reached:sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("loaded", [True, False], ids=["loader", "data set"])
+def test_dicts_with_labels_train_as_pairs_do(loaded):
+    inputs = {"values": torch.from_numpy(X), "mask": torch.from_numpy(np.sign(X**2))}
+    rows = Rows(inputs, Y)
+    data = DataLoader(rows, batch_size=15) if loaded else rows
+    params = {"batch_size": 15, "iterator_train__shuffle": False, "train_split": None}
+    params |= {"callbacks": [StopAtGradientNorm(1e-9), WeightAverage(start=1)]}
+    trained, expected = make(module=Named, **params), make(module=Named, **params)
+    trained.fit(data), expected.fit(inputs, Y)
+    same(trained, expected, rtol=FLOAT32, atol=FLOAT32)
+    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=FLOAT32)
+    assert_allclose(trained.predict_proba(data), expected.predict_proba(inputs), rtol=FLOAT32)
+    for name in ("train_loss", "flatness_penalty"):
+        assert_allclose(*(net.history[:, name] for net in (trained, expected)), rtol=FLOAT32)
+    if not loaded:
+        held = {"train_split": predefined_split(rows), "callbacks": None}
+        trained.set_params(**held).fit(rows, sample_weight=Y + 0.5)
+        expected.set_params(callbacks=None).fit(inputs, Y, sample_weight=Y + 0.5)
+        same(trained, expected, rtol=FLOAT32, atol=FLOAT32)
+        assert trained.history[-1, "valid_acc"] == trained.score(rows, Y)
+
+
+def test_plain_nets_of_skorch_are_measured_on_dicts_with_labels():
+    inputs = {"values": torch.from_numpy(X), "mask": torch.from_numpy(np.sign(X**2))}
+    rows = Rows(inputs, Y)
+    plain = NeuralNetClassifier(
+        Named, criterion=nn.CrossEntropyLoss, train_split=None, verbose=0, max_epochs=5, lr=0.1
+    ).fit(inputs, Y)
+    for data in (rows, DataLoader(rows, batch_size=15)):
+        for function in (relative_flatness, FlatnessScorer(non_minimum="accept")):
+            assert_allclose(function(plain, data, None), function(plain, inputs, Y), rtol=FLOAT32)
 
 
 # -- sparse matrices -----------------------------------------------------------------------
