@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +15,12 @@ from torch.nn.functional import pad
 from relflat_sk._engine.chain import Chain, find_chain
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._engine.step import Own, Settings, Step, StepBatch, hand_back, settings_of
-from relflat_sk._losses.array_losses import ARRAY_LOSSES, ArrayLoss, find_array_loss
+from relflat_sk._losses.array_losses import (
+    ARRAY_LOSSES,
+    ArrayLoss,
+    find_array_loss,
+    weighs_classes,
+)
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._numerics import or_one
@@ -78,13 +83,12 @@ def _weights(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the shares of samples in their batches, and their weights if they have any: (k, n)."""
     k, n, size = len(rows), len(rows[0]), jobs[0].batch_size
-    if jobs[0].weights is None:
+    if jobs[0].weights is None and jobs[0].class_weights is None:
         shares = like.new_full((k, n), 1 / size)
         shares[:, n - n % size :] = 1 / max(1, n % size)
         return shares, None
-    weights = torch.stack([
-        cast(Tensor, m.weights)[own] for m, own in zip(jobs, rows, strict=True)
-    ]).to(like)
+    each = [job.weights_of(own) for job, own in zip(jobs, rows, strict=True)]
+    weights = torch.stack(each).to(like)
     batches = pad(weights, (0, -n % size)).view(k, -1, size)
     shares = batches / or_one(batches.sum(2, keepdim=True))
     return shares.view(k, -1)[:, :n], weights
@@ -112,6 +116,8 @@ def find_chain_of(job: Job) -> tuple[Chain, ArrayLoss, Tensor]:
     loss = find_array_loss(job.criterion, targets, d)
     if loss is None:
         raise NeedsOwnLoop("there is no formula for its criterion")
+    if weighs_classes(job.criterion):
+        job.class_weights = job.criterion.weight.cpu()[targets.cpu()]
     return chain, loss, targets
 
 

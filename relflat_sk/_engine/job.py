@@ -74,6 +74,7 @@ class Job:
     random_state: Tensor = field(init=False)
     # of a chain: its layers, the formulas of its loss, and the checked targets
     chain: Any = None
+    class_weights: Tensor | None = None  # (n,), those of the samples' classes in the criterion
     # set by a fleet: what networks that train together have in common; checked targets of no chain
     key: Any = None
     values: Any = None
@@ -98,6 +99,11 @@ class Job:
         loss, shape = Loss(self.criterion), output.shape[1:]
         self.check_output(loss, output.expand(self.batch_size, *shape))
         return loss.read_target(output.expand(len(self.targets), *shape), self.targets).values
+
+    def weights_of(self, rows: Tensor) -> Tensor:
+        """Return the weights of some samples, those of their classes included."""
+        parts = [part[rows] for part in (self.weights, self.class_weights) if part is not None]
+        return torch.stack(parts).prod(0) if len(parts) > 1 else parts[0]
 
     def penalised(self, names: list[str]) -> set[str]:
         """Return which layers, of some in the order of the forward pass, are penalised."""

@@ -216,17 +216,22 @@ class LogisticLoss(_OutputLoss):
 ARRAY_LOSSES = (nn.BCEWithLogitsLoss, nn.CrossEntropyLoss, nn.MSELoss)
 
 
+def weighs_classes(criterion: Any) -> bool:
+    """Return whether a criterion has class weights that act as weights of the samples."""
+    is_entropy = type(criterion) is nn.CrossEntropyLoss and criterion.weight is not None
+    return is_entropy and not criterion.label_smoothing
+
+
 def find_array_loss(criterion: Any, target: Tensor, d: int) -> ArrayLoss | None:
     """Find the formulas of a criterion for targets that it has accepted, if there are any.
 
     `target` holds the labels of all samples, which are none of those that the criterion ignores.
+    Class weights are no part of the formulas, but of the samples' shares, see `weighs_classes`.
     """
-    if (
-        getattr(criterion, "reduction", "") != "mean"
-        or getattr(criterion, "weight", None) is not None
-    ):
+    kind, weight = type(criterion), getattr(criterion, "weight", None)
+    has_formula = weight is None or weighs_classes(criterion)
+    if getattr(criterion, "reduction", "") != "mean" or not has_formula:
         return None
-    kind = type(criterion)
     if kind is nn.CrossEntropyLoss and target.ndim == 1 and not target.is_floating_point():
         ignored = (target == criterion.ignore_index).any()
         return None if ignored else CrossEntropy(criterion.label_smoothing)

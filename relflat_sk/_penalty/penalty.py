@@ -314,7 +314,11 @@ class RelativeFlatnessPenalty:
         if self.clip is None:
             return penalty, None
         value = loss_of(output) if value is None else value
-        of_constant = constant_loss(loss_of, output, weight)
+        divisor = loss.each_divisor(output, target.relevant)
+        counts = weight  # of the samples in the mean output
+        if isinstance(divisor, Tensor):
+            counts = divisor if weight is None else divisor * weight
+        of_constant = constant_loss(loss_of, output, counts)
         with without_autocast(output):
             norms = None
             if self.limit.needs_norms:

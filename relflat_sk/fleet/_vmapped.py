@@ -341,7 +341,7 @@ class VmappedNets:
         self._body = Vmapped(found)
         criterion, target = job.criterion, found.target
         self._loss: ArrayLoss | None = None
-        if found.output.ndim == 2:
+        if found.output.ndim == 2 and getattr(criterion, "weight", None) is None:
             self._loss = find_array_loss(criterion, target, found.output.shape[1])
         if found.layers.last is not None and self._loss is None:
             raise NeedsOwnLoop(

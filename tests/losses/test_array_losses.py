@@ -96,7 +96,7 @@ def test_a_single_sample_has_no_constant_to_compare_with():
     ("criterion", "target"),
     [
         (nn.CrossEntropyLoss(reduction="sum"), torch.tensor([0, 1])),
-        (nn.CrossEntropyLoss(weight=torch.ones(2)), torch.tensor([0, 1])),
+        (nn.CrossEntropyLoss(weight=torch.ones(2), label_smoothing=0.1), torch.tensor([0, 1])),
         (nn.CrossEntropyLoss(), torch.tensor([0, -100])),
         (nn.CrossEntropyLoss(), torch.ones(2, 2)),
         (nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)), torch.ones(2, 2)),
