@@ -52,6 +52,7 @@ class DataOptions:
     device: Any = None
     sample_weight: Any = None
     in_order: bool = False
+    output: Any = None
 
     def __post_init__(self) -> None:
         """Refuse a device that torch cannot use, before anything is computed."""
@@ -254,7 +255,7 @@ def open_model(model: Any, X: Any, y: Any = None, **options: Any) -> Network:
     """
     how = DataOptions(**options)
     source = Source(model, X, y, how.sample_weight)
-    return replace(to_network(model, X, y, how), source=source)
+    return replace(to_network(model, X, y, how), source=source, output=how.output)
 
 
 @to_network.register

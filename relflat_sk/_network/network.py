@@ -51,6 +51,9 @@ def primary_output(output: Any) -> Tensor:
     """Return the part of a network's output that measures and the penalty pass to the criterion."""
     if isinstance(output, Tensor):
         return output
+    known = ""
+    if isinstance(output, Mapping):
+        known = f" with the entries {sorted(map(str, output))}"
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
     elif isinstance(output, tuple | list) and output:
@@ -58,9 +61,24 @@ def primary_output(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise TypeError(
             "the network must return a tensor, a tuple that starts with one, or a mapping "
-            f"with 'logits', got {type(output).__name__}."
+            f"with 'logits', got {type(output).__name__}{known}. Measures take output=, the key or "
+            "the position of the tensor; a net takes a module that returns it."
         )
     return output
+
+
+def select_output(output: Any, which: Any) -> Any:
+    """Return the part of a network's output that the user has chosen, if any."""
+    if which is None:
+        return output
+    try:
+        return output[which]
+    except (KeyError, IndexError, TypeError):
+        parts = sorted(map(str, output)) if isinstance(output, Mapping) else type(output).__name__
+        raise ValueError(
+            f"output={which!r} is no part of what the network returns, which is {parts}. Pass the "
+            "key or the position of a tensor."
+        ) from None
 
 
 def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
@@ -199,6 +217,7 @@ class Network:
     batches: Batches
     forward: Callable[[Any], Any] | None = None
     source: Source | None = None
+    output: Any = None  # which part of the module's output the criterion gets
     _checked: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
     # what the module returned last, until `check_criterion` has seen it
     _whole: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -214,7 +233,7 @@ class Network:
     def __call__(self, x: Any) -> Tensor:
         """Run the network on inputs as they come from the data."""
         x = self.prepare(x)
-        whole = self._run(x)
+        whole = select_output(self._run(x), self.output)
         if self._must_check:
             self._whole[:] = [whole]
         output = primary_output(whole)

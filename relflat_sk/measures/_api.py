@@ -34,7 +34,7 @@ from relflat_sk.measures._results import Measure, Measured, NotApplicableError, 
 from relflat_sk.measures._user_function import name_of
 
 # arguments of the measures that say how the data are read
-OF_DATA = {"batch_size", "criterion", "device", "sample_weight"}
+OF_DATA = {"batch_size", "criterion", "device", "output", "sample_weight"}
 
 
 def measure_opened(
@@ -64,6 +64,7 @@ def flatness_report(  # noqa: PLR0913
     batch_size: int = 1024,
     device: Any = None,
     sample_weight: Any = None,
+    output: str | int | None = None,
     **params: Any,
 ) -> pd.DataFrame:
     """Measure all layers in all ways, with as few passes over the data as possible.
@@ -92,6 +93,9 @@ def flatness_report(  # noqa: PLR0913
         Where to compute; where the model is if None.
     sample_weight : array of shape (n,), optional
         Weight of each sample in the mean loss; one if None.
+    output : str or int, optional
+        Which part of a network's output the criterion gets: the key of a mapping, or the position
+        in a tuple. By default a tensor, the first of a tuple, or a mapping's "logits".
     **params : dict
         `method`, `n_probes`, `rtol`, `atol`, `max_passes`, `verbose`, `random_state` and
         `at_loss` as in `relative_flatness`, `weight_decay` as in `measure`, and arguments of the
@@ -159,6 +163,7 @@ def flatness_report(  # noqa: PLR0913
     network = open_model(
         model, X, y,
         criterion=criterion, batch_size=batch_size, device=device, sample_weight=sample_weight,
+        output=output,
     )  # fmt: skip
     with alone():
         results = measure_network(
@@ -398,6 +403,7 @@ class _Options(TypedDict, total=False):
     random_state: int | np.random.RandomState | None
     verbose: int
     at_loss: float | None
+    output: str | int | None
 
 
 @overload
@@ -461,6 +467,7 @@ def relative_flatness(  # noqa: PLR0913
     return_stderr: bool = False,
     verbose: int = 0,
     at_loss: float | None = None,
+    output: str | int | None = None,
 ) -> float | tuple[float, float] | Floats | tuple[Floats, Floats]:
     r"""Measure how flat the loss is around a trained model, at one layer; small is flat.
 
@@ -529,6 +536,9 @@ def relative_flatness(  # noqa: PLR0913
         above their entropy. Squared errors are divided by the temperature instead of the outputs,
         as by a variance.
         None: the network as it is.
+    output : str or int, optional
+        Which part of a network's output the criterion gets: the key of a mapping, or the position
+        in a tuple. By default a tensor, the first of a tuple, or a mapping's "logits".
 
     Returns
     -------
@@ -629,7 +639,7 @@ def relative_flatness(  # noqa: PLR0913
     network = open_model(
         model, X, y,
         criterion=criterion, batch_size=batch_size, device=device, sample_weight=sample_weight,
-        in_order=per_sample,
+        in_order=per_sample, output=output,
     )  # fmt: skip
     measured = _measure_one(
         network,

@@ -79,7 +79,7 @@ def with_weights(network: Network, weights: Tensor) -> Network:
     parts = torch.split(weights, [part.numel() for part in own.values()])
     pairs = zip(own.items(), parts, strict=True)
     named = {f"module.{name}": part.reshape(one.shape).to(one) for (name, one), part in pairs}
-    return replace(network, forward=lambda x: functional_call(runner, named, (x,)))
+    return replace(network, forward=lambda x: functional_call(runner, named, (x,)), output=None)
 
 
 class _Runner(nn.Module):
@@ -589,7 +589,7 @@ def with_unit_logits(network: Network) -> Network:
         logits = logits - logits.mean(dim=1, keepdim=True)
         return loss.from_logits(nn.functional.normalize(logits, dim=1))
 
-    return replace(network, forward=forward)
+    return replace(network, forward=forward, output=None)
 
 
 # each takes a network, and keyword arguments of its own

@@ -642,3 +642,57 @@ def test_sparse_gradients_make_no_difference(name):
         found.append(measure(name, net, X, y, criterion=nn.CrossEntropyLoss(), random_state=0))
         assert net[0].sparse is sparse
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+class SeveralOutputs(nn.Module):
+    """As networks of torchvision for segmentation, or with several heads."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.body, self.other, self.head = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+        self.kind = kind
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        outputs = {"aux": self.other(h), "out": self.head(h)}
+        return outputs if self.kind is dict else self.kind(outputs.values())
+
+
+class OneOutput(nn.Module):
+    def __init__(self, net, which):
+        super().__init__()
+        self.net, self.which = net, which
+
+    def forward(self, x):
+        return self.net(x)[self.which]
+
+
+@pytest.mark.parametrize(("kind", "which"), [(dict, "out"), (tuple, 1), (list, -1)])
+def test_one_of_several_outputs_is_chosen(kind, which):
+    net, X, y = SeveralOutputs(kind).double(), torch.randn(30, 4).double(), torch.arange(30) % 3
+    alone = OneOutput(net, which)
+    params = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
+    for name in ("relative_flatness", "hessian_trace"):
+        chosen = measure(name, net, X, y, layer="head", output=which, **params)
+        expected = measure(name, alone, X, y, layer="net.head", **params)
+        assert chosen == pytest.approx(expected, rel=1e-9)
+    for name in ("expected_sharpness", "fisher_rao_norm"):
+        chosen = measure(name, net, X, y, output=which, **params)
+        assert chosen == pytest.approx(measure(name, alone, X, y, **params), rel=1e-9)
+    report = flatness_report(
+        net, X, y, measures="relative_flatness", layers=["body", "head"], output=which, **params
+    )
+    assert report.value[1] == relative_flatness(
+        net, X, y, layer="head", output=which, criterion=params["criterion"]
+    )
+    assert report.value[0] > 0
+
+
+@pytest.mark.parametrize(("kind", "which"), [(dict, "logits"), (tuple, 2), (tuple, "out")])
+def test_an_output_that_is_not_there(kind, which):
+    net, X, y = SeveralOutputs(kind), torch.randn(30, 4), torch.arange(30) % 3
+    with pytest.raises(ValueError, match="output="):
+        relative_flatness(net, X, y, output=which, criterion=nn.CrossEntropyLoss())
+    if kind is dict:
+        with pytest.raises(TypeError, match="output="):
+            relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss())
