@@ -236,6 +236,7 @@ def test_steps_without_penalty_are_silent_at_weight_0(changed, recwarn):
     ],
     ids=["decay", "decay, divided", "divided"],
 )
+@pytest.mark.filterwarnings("ignore:the get_loss of Around reads weights")
 def test_the_history_has_the_loss_that_is_measured(change, weight):
     stop = StopAtLoss(1e-9)
     params = {**AT_START, "flatness_weight": weight, "callbacks": [stop]}
@@ -259,6 +260,7 @@ def test_the_history_has_the_loss_that_is_measured(change, weight):
 )
 @pytest.mark.parametrize("base", [Classifier, NeuralNetClassifier])
 @pytest.mark.parametrize("layer", ["output", "hidden0"])
+@pytest.mark.filterwarnings("ignore:the get_loss of Around reads weights")
 def test_a_factor_of_the_loss_changes_no_measure(base, change, criterion, layer):
     params = {"criterion": nn.CrossEntropyLoss, "module": Double, "max_epochs": 2, "verbose": 0}
     if base is NeuralNetClassifier:
