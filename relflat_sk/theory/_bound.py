@@ -26,7 +26,6 @@ from scipy.stats import sem
 from sklearn.base import clone
 from sklearn.model_selection import ShuffleSplit
 from skorch.utils import multi_indexing
-from torch import nn
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._models.network_of import open_model
@@ -185,11 +184,6 @@ def check_smoothing(smoothing: Smoothing | None, delta: float | None) -> Smoothi
     """Return the smoothing, the default one if None, after a check that it fits the radius."""
     if smoothing is None:
         return Smoothing()
-    if not isinstance(smoothing, Smoothing):
-        raise TypeError(
-            f"smoothing must be a Smoothing or None, got {type(smoothing).__name__}. Pass "
-            'relflat_sk.theory.Smoothing(kernel="normal"), for example.'
-        )
     if smoothing.bandwidth is not None and delta is not None:
         raise ValueError(
             f"bandwidth={smoothing.bandwidth!r} is the same for all samples, and delta={delta!r} "
@@ -206,10 +200,7 @@ def find_delta(site: Site, delta: float | None) -> float:
 
 
 def check_alphas(alphas: Any, n: int) -> Floats:
-    """Check the shares of samples in the smoothed distribution, and scale them to a mean of 1.
-
-    Shapes: `alphas` (n,); returns (n,).
-    """
+    """Check the shares of samples in the smoothed distribution, and scale them to a mean of 1."""
     if alphas is None:
         return np.ones(n)
     shares = np.asarray(alphas, dtype=np.float64)
@@ -293,7 +284,7 @@ def representativeness(  # noqa: PLR0913
     ValueError
         If an argument is out of its range, or data, labels and model do not fit together.
     TypeError
-        If `refit=True` and the model cannot be cloned and fitted, or the smoothing is none.
+        If `refit=True` and scikit-learn cannot clone the model.
     LayerNotFoundError
         If there is no such layer.
 
@@ -355,11 +346,6 @@ def representativeness(  # noqa: PLR0913
             smoothed.mean_loss(held) - smoothed.mean_smooth_loss(rest) for rest, held in splits
         ]
         return float(np.mean(values)), math.hypot(sem(values), smoothed.stderr)
-    if isinstance(model, nn.Module) or not (hasattr(model, "fit") and hasattr(model, "get_params")):
-        raise TypeError(
-            f"refit=True needs an estimator to clone and fit, got {type(model).__name__}. Wrap a "
-            "module in a skorch net, or use refit=False and see the notes for test data."
-        )
     values = []
     for rest, held in splits:
         X_rest, y_rest = multi_indexing(X, rest), multi_indexing(y, rest)
@@ -472,8 +458,7 @@ def generalization_bound(  # noqa: PLR0913
     LayerNotFoundError
         If there is no such layer.
     TypeError
-        If there is no network in the model, the smoothing is none, or `refit=True` and the model
-        cannot be cloned and fitted.
+        If there is no network in the model, or `refit=True` and scikit-learn cannot clone it.
 
     See Also
     --------

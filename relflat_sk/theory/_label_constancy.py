@@ -14,7 +14,7 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_layer
 from relflat_sk._network.network import Outcome, layer_names, outcome_of
 from relflat_sk._network.recording import Recorder
-from relflat_sk.theory._moves import counting
+from relflat_sk.theory._moves import counting, labels_of
 
 
 def label_constancy(  # noqa: PLR0913
@@ -110,26 +110,25 @@ def label_constancy(  # noqa: PLR0913
     network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     features: list[Tensor] = []
     labels: list[Tensor] = []
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     with borrowed(network.module), torch.no_grad():
         name = find_layer(network.module, name_layer(model, layer), layer_names(network))
         module = network.module.get_submodule(name)
         for batch in network.batches():
-            if batch.y is None:
-                raise ValueError("y is needed for the labels to compare. Pass y.")
+            y_batch = labels_of(batch)
             with Recorder({name: module}) as recorder:
                 output = network(batch.x)
-            known = torch.nonzero(counting(network, batch.y))[:, 0]
-            features.append(recorder[name].check()[0].flatten(1)[known].cpu())
-            labels.append(batch.y[known].cpu())
+            rows = torch.nonzero(counting(network, y_batch))[:, 0]
+            features.append(recorder[name].check()[0].flatten(1)[rows].cpu())
+            labels.append(y_batch[rows].cpu())
             if by == "loss":
                 outcome = outcome_of(network, batch, output)
-                kept = outcome.output[known], outcome.target[known]
-                found.append(replace(outcome, output=kept[0], target=kept[1]))
+                output, target = outcome.output[rows], outcome.target[rows]
+                outcomes.append(replace(outcome, output=output, target=target))
         search = NearestNeighbors(n_neighbors=n_neighbors).fit(torch.cat(features).numpy())
         near = search.kneighbors(return_distance=False)
         if by == "loss":
-            return _rise_by_neighbours(found, near)
+            return _rise_by_neighbours(outcomes, near)
     classes = torch.cat(labels).numpy()
     kind = type_of_target(classes)
     if kind.startswith(("continuous", "unknown")):
@@ -137,21 +136,20 @@ def label_constancy(  # noqa: PLR0913
             f"y must hold classes, got {kind} values such as {classes.flat[0].item()!r}, which are "
             "hardly ever equal. Pass class labels, or bin the values first."
         )
-    rows = classes.reshape(len(classes), -1)
-    return float((rows[near] == rows[:, None]).all(axis=2).mean())
+    columns = classes.reshape(len(classes), -1)
+    return float((columns[near] == columns[:, None]).all(axis=2).mean())
 
 
-def _rise_by_neighbours(found: list[Outcome], near: NDArray[Any]) -> float:
+def _rise_by_neighbours(outcomes: list[Outcome], near: NDArray[Any]) -> float:
     """Compute the mean rise of the loss where a neighbour gets the label of a sample."""
-    loss = found[0].loss
-    output = torch.cat([one.output for one in found])
-    target = torch.cat([one.target for one in found])
-    own, own_divisors = loss.terms(output, target, each=True)
+    loss = outcomes[0].loss
+    output = torch.cat([outcome.output for outcome in outcomes])
+    target = torch.cat([outcome.target for outcome in outcomes])
+    losses, divisors = loss.terms(output, target, each=True)
     rises = []
-    for of_samples in torch.from_numpy(near.T.copy()).to(output.device):
-        other, divisors = loss.terms(output[of_samples], target, each=True)
-        with_other = other.double().sum() / divisors.double().sum()
-        # class weights of the neighbours' own labels have another sum
-        of_own = own_divisors[of_samples].double().sum()
-        rises.append(with_other - own[of_samples].double().sum() / of_own)
+    for neighbours in torch.from_numpy(near.T.copy()).to(output.device):
+        losses_after, divisors_after = loss.terms(output[neighbours], target, each=True)
+        # class weights of the neighbours' labels and of the samples' have different sums
+        before = losses[neighbours].double().sum() / divisors[neighbours].double().sum()
+        rises.append(losses_after.double().sum() / divisors_after.double().sum() - before)
     return float(torch.stack(rises).mean())

@@ -93,13 +93,13 @@ class Site:
     @cached_property
     def n_samples(self) -> int:
         """Number n of labelled samples, counted in one pass over the data without the network."""
-        return sum(len(_labels(batch)) for batch in self.network.batches())
+        return sum(len(labels_of(batch)) for batch in self.network.batches())
 
     @cached_property
     def n_counting(self) -> int:
         """Number of samples whose labels are not ignored, counted in the same way."""
-        found = (counting(self.network, _labels(batch)) for batch in self.network.batches())
-        return sum(int(one.sum()) for one in found)
+        parts = (counting(self.network, labels_of(batch)) for batch in self.network.batches())
+        return sum(int(counts.sum()) for counts in parts)
 
     def splits(self) -> Iterator[Split]:
         """Split the network on one batch after the other; to be used within `borrowed`."""
@@ -120,7 +120,7 @@ def find_site(network: Network, layer: Layer) -> Site:
     """Find the layer of a model whose features are moved, by running one batch."""
     assert network.source is not None
     batch = next(network.batches())
-    _labels(batch)
+    labels_of(batch)
     shapes: dict[str, torch.Size] = {}
 
     def keep_shape(record: LayerRecord, args: Any, kwargs: Any, output: Any) -> Any:
@@ -140,26 +140,23 @@ def check_delta(delta: Any) -> float:
 
 
 def counting(network: Network, labels: Tensor) -> Tensor:
-    """Find which samples have a label that the criterion does not ignore.
-
-    Shapes: `labels` (n, ...); returns (n,).
-    """
-    known = network.loss.counting_rows(labels, len(labels))
-    return labels.new_ones(len(labels), dtype=torch.bool) if known is None else known
+    """Find which samples have a label that the criterion does not ignore: (n,)."""
+    counts = network.loss.counting_rows(labels, len(labels))
+    return labels.new_ones(len(labels), dtype=torch.bool) if counts is None else counts
 
 
-def _labels(batch: Batch) -> Tensor:
-    """Return the labels of a batch, which a loss needs."""
+def labels_of(batch: Batch) -> Tensor:
+    """Return the labels of a batch, without which there is no loss."""
     if batch.y is None:
-        raise ValueError("y is needed to compute a loss. Pass y.")
+        raise ValueError("y is needed here. Pass the labels as y.")
     return batch.y
 
 
 def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel) -> Batch:
     """Return the batch with the labels of its moved features."""
-    before = _labels(batch)
-    found = np.asarray(relabel(moved.cpu().numpy(), before.cpu().numpy()))
-    labels = torch.as_tensor(found, device=before.device)
+    before = labels_of(batch)
+    after = np.asarray(relabel(moved.cpu().numpy(), before.cpu().numpy()))
+    labels = torch.as_tensor(after, device=before.device)
     if labels.shape != before.shape:
         raise ValueError(
             f"the labels of moved features must have the shape of the labels, {tuple(before.shape)}"
@@ -250,14 +247,14 @@ def _move_batch(split: Split, moves: Moves, each: bool, relabel: Relabel | None)
     losses, divisors = split.losses(torch.zeros_like(split.features), each=each)
     rises = []
     for draw in moves.draws(split.features):
-        found = [split.losses(move, each=each, relabel=relabel) for move in draw]
-        if not all(torch.equal(parts, divisors) for _, parts in found):
+        moved = [split.losses(move, each=each, relabel=relabel) for move in draw]
+        if not all(torch.equal(parts, divisors) for _, parts in moved):
             raise ValueError(
                 "the labels of moved features have other class weights than the labels, or are "
                 "ignored where those are not, so that the mean losses before and after the move "
                 "are means over other samples. Use a criterion without weight and ignore_index."
             )
-        rises.append(torch.stack([after - losses for after, _ in found]).mean(dim=0))
+        rises.append(torch.stack([after - losses for after, _ in moved]).mean(dim=0))
     return Moved(losses, torch.stack(rises), split.weights, divisors)
 
 
@@ -295,8 +292,8 @@ def _truncated_radii(n: int, m: int, sigma: float, generator: Generator) -> Tens
     inside = float(gammainc(m / 2, 1 / (2 * sigma**2)))
     if inside > 1e-250:
         u = _uniform((n,), generator).cpu().numpy()
-        found: NDArray[np.float64] = sigma * np.sqrt(2 * gammaincinv(m / 2, u * inside))
-        return torch.from_numpy(found).to(generator.device)
+        radii_of_u: NDArray[np.float64] = sigma * np.sqrt(2 * gammaincinv(m / 2, u * inside))
+        return torch.from_numpy(radii_of_u).to(generator.device)
     accepted: list[Tensor] = []
     while sum(map(len, accepted)) < n:
         u, v = _uniform((2, 2 * n), generator)
@@ -375,16 +372,14 @@ def matrix_moves(
     if matrices == "projection":
         chosen = torch.randperm(m, generator=generator, device=generator.device)[:n_draws]
         return projections(chosen, delta, 1.0 - len(chosen) / m)
-    if matrices not in _KERNELS_OF:
-        known = sorted([*_KERNELS_OF, "projection"])
-        raise ValueError(f"matrices must be one of {known} or an array, got {matrices!r}.")
-    if not shared:
-        return kernel_moves(_KERNELS_OF[matrices], 1.0, delta, n_draws, generator)
-    if matrices != "orthogonal":
+    kernels = {"orthogonal": "sphere"} if shared else _KERNELS_OF
+    if matrices not in kernels:
         raise ValueError(
-            f"absolute=True needs matrices that all samples share, but {matrices!r} moves each "
-            'sample on its own. Use "orthogonal", "projection" or an array.'
+            f"matrices must be one of {sorted([*kernels, 'projection'])} or an array"
+            f"{', as all samples share them with absolute=True' * shared}, got {matrices!r}."
         )
+    if not shared:
+        return kernel_moves(kernels[matrices], 1.0, delta, n_draws, generator)
     return _shared_moves(delta * haar_matrices(m, n_draws, generator), 1.0)
 
 
@@ -420,12 +415,12 @@ def check_matrices(matrices: Any, m: int, device: torch.device) -> Tensor:
 
     Shapes: `matrices` (m, m) or (k, m, m); returns (k, m, m).
     """
-    given = torch.as_tensor(matrices, dtype=torch.float64, device=device)
-    stacked = given[None] if given.ndim == 2 else given
+    tensor = torch.as_tensor(matrices, dtype=torch.float64, device=device)
+    stacked = tensor[None] if tensor.ndim == 2 else tensor
     if stacked.shape != (len(stacked), m, m) or len(stacked) == 0:
         raise ValueError(
             f"matrices must have shape ({m}, {m}) or (k, {m}, {m}), as the layer receives {m} "
-            f"features, got {tuple(given.shape)}."
+            f"features, got {tuple(tensor.shape)}."
         )
     norm = float(torch.linalg.matrix_norm(stacked, 2).max())
     if norm > 1 + 1e-6:

@@ -128,8 +128,6 @@ def pac_bayes_bound(  # noqa: PLR0913
 
     Raises
     ------
-    TypeError
-        If `initial` is neither a module nor a mapping.
     ValueError
         If the model is no classifier, an argument is out of its range, the initial weights do not
         fit or are the trained ones, or the model has buffers that training changed, such as
@@ -209,8 +207,8 @@ def pac_bayes_bound(  # noqa: PLR0913
     smallest, best = math.inf, grid[0]
     for sigma in grid:
         if bound(0.0, sigma) < smallest:
-            found = bound(_noisy_errors(network, weights, sigma, trials).mean(), sigma)
-            smallest, best = min((smallest, best), (found, sigma))
+            tried = bound(_noisy_errors(network, weights, sigma, trials).mean(), sigma)
+            smallest, best = min((smallest, best), (tried, sigma))
     error = float(_noisy_errors(network, weights, best, draw_seeds(rng, n_draws)).mean())
     limit = kl_inverse(error, math.log(2 / delta) / n_draws)
     kl = square / (2 * best**2)
@@ -243,19 +241,14 @@ def _noisy_errors(
     network: Network, weights: Tensor, sigma: float, seeds: Sequence[int]
 ) -> np.ndarray:
     """Compute the error on the sample for each draw of noise."""
-    every = (weights + sigma * draw_noise(weights, seed) for seed in seeds)
-    return np.array([error_rate(with_weights(network, noisy)) for noisy in every])
+    draws = (weights + sigma * draw_noise(weights, seed) for seed in seeds)
+    return np.array([error_rate(with_weights(network, noisy)) for noisy in draws])
 
 
 def _read_state(initial: nn.Module | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return weights and buffers of the initial module by their names, if there is one."""
     if isinstance(initial, nn.Module):
         return dict([*initial.named_parameters(), *initial.named_buffers()])
-    if initial is not None and not isinstance(initial, Mapping):
-        raise TypeError(
-            "initial must be a module or its state dict, got "
-            f"{type(initial).__name__}. Pass a copy of the net's module_ from before training."
-        )
     return initial
 
 

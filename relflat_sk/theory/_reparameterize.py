@@ -84,7 +84,7 @@ def reparameterize(
     LayerNotFoundError
         If `factors` names a layer that the network does not have.
     TypeError
-        If an argument is of the wrong type.
+        If `module` is no torch module.
 
     See Also
     --------
@@ -131,10 +131,6 @@ def reparameterize(
         inputs = _record_inputs(original)
         layers = weight_layers(network.module)
         order = [name for name in dict.fromkeys(name for name, _ in inputs) if name in layers]
-        if not order:
-            raise ValueError(
-                f"no layer with a weight matrix is called in the {type(module).__name__}."
-            )
         rescaling = _Rescaling(kind, _read_factors(network.module, factors, order, kind), inputs)
         _run_first_batch(copied, rescaling.enter)
         _check_outputs(original, copied)
@@ -152,27 +148,32 @@ def _read_factors(
     """Read the factors of some layers, one for each layer or for each of its output neurons."""
     if isinstance(factors, Mapping):
         named = _name_layers(module, factors, order)
-    elif kind == "neuron":
-        raise TypeError(
-            'factors must be a mapping of layer to one factor per output neuron for kind="neuron", '
-            f"got {type(factors).__name__}."
-        )
+    elif kind == "layer" and np.shape(factors) == (len(order),):
+        named = dict(zip(order, factors, strict=True))
     else:
-        values = _to_array("factors", factors)
-        if values.shape != (len(order),):
-            raise ValueError(
-                f"factors must hold one number for each of the {len(order)} layers with a weight "
-                f"matrix, in forward order ({', '.join(map(repr, order))}), got shape "
-                f"{values.shape}."
-            )
-        named = dict(zip(order, values, strict=True))
-    n_factors = {
-        name: (layer_map(module.get_submodule(name)).n_outputs,) if kind == "neuron" else ()
-        for name in named
-    }
-    return {
-        name: _positive(name, values, n_factors[name]).reshape(-1) for name, values in named.items()
-    }
+        raise ValueError(
+            f"factors must hold one number for each of the {len(order)} layers with a weight "
+            f"matrix, in forward order ({', '.join(map(repr, order))}), or be a mapping of layers; "
+            f'for kind="neuron" a mapping only; got {factors!r}.'
+        )
+    read = {}
+    for name, values in named.items():
+        n_outputs = layer_map(module.get_submodule(name)).n_outputs
+        expected = "one positive finite number"
+        if kind == "neuron":
+            expected = f"{n_outputs} positive finite numbers, one per neuron"
+        shape = (n_outputs,) if kind == "neuron" else ()
+        array = _to_array(values)
+        if array.shape != shape or not (np.isfinite(array) & (array > 0)).all():
+            raise ValueError(f"the factors of layer {name!r} must be {expected}, got {values!r}.")
+        read[name] = array.reshape(-1)
+    return read
+
+
+def _to_array(values: Any) -> Floats:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().double().numpy()
+    return np.asarray(values, dtype=np.float64)
 
 
 def _name_layers(
@@ -192,32 +193,6 @@ def _name_layers(
             raise ValueError(f"factors names layer {name!r} more than once.")
         named[name] = values
     return named
-
-
-def _positive(name: str, values: Any, shape: tuple[int, ...]) -> Floats:
-    """Check shape and sign of the factors of one layer."""
-    array = _to_array(f"the factors of layer {name!r}", values)
-    if array.shape != shape:
-        expected = f"one for each of its {shape[0]} output neurons" if shape else "one number"
-        raise ValueError(
-            f"the factors of layer {name!r} must be {expected}, got shape {array.shape}."
-        )
-    if not (np.isfinite(array) & (array > 0)).all():
-        raise ValueError(
-            f"the factors of layer {name!r} must be positive and finite, got {values!r}; only "
-            "positive factors pass through a ReLU."
-        )
-    return array
-
-
-def _to_array(what: str, values: Any) -> Floats:
-    """Convert numbers to an array, or say that `what` must be numbers."""
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().double().numpy()
-    try:
-        return np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{what} must be numbers, got {values!r}.") from error
 
 
 # -- the pass that follows the factors by data ---------------------------------------------
@@ -348,9 +323,9 @@ def _check_outputs(original: Network, copied: Network) -> None:
     for batch in original.batches():
         original(batch.x)
         copied(batch.x)
-        expected, found = map(list, map(_tensors, returned))
+        expected, outputs = map(list, map(_tensors, returned))
         returned.clear()
-        if len(expected) != len(found) or not all(map(_agree, found, expected)):
+        if len(expected) != len(outputs) or not all(map(_agree, outputs, expected)):
             raise ValueError(f"the outputs of the copy on X differ from the network's: {_REASONS}")
 
 

@@ -301,15 +301,15 @@ def _sites(network: Network, layers: list[Layer] | str) -> list[Site]:
     by_name = {site.name: site for site in (find_site(network, layer) for layer in chosen)}
     sites = list(by_name.values())  # a layer that is named twice counts once
     of_vectors = [site for site in sites if len(site.shape) == 1]
-    others = [site for site in sites if len(site.shape) != 1]
-    if others and not (is_every and of_vectors):
+    left_out = [site for site in sites if len(site.shape) != 1]
+    if left_out and not (is_every and of_vectors):
         raise ValueError(
-            f"layer {others[0].name!r} receives {tuple(others[0].shape)} for each sample; single "
-            "neurons need a layer that receives one vector. Choose a linear layer behind it."
+            f"layer {left_out[0].name!r} receives {tuple(left_out[0].shape)} for each sample; "
+            "single neurons need a layer that receives one vector. Choose a linear layer behind it."
         )
-    if others:
+    if left_out:
         warn(
-            f"{', '.join(repr(site.name) for site in others)} left out: layers that receive more "
+            f"{', '.join(repr(site.name) for site in left_out)} left out: layers that receive more "
             "than one vector for each sample have no single neurons."
         )
     return of_vectors
@@ -469,7 +469,7 @@ def worst_feature_robustness(  # noqa: PLR0913
         climb = _ascend if matrices is None else _along
         ends = [
             max(
-                [(sign * before, still), *(climb(risk, one, sign, n_steps) for one in several)],
+                [(sign * before, still), *(climb(risk, start, sign, n_steps) for start in several)],
                 key=itemgetter(0),
             )
             for sign, several in ((1.0, starts), (-1.0, starts_down))
@@ -528,14 +528,14 @@ def _along(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[float
     shares = np.linspace(-1, 1, 2 * n_steps + 1)
     values = [sign * risk(share * start) for share in shares]
     best = int(np.argmax(values))
-    found = minimize_scalar(
+    refined = minimize_scalar(
         lambda share: -sign * risk(share * start),
         bounds=(shares[max(0, best - 1)], shares[min(len(shares) - 1, best + 1)]),
         method="bounded",
         options={"xatol": 1e-6},
     )
-    if -found.fun > values[best]:
-        return -float(found.fun), float(found.x) * start
+    if -refined.fun > values[best]:
+        return -float(refined.fun), float(refined.x) * start
     return values[best], shares[best] * start
 
 
@@ -550,9 +550,9 @@ def _ascend(risk: _Risk, start: Tensor, sign: float, n_steps: int) -> tuple[floa
         vertex = u @ vh
         for share in _STEPS:
             tried = matrix + share * (vertex - matrix)
-            found = sign * risk(tried)
-            if found > value + 1e-12 * abs(value):
-                matrix, value = tried, found
+            value_there = sign * risk(tried)
+            if value_there > value + 1e-12 * abs(value):
+                matrix, value = tried, value_there
                 break
         else:
             break

@@ -163,12 +163,9 @@ def sharpness_conditions(
     >>> curve["mean_share"].is_monotonic_increasing, curve["mean_share"].iloc[-1].item()
     (True, 1.0)
     """
-    if detail not in (None, "C1", "C2"):
-        raise ValueError(f'detail must be None, "C1" or "C2", got {detail!r}.')
-    if detail is not None and initial is not None:
+    if detail not in (None, "C1", "C2") or (detail is not None and initial is not None):
         raise ValueError(
-            f"detail={detail!r} is about one module, but initial is given as well. Call once for "
-            "each module, or leave out the detail."
+            f'detail must be None, "C1" or "C2", and None with initial; got {detail!r}.'
         )
     # `open_model` needs a criterion for a bare module; it is not used here
     network = open_model(model, X, criterion=nn.MSELoss(), batch_size=batch_size, device=device)
@@ -369,15 +366,15 @@ def sharpness_bound(  # noqa: PLR0913
             "layers between others."
         )
     sizes, sigmas = [float(weight.norm()) for weight in weights], _sigmas(sigma, len(weights))
-    found = _constants(_without_zeros(chain))
-    mu = min(float(values.min()) for (name, _), values in found.items() if name == "C1")
+    constants = _constants(_without_zeros(chain))
+    mu = min(float(values.min()) for (name, _), values in constants.items() if name == "C1")
     c_2, c_3 = (
-        max(float(values.max()) for (name, _), values in found.items() if name == condition)
+        max(float(values.max()) for (name, _), values in constants.items() if name == condition)
         for condition in ("C2", "C3")
     )
     gammas = tuple(
-        one * math.sqrt(weight.numel()) / (mu**2 * size) if mu and size else math.inf
-        for one, size, weight in zip(sigmas, sizes, weights, strict=True)
+        noise * math.sqrt(weight.numel()) / (mu**2 * size) if mu and size else math.inf
+        for noise, size, weight in zip(sigmas, sizes, weights, strict=True)
     )
     if math.inf in (c_2, c_3, *gammas):
         sharpness = math.inf  # no constants satisfy the conditions
@@ -389,7 +386,7 @@ def sharpness_bound(  # noqa: PLR0913
         switched = math.prod(1 + g * c_2 * c_3 for g in gammas) * (flipped - 1)
         output = float(chain.outputs[-1].norm(dim=1).mean())
         sharpness = (spread + switched) * slope * output
-    distance = sum((size / one) ** 2 for one, size in zip(sigmas, sizes, strict=True))
+    distance = sum((size / noise) ** 2 for noise, size in zip(sigmas, sizes, strict=True))
     complexity = math.sqrt((distance + math.log(1 / delta)) / n)
     risk = mean_loss(network)
     return SharpnessBound(
@@ -397,24 +394,22 @@ def sharpness_bound(  # noqa: PLR0913
     )
 
 
-def _sigmas(sigma: float | Sequence[float], n_layers: int) -> list[float]:
+def _sigmas(sigma: Any, n_layers: int) -> list[float]:
     """Return the noise of each layer, after a check."""
-    sigmas = [float(sigma)] * n_layers if is_number(sigma) else list(sigma)  # type: ignore[arg-type]
-    if len(sigmas) != n_layers:
+    sigmas = [sigma] * n_layers if is_number(sigma) else list(sigma)
+    positive = [is_number(value) and 0 < value < math.inf for value in sigmas]
+    if len(sigmas) != n_layers or not all(positive):
         raise ValueError(
-            f"sigma must be one number, or one for each of the {n_layers} layers, got "
-            f"{len(sigmas)}."
+            f"sigma must be one positive finite number, or one for each of the {n_layers} layers, "
+            f"got {sigma!r}."
         )
-    for one in sigmas:
-        check_number("sigma", one)
     return sigmas
 
 
 def _lipschitz(network: Network) -> float:
     """Look up the Lipschitz constant of the loss."""
     criterion = network.loss.criterion
-    own = (getattr(criterion, name, None) for name in ("weight", "pos_weight"))
-    weighted = any(weight is not None for weight in own)
+    weighted = any(getattr(criterion, name, None) is not None for name in ("weight", "pos_weight"))
     # the sum over the outputs of a sample has larger gradients than their mean
     if type(criterion) not in _LIPSCHITZ or weighted or criterion.reduction != "mean":
         raise ValueError(
@@ -468,11 +463,11 @@ def _read_chain(network: Network, batch_size: int) -> Chain:
             steps = [recorder[layer.norm or layer.name] for layer in layers]
             slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
             outputs = [step.check()[1].detach().double() for step in steps]
-            found = [inputs[0].detach().double(), *outputs, *slopes, torch.ones_like(outputs[-1])]
+            arrays = [inputs[0].detach().double(), *outputs, *slopes, torch.ones_like(outputs[-1])]
             if batch.y is not None:  # samples with ignored labels are none of the loss
-                kept = counting(network, batch.y).to(found[0].device)
-                found = [one[kept] for one in found]
-            batches.append(found)
+                counts = counting(network, batch.y).to(arrays[0].device)
+                arrays = [array[counts] for array in arrays]
+            batches.append(arrays)
     x, *rest = map(torch.cat, zip(*batches, strict=True))
     d = len(layers)
     names, weights = [layer.name for layer in layers], [layer.weight for layer in layers]
@@ -492,7 +487,9 @@ def _without_zeros(chain: Chain) -> Chain:
             f"{int((~kept).sum())} of {len(kept)} samples are zero and left out: the conditions "
             "are about disturbances in units of a sample's norm."
         )
-    outputs, slopes = ([each[kept] for each in some] for some in (chain.outputs, chain.slopes))
+    outputs, slopes = (
+        [array[kept] for array in arrays] for arrays in (chain.outputs, chain.slopes)
+    )
     return replace(chain, x=chain.x[kept], outputs=outputs, slopes=slopes)
 
 
@@ -535,8 +532,8 @@ def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
 def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
     """Compute the constants of each sample, (n,), by condition and position of the layer."""
     mu: dict[int, Tensor] = {}
-    for (_, c, _b), (*_, found) in _norms_in_c1(chain).items():
-        mu[c] = torch.minimum(mu.get(c, found), found)
+    for (_, c, _b), (*_, mu_of_three) in _norms_in_c1(chain).items():
+        mu[c] = torch.minimum(mu.get(c, mu_of_three), mu_of_three)
     constants = {}
     for k, weight in enumerate(chain.weights):
         if k + 1 in mu:
@@ -558,7 +555,7 @@ def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
     """Compute the three norms of condition C1, and their mu: (4, n), by a, c and b."""
     norms = _norms_of_products(chain)
     last = len(chain.names)
-    found = {}
+    norms_and_mu = {}
     for c in range(1, last):
         for a in range(c):
             for b in range(c + 1, last + 1):
@@ -566,24 +563,24 @@ def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
                 apart = after * before
                 root = len(chain.weights[c - 1]) ** 0.5
                 mu = torch.where(apart > 0, root * whole / apart, torch.inf)
-                found[a, c, b] = torch.stack([whole, after, before, mu])
-    return found
+                norms_and_mu[a, c, b] = torch.stack([whole, after, before, mu])
+    return norms_and_mu
 
 
 def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
     """Compute the Frobenius norms (n,) of ``P_ab``, of a few samples at a time."""
     n, last = len(chain.x), len(chain.weights)
-    rows, columns = (max(weight.shape[axis] for weight in chain.weights) for axis in (0, 1))
-    n_at_once = max(1, min(chain.batch_size, _MOST_AT_ONCE // (rows * columns)))
+    height, width = (max(weight.shape[axis] for weight in chain.weights) for axis in (0, 1))
+    n_at_once = max(1, min(chain.batch_size, _MOST_AT_ONCE // (height * width)))
     # made before the products, so that none of them is kept in the memory that those leave
     norms = {(a, b): chain.x.new_empty(n) for a in range(last + 1) for b in range(a, last + 1)}
     for begin in range(0, n, n_at_once):
-        some = slice(begin, begin + n_at_once)
-        slopes = [each[some, :, None] for each in chain.slopes]
+        rows = slice(begin, begin + n_at_once)
+        slopes = [array[rows, :, None] for array in chain.slopes]
         for a in range(last + 1):
-            product = slopes[a - 1] * chain.weights[a - 1] if a else chain.x[some, :, None]
+            product = slopes[a - 1] * chain.weights[a - 1] if a else chain.x[rows, :, None]
             for b in range(a, last + 1):
                 if b > a:
                     product = (chain.weights[b - 1] @ product).mul_(slopes[b - 1])
-                norms[a, b][some] = product.flatten(1).norm(dim=1)
+                norms[a, b][rows] = product.flatten(1).norm(dim=1)
     return norms
