@@ -162,7 +162,7 @@ class Chain:
 
     def bind(self, weights: Arrays, gradients: Arrays) -> None:
         """Use the weights of networks, and write gradients to arrays. Shapes: (k, ...)."""
-        self.gradients = list(gradients.values())
+        self.weights, self.gradients = weights, list(gradients.values())
         for layer in self.linear:
             layer.bind(weights, gradients)
 

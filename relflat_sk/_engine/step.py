@@ -8,7 +8,7 @@ from torch import Tensor
 
 from relflat_sk._engine.job import Job
 from relflat_sk._losses.array_losses import ArrayLoss, namespace
-from relflat_sk._penalty.limit import PenaltyLimit, as_kind
+from relflat_sk._penalty.limit import Measured, PenaltyLimit, as_kind
 
 
 class StepBatch(NamedTuple):
@@ -69,6 +69,7 @@ def hand_back(settings: Settings | None, jobs: Iterable[Job]) -> None:
 class Body(Protocol):
     """Networks with their weights."""
 
+    weights: dict[str, Any]
     gradients: list[Any]
 
     def forward(self, x: Any) -> tuple[Any, Any, Any]:
@@ -87,7 +88,7 @@ EarlierTerms = Callable[[StepBatch, Any], Tensor]
 
 
 class Step:
-    """Training steps, with penalties at `n_layers`: the last one and earlier ones, or without."""
+    """Training steps, with penalties at the last layer, at earlier ones, or without."""
 
     def __init__(
         self,
@@ -96,10 +97,9 @@ class Step:
         *,
         at_last: bool = True,
         earlier: EarlierTerms | None = None,
-        n_layers: int = 1,
     ) -> None:
         self._body, self._loss = body, loss
-        self._at_last, self._earlier, self._n_layers = at_last, earlier, n_layers
+        self._at_last, self._earlier = at_last, earlier
 
     def __call__(self, batch: StepBatch, settings: Settings | None) -> tuple[Any, ...]:
         """Write the gradients of a batch; return losses, penalties and shares of them."""
@@ -133,19 +133,16 @@ class Step:
             )
 
         losses = loss, self._loss.of_constant(z, batch.targets, batch.shares)
-        share = _limited(
-            settings, self._body.gradients, differentiate, losses, penalty, self._n_layers
-        )
+        share = _limited(settings, self._body, differentiate, losses, penalty)
         return loss, penalty, share
 
 
 def _limited(
     settings: Settings,
-    gradients: Sequence[Any],
+    body: Body,
     differentiate: Callable[[float, Any], None],
     losses: tuple[Any, Any],
     penalty: Any,
-    n_layers: int,
 ) -> Any:
     """Write the gradients of the losses and of the shares of the penalties that the limit leaves.
 
@@ -156,13 +153,14 @@ def _limited(
     if settings.clips is None:
         differentiate(1.0, ones)
         return ones
-    of_penalty, norms = None, None
-    if settings.limit.needs_norms:
+    gradients, of_penalty, measured = body.gradients, None, None
+    if settings.limit.needs_measurement:
         differentiate(0.0, ones)
         of_penalty = [1 * gradient for gradient in gradients]
         differentiate(1.0, 0 * ones)
-        norms = _norm(gradients), _norm(of_penalty)
-    share = settings.limit.share(*losses, penalty, settings.clips, norms, n_layers)
+        weights = namespace(penalty).concatenate(_rows(body.weights.values()), axis=1)
+        measured = Measured(_norm(gradients), _norm(of_penalty), weights)
+    share = settings.limit.share(*losses, penalty, settings.clips, measured)
     if of_penalty is None:
         differentiate(1.0, share)
         return share
@@ -171,7 +169,12 @@ def _limited(
     return share
 
 
-def _norm(gradients: Sequence[Any]) -> Any:
+def _rows(arrays: Iterable[Any]) -> list[Any]:
+    """Flatten each network's arrays: (k, ...) to (k, p)."""
+    return [array.reshape(len(array), -1) for array in arrays]
+
+
+def _norm(gradients: Iterable[Any]) -> Any:
     """Compute the norms of each network's gradients: (k,)."""
-    rows = [gradient.reshape(len(gradient), -1) for gradient in gradients]
+    rows = _rows(gradients)
     return namespace(rows[0]).sqrt(sum((row * row).sum(-1) for row in rows))

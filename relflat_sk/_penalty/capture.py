@@ -24,7 +24,6 @@ from relflat_sk._network.layer_checks import (
     uses_elsewhere,
     warn_of_other_head,
 )
-from relflat_sk._network.layer_maps import ConvolutionMap
 from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder, features_of, keep_graph
 from relflat_sk._network.tail import find_link, nodes_behind
@@ -38,8 +37,7 @@ class Plan:
 
     `recorded` are the layers that steps record, `layers` the penalised ones and then the last one.
     Layers in `twice` are differentiated twice, and with them the normalisations in `explicit`.
-    `order` is that of the calls; `at_convolutions` says whether all penalised layers are
-    convolutions before the last layer, and `eager` whether compiled parts run without compilation.
+    `order` is that of the calls; `eager` says whether compiled parts run without compilation.
     """
 
     recorded: list[str]
@@ -49,7 +47,6 @@ class Plan:
     twice: list[str]
     explicit: list[nn.Module]
     in_attention: bool
-    at_convolutions: bool
     eager: bool
 
 
@@ -171,8 +168,6 @@ class Survey:
             twice=twice,
             explicit=self.norms if twice else [],
             in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
-            at_convolutions=last not in penalised
-            and all(isinstance(recorder[name].map, ConvolutionMap) for name in penalised),
             eager=bool(twice) or self._are_compiled(recorded),
         )
 

@@ -1,47 +1,51 @@
 r"""Limit the penalty of training steps, so that it is harmless and still effective.
 
 A dead network is perfectly flat, so that the published objective ``loss + weight * penalty`` has
-it as an attractor: with a large weight, training ends there. With the weighted penalty ``P`` of
-``n`` layers and a limit ``c``, a step minimises :math:`L + s P` with `s` a constant in the
-differentiation,
+it as an attractor. And steps along the penalty's gradient become unstable at learning rates at
+which those of the loss are stable: the weights grow from step to step, until all units are zero.
+With the weighted penalty ``P`` and a limit ``c``, a step minimises :math:`L + s P`
+with `s` a constant in the differentiation,
 
-.. math:: s = \min\Bigl(1,\; \frac{n c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr),
+.. math:: s = \min\Bigl(1,\; \frac{L_0 - L}{2 R},\; \frac{c}{r \rho^2 R}\Bigr),
     \qquad R = \max(|P|, \overline{|P|}) .
 
-**Size.** :math:`R` is the penalty of the batch, or its moving average over steps where that is
-larger. With :math:`|P|` alone, a batch with a small penalty would be scaled up to the same step as
-one with a large penalty, and training would follow the noise of such batches. At a first layer and
-a high learning rate, networks with a large weight ended sharper than without penalty.
-
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
-batch. A network that has not learned to distinguish samples has gained nothing over it, and gets no
-penalty. So a dead network is no attractor, and a penalty cannot stop training before it has begun.
-At a minimum, this is no limit. Each layer may have as much as a single one. Where all layers had to
-share that, a convolutional network got less flat. The gain counts as far as it has come to that of
-a perfect network. Without this factor, the penalty of a first layer cost a convolutional network 5
-to 11 points of accuracy, and networks at a high learning rate hardly learned; with less of the
-gain, perceptrons became less flat. (Losses that can be negative have no perfect network, and a
-factor of at most 1.)
+batch. The penalty is at most half of what the network has gained over it. A network that has
+learned nothing gets no penalty. With more than half, a dead network would still be an attractor: if
+the outputs are small and grow by a factor `t`, the gain grows by `t`, and the penalty by
+:math:`t^2`. So the gradient of :math:`s P` is :math:`2 s P / t`, and must not exceed that of the
+gain, :math:`(L_0 - L) / t`. At a minimum, this is hardly a limit: how much flatness may cost is for
+the weight to say.
 
-**Gradients.** :math:`G` is the typical norm of the loss's gradient in this training, a moving
-average over steps. So no step is larger than those that training has shown to be stable. The
-loss's gradient of the same step would vanish at a minimum, which is where flatness is decided.
-Where only convolutions are penalised, a quarter of :math:`2 c G` is allowed. With all of it, the
-first of them cost a convolutional network 1 to 2 points of accuracy at low rates, and it was
-hardly flatter. A quarter at all layers, or at a perceptron's first one, made them less flat.
+**Steps.** A step of the rate :math:`r` along the gradient of :math:`s P` lowers it by about
+:math:`r \|\nabla s P\|^2`. The limit allows the share `c` of :math:`s P`: no step may remove more
+of the penalty, to first order. This is `c` times Polyak's step, which is the stable one for a
+function whose minimum is zero [1]_. So the limit depends on the learning rate, and is none at low
+rates. A bound by the typical gradient of the loss, whatever the rate, had to be too strict at low
+rates or too weak at high ones. With `c` of 1 and more, some networks still died at a rate at the
+edge of what training without penalty survives; none did at 0.8 and below. 0.5 is the default.
+
+:math:`r` is what training shows: the root of the mean squares of the weights' movement between two
+measurements, over the root of the number of steps, and of the step's gradient,
+:math:`\|\nabla L\|^2 + s^2 \|\nabla P\|^2`. It thus counts momentum, the scaling of Adam and
+schedules, for any optimizer and any loop. :math:`\rho` is the mean of the ratios
+:math:`\|\nabla P\| / |P|`.
+
+**Size.** :math:`R` is the penalty of the batch, or its moving average over about 30 steps where
+that is larger. With :math:`|P|` alone, a batch with a small penalty would be scaled up to the same
+step as one with a large penalty, and training would follow the noise of such batches.
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
-first 8 steps and in every 8th step. :math:`\rho` is the root mean square of the measured ratios
-:math:`\|\nabla P\|` to :math:`|P|`, each of which counts for 0.9 times as much as the next one.
-Where it was the last ratio, steps between measurements could be 20 times as long as allowed, which
-ended networks at a high learning rate. Where it was the largest ratio, the penalty at a first
-layer hardly made it flatter.
+first 8 steps and in every 8th step; for :math:`r`, the weights of the last measurement are kept.
+Each measurement counts for 0.9 times as much as the next one, so that the last ten or so count.
 
 There is one formula for one net or several, over arrays of NumPy or torch.
+
+.. [1] Polyak, "Minimization of unsmooth functionals", 1969.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,48 +53,67 @@ from torch import Tensor
 
 from relflat_sk._numerics import or_one
 
-__all__ = ["PenaltyLimit", "constant_loss"]
+__all__ = ["Measured", "PenaltyLimit", "constant_loss"]
 
-# number of steps from one measurement of the norms to the next, and of first steps with one each
+# number of steps from one measurement to the next, and of first steps with one each
 _EVERY = 8
-_DECAY = 0.999
-# how slowly the ratios of the norms to the penalties are forgotten, at each measurement
+# how slowly measurements are forgotten: the last ten or so count
 _MEMORY = 0.9
-# the share of the limit of gradients that holds at convolutions
-_AT_CONVOLUTIONS = 0.25
+# the share of what is learned that the penalty may have
+_GAIN = 0.5
 # how much of the penalty's average a step replaces
 _NEWEST = 0.03
 # what a limit knows of past steps
-_COUNTED = "steps", "_n_norms"
-_MEASURED = "_typical", "_squares", "_n_squares", "_most", "_mean"
+_COUNTED = "steps", "_measured_at"
+_MEASURED = "_gradient", "_gradients", "_movements", "_ratios", "_n_ratios", "_most", "_mean"
+
+
+class Measured(NamedTuple):
+    """What is measured in a step: norms of gradients, and all weights in one row per net."""
+
+    of_loss: Any  # () or (k,)
+    of_penalty: Any  # () or (k,)
+    weights: Any  # (p,) or (k, p)
 
 
 class PenaltyLimit:
     """The limits of the penalties of one net or of several, with what past steps have shown.
 
-    Shapes: all arrays have those of the nets: () for one net, (k,) for several.
+    Numbers have the shapes of the nets: () for one net, (k,) for several.
     """
 
     def __init__(self) -> None:
         self.steps: Any = 0  # an integer, or a NumPy array of them
-        self._n_norms: Any = 0
-        self._typical: Any = 0.0  # the norm of the loss's gradient
-        # the norms of the penalty's gradients over the penalties, squared: their sum and number, in
-        # which old ones count for less; at first, there is no limit by it
-        self._squares: Any = 0.0
-        self._n_squares: Any = 1e-30
-        self._most: Any = 0.0  # the largest penalty over the limit `clip`, by the gradients
+        self._measured_at: Any = 0  # the step of the last measurement
+        self._weights: Any = None  # those of the last measurement, as `Measured` has them
+        self._gradient: Any = np.nan  # of that step, its norm squared
+        # sums over measurements, in which old ones count for less: of `_gradient`; of the weights'
+        # squared movements per step; of the ratios of the penalty's gradient to the penalty
+        self._gradients: Any = 0.0
+        self._movements: Any = 0.0
+        self._ratios: Any = 0.0
+        self._n_ratios: Any = 0.0
+        self._most: Any = np.inf  # the largest penalty over the limit `clip`, by the movements
         self._mean: Any = 0.0  # the penalty's size; at first, that of each batch counts
 
     @classmethod
     def stack(cls, limits: Sequence["PenaltyLimit"], like: Any) -> "PenaltyLimit":
         """Join the limits of several nets, as arrays of the kind of another one."""
-        found = cls()
+        stacked = cls()
         for name in _COUNTED:
-            setattr(found, name, np.array([getattr(one, name) for one in limits]))
+            setattr(stacked, name, np.array([getattr(limit, name) for limit in limits]))
         for name in _MEASURED:
-            setattr(found, name, as_kind([float(getattr(one, name)) for one in limits], like))
-        return found
+            numbers = [float(getattr(limit, name)) for limit in limits]
+            setattr(stacked, name, as_kind(numbers, like))
+        rows = [limit._weights for limit in limits]
+        known = [torch.as_tensor(row) for row in rows if row is not None]
+        if known:
+            unknown = torch.full_like(known[0], torch.nan)
+            weights = torch.stack([
+                unknown if row is None else torch.as_tensor(row) for row in rows
+            ])
+            stacked._weights = weights.to(like) if isinstance(like, Tensor) else weights.numpy()
+        return stacked
 
     def unstack(self, limits: Sequence["PenaltyLimit"]) -> None:
         """Give the limits of several nets what these steps have shown."""
@@ -98,26 +121,31 @@ class PenaltyLimit:
         if isinstance(values[0], Tensor):
             values = torch.stack(values).cpu()
         for name, numbers in zip(
-            _COUNTED + _MEASURED, [self.steps, self._n_norms, *values], strict=True
+            _COUNTED + _MEASURED, [self.steps, self._measured_at, *values], strict=True
         ):
-            for one, value in zip(limits, numbers.tolist(), strict=True):
-                setattr(one, name, value)
+            for limit, value in zip(limits, numbers.tolist(), strict=True):
+                setattr(limit, name, value)
+        if self._weights is not None:
+            for limit, row in zip(limits, torch.as_tensor(self._weights), strict=True):
+                limit._weights = row
 
     def copy(self) -> "PenaltyLimit":
         """Copy the limit, for steps that are no part of the training."""
-        found = PenaltyLimit()
-        vars(found).update(vars(self))  # arrays are replaced, and never changed
-        return found
+        copied = PenaltyLimit()
+        vars(copied).update(vars(self))  # arrays are replaced, and never changed
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        own = vars(self).items()
-        return {name: value.item() if hasattr(value, "item") else value for name, value in own}
+        state = {name: getattr(self, name) for name in (*_COUNTED, *_MEASURED)}
+        numbers = {k: v.item() if hasattr(v, "item") else v for k, v in state.items()}
+        weights = self._weights
+        return {**numbers, "_weights": None if weights is None else torch.as_tensor(weights).cpu()}
 
-    def state_dict(self) -> dict[str, float]:
-        """Return what past steps of one net have shown, as numbers."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what past steps of one net have shown, as numbers and a row of weights."""
         return {name.lstrip("_"): value for name, value in self.__getstate__().items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace what past steps have shown by a state dict."""
         names = {name.lstrip("_"): name for name in vars(self)}
         if state_dict.keys() != names.keys():
@@ -132,8 +160,8 @@ class PenaltyLimit:
         return (self.steps < _EVERY) | (self.steps % _EVERY == 0)
 
     @property
-    def needs_norms(self) -> bool:
-        """Whether the next step is one in which a net's norms are measured."""
+    def needs_measurement(self) -> bool:
+        """Whether the next step is one in which something of a net is measured."""
         due = self._due
         return due if isinstance(due, bool) else bool(due.any())
 
@@ -143,43 +171,62 @@ class PenaltyLimit:
         of_constant: Any,
         penalty: Any,
         clip: Any,
-        norms: tuple[Any, Any] | None = None,
-        n_layers: int = 1,
-        *,
-        at_convolutions: bool = False,
+        measured: Measured | None = None,
     ) -> Any:
         """Make a step: return the share of each weighted penalty that the limit leaves.
 
-        `of_constant` is the loss of a constant output, `penalty` the sum over layers. `norms` are
-        those of the gradients of loss and weighted penalty, in a step that needs them.
-        `at_convolutions` says whether all of these are convolutions before the last layer.
+        `of_constant` is the loss of a constant output, `penalty` the weighted sum over layers.
+        `measured` are the norms of the gradients of loss and weighted penalty, and the weights, in
+        a step that needs them.
         """
+        with np.errstate(all="ignore"):
+            return self._share(loss, of_constant, penalty, clip, measured)
+
+    def _share(
+        self, loss: Any, of_constant: Any, penalty: Any, clip: Any, measured: Measured | None
+    ) -> Any:
+        """Compute what `share` returns."""
         xp: Any = torch if isinstance(penalty, Tensor) else np
-        size = abs(penalty)
-        if norms is not None:
-            of_loss, of_penalty = norms
-            due = self._due
-            self._n_norms = self._n_norms + due
-            # a debiased moving average
-            rate = (1 - _DECAY) / (1 - _DECAY**self._n_norms)
-            typical = self._typical + (of_loss - self._typical) * as_kind(rate, penalty)
-            self._typical = xp.where(_usable(due, typical), typical, self._typical)
-            squares = _MEMORY * self._squares + (of_penalty / size) ** 2
-            usable = _usable(due, squares)
-            self._squares = xp.where(usable, squares, self._squares)
-            number = _MEMORY * self._n_squares + xp.ones_like(size)
-            self._n_squares = xp.where(usable, number, self._n_squares)
-            self._most = 2 * self._typical * (self._n_squares / self._squares) ** 0.5
+        size, due = abs(penalty), self._due
+        if measured is not None:
+            self._measure(measured, size, due)
         self.steps = self.steps + 1
         mean = self._mean + _NEWEST * (size - self._mean)
         self._mean = xp.where(mean < xp.inf, mean, self._mean)
-        # the share of a constant's loss that is learned, if losses cannot be negative
-        learned = abs(1 - loss / xp.where(of_constant != 0, of_constant, 1.0)).clip(max=1)
-        by_value = learned * (of_constant - loss) * (n_layers / 5)
-        most = self._most * _AT_CONVOLUTIONS if at_convolutions else self._most
-        largest = clip * by_value.clip(max=most)
+        largest = (_GAIN * (of_constant - loss)).clip(max=clip * self._most)
         # where there is no penalty, there is nothing to limit
-        return xp.where(size > 0, largest / xp.maximum(size, self._mean), 1.0).clip(0, 1)
+        share = xp.where(size > 0, largest / xp.maximum(size, self._mean), 1.0).clip(0, 1)
+        if measured is not None:
+            gradient = measured.of_loss**2 + (share * measured.of_penalty) ** 2
+            self._gradient = xp.where(_as_array(due, gradient), gradient, self._gradient)
+        return share
+
+    def _measure(self, measured: Measured, size: Any, due: Any) -> None:
+        """Update what past steps have shown by a measurement of the nets that are due."""
+        xp: Any = torch if isinstance(size, Tensor) else np
+        ratio = measured.of_penalty / size
+        usable = xp.isfinite(ratio) & _as_array(due, size)
+        self._ratios = xp.where(usable, _MEMORY * self._ratios + ratio, self._ratios)
+        number = _MEMORY * self._n_ratios + xp.ones_like(size)
+        self._n_ratios = xp.where(usable, number, self._n_ratios)
+        last, weights = self._weights, measured.weights
+        if last is not None and last.shape == weights.shape:
+            last = torch.as_tensor(last).to(weights) if xp is torch else np.asarray(last)
+            n_steps = as_kind(np.maximum(self.steps - self._measured_at, 1), size)
+            movement = xp.square(weights - last).sum(-1) / n_steps
+            usable = xp.isfinite(movement + self._gradient) & _as_array(due, size)
+            self._movements = xp.where(
+                usable, _MEMORY * self._movements + movement, self._movements
+            )
+            self._gradients = xp.where(
+                usable, _MEMORY * self._gradients + self._gradient, self._gradients
+            )
+            slowness = xp.sqrt(self._gradients / self._movements)
+            most = slowness * (self._n_ratios / self._ratios) ** 2
+            self._most = xp.where(xp.isnan(most), xp.inf, most)
+            weights = xp.where(_as_array(due, size)[..., None], weights, last)
+        self._weights = weights
+        self._measured_at = np.where(due, self.steps, self._measured_at)
 
 
 def as_kind(values: Any, like: Any) -> Any:
@@ -191,13 +238,11 @@ def as_kind(values: Any, like: Any) -> Any:
     return np.asarray(values, dtype=like.dtype)
 
 
-def _usable(due: Any, measured: Any) -> Any:
-    """Return which nets are due and have a finite number."""
-    xp: Any = torch if isinstance(measured, Tensor) else np
-    finite = xp.isfinite(measured)
-    if np.all(due):
-        return finite
-    return finite & (torch.as_tensor(due).to(finite.device) if xp is torch else due)
+def _as_array(due: Any, like: Any) -> Any:
+    """Return which nets are due, as an array of the kind of another one."""
+    if isinstance(like, Tensor):
+        return torch.as_tensor(due, device=like.device)
+    return np.asarray(due)
 
 
 def constant_loss(

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
@@ -30,7 +31,7 @@ from relflat_sk._network.tail import find_ending
 from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture, Plan
-from relflat_sk._penalty.limit import PenaltyLimit, constant_loss
+from relflat_sk._penalty.limit import Measured, PenaltyLimit, constant_loss
 from relflat_sk._penalty.quiet import QuietHooks, has_hooks, without_hooks
 
 __all__ = ["RelativeFlatnessPenalty"]
@@ -78,8 +79,7 @@ class RelativeFlatnessPenalty:
         Limit of ``weight * penalty``, as `flatness_clip` of `RelativeFlatnessRegularizedNet`. The
         penalty is scaled down to it, by what its past calls have shown: use one penalty for one
         training. None: no limit, as published. Without a limit, a large weight can end in a dead
-        network, which is perfectly flat. With it, the weight hardly matters once it is large
-        enough.
+        network, which is perfectly flat.
 
     Raises
     ------
@@ -319,22 +319,22 @@ class RelativeFlatnessPenalty:
         if isinstance(divisor, Tensor):
             counts = divisor if weight is None else divisor * weight
         of_constant = constant_loss(loss_of, output, counts)
+        losses: list[Any] = [value.detach(), of_constant, penalty.detach()]
+        measured = None
+        if self.limit.needs_measurement:
+            parameters = [p for p in self._capture.module.parameters() if p.requires_grad]
+            with without_autocast(output), self._hooks.quiet(), without_hooks(parameters):
+                norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
+            weights = torch.cat([p.detach().flatten().to(value) for p in parameters])
+            measured = Measured(*norms, weights)
+        if output.device.type == "cpu":  # floats are faster; an accelerator's would be waited for
+            losses = [np.float64(number.item()) for number in losses]
+            if measured is not None:
+                of_loss, of_penalty = (np.float64(norm.item()) for norm in norms)
+                measured = Measured(of_loss, of_penalty, weights.numpy())
         with without_autocast(output):
-            norms = None
-            if self.limit.needs_norms:
-                parameters = [p for p in self._capture.module.parameters() if p.requires_grad]
-                with self._hooks.quiet(), without_hooks(parameters):
-                    norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
-            share: Tensor = self.limit.share(
-                value.detach(),
-                of_constant,
-                penalty.detach(),
-                self.clip,
-                norms,
-                len(plan.penalised),
-                at_convolutions=plan.at_convolutions,
-            )
-        return penalty, share.to(penalty.dtype)
+            share = self.limit.share(losses[0], losses[1], losses[2], self.clip, measured)
+        return penalty, torch.as_tensor(share, dtype=penalty.dtype, device=penalty.device)
 
 
 def _gradient_norm(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:

@@ -395,8 +395,7 @@ class VmappedNets:
         if self._loss is None:
             return partial(_step_of_any, self._body, job)
         at_last = self._found.layers.is_penalised
-        n_layers = at_last + len(self._found.layers.earlier)
-        return Step(self._body, self._loss, at_last=at_last, earlier=earlier, n_layers=n_layers)
+        return Step(self._body, self._loss, at_last=at_last, earlier=earlier)
 
 
 def _step_of_any(

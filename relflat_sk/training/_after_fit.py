@@ -231,13 +231,11 @@ def _has_collapsed(losses: Sequence[float], found: ConstantComparison) -> bool:
 def _has_outweighed(net: Any, since: int) -> bool:
     """Return whether the penalty can have kept the net from learning.
 
-    It was larger than the loss in some epoch, and its limit allowed its gradient to be at least
-    as large as the loss's. With a lower limit, each step still lowers the loss.
+    It was larger than the loss in some epoch, and had no limit.
     """
-    limited = net.flatness_clip is not None and net.flatness_clip < 1
     return (
         bool(net.flatness_weight)
-        and not limited
+        and net.flatness_clip is None
         and any(
             epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
             for epoch in net.history[since:]

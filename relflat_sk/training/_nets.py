@@ -59,11 +59,11 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
         `flatness_weight` in the first epoch, and all of it from epoch k on.
     flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step, by what the network has gained over a constant output
-        and by the typical gradient of the loss in this training; the notes of
-        `RelativeFlatnessRegularizedNet` have the formula. The penalty is scaled down to the
-        limit, so that a large weight does not end in a dead network, which is perfectly flat.
-        None: no limit, as published.
+        Limit of the penalty in each step: the largest share of it that the step may remove by the
+        penalty's own gradient. The penalty is also at most half of what the network has gained over
+        a constant output; the notes of `RelativeFlatnessRegularizedNet` have the formula. It is
+        scaled down to the limit, so that a large weight or learning rate does not end in a dead
+        network, which is perfectly flat. None: no limit, as published.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state. All threads of a
@@ -135,7 +135,7 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         no curvature, so that the penalty has no effect; if the net is perfectly flat and no better
         than a constant; or if the penalty kept it from learning: its loss is less than 5% below
         the best constant prediction's, the penalty was larger than the loss in some epoch, and
-        `flatness_clip` is None or at least 1.
+        `flatness_clip` is None.
 
     See Also
     --------
@@ -148,21 +148,20 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     Notes
     -----
     With the limit `flatness_clip`, the penalty :math:`P = \lambda \sum \kappa / (2 m)` of the
-    :math:`n` layers `flatness_layer` is multiplied in each step by
+    layers `flatness_layer` is multiplied in each step by
 
-    .. math:: \min\Bigl(1,\; \frac{n c}{5} \frac{(L_0 - L)^2}{L_0 R},\; 2 c \frac{G}{\rho R}\Bigr) ,
+    .. math:: \min\Bigl(1,\; \frac{L_0 - L}{2 R},\; \frac{c}{r \rho^2 R}\Bigr) ,
         \qquad R = \max(|P|, \overline{|P|}) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
-    batch, :math:`G` a moving average of :math:`\|\nabla L\|` over the steps, and :math:`\rho` the
-    root mean square of :math:`\|\nabla P\| / |P|`. The last term has a quarter of :math:`c` if all
-    these layers are convolutions before the last layer. A network that has learned nothing gets no
-    penalty, and no step is larger than training has shown to be stable. The limit does not vanish
-    at a minimum, where flatness is decided. :math:`R` is at least the moving average of the
-    penalty over about 30 steps, so that batches with a small penalty are not scaled up. The norms
-    are those over all parameters. They take two backward passes, in the first 8 steps and in every
-    8th step; of :math:`\rho`, the last ten measurements or so count. The criterion is called once
-    more in each step, for the mean output.
+    batch, :math:`r` the rate at which training moves the weights per norm of the gradient, and
+    :math:`\rho` the mean of :math:`\|\nabla P\| / |P|`. A network that has learned nothing gets no
+    penalty. No step removes more than the share :math:`c` of the penalty, to first order, which is
+    :math:`c` times Polyak's step; at low learning rates, this is no limit. :math:`R` is at least
+    the moving average of the penalty over about 30 steps, so that batches with a small penalty are
+    not scaled up. Norms are those over all parameters. They take two backward passes, in the first
+    8 steps and in every 8th step; the last ten measurements or so count. The criterion is called
+    once more in each step, for the mean output.
 
     References
     ----------
