@@ -28,9 +28,8 @@ def test_the_readme_fits_on_a_screen_and_its_example_prints_what_it_says(tmp_pat
 def test_the_site_starts_with_the_first_block_of_the_readme():
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert blocks("docs/index.md") == blocks("README.md")[:1]
-    assert (
-        re.search("```text\n.*\n```", (ROOT / "README.md").read_text(encoding="utf-8"))[0] in text
-    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search("```text\n.*?```", readme, re.DOTALL)[0] in text
 
 
 def test_the_five_minutes_print_what_the_page_says(tmp_path, capsys):
