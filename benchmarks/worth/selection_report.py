@@ -31,7 +31,7 @@ GROUPS = {
     "classification, wrong labels": [name for name in TASKS if "wrong" in name],
     "regression (points of R2)": list(REGRESSIONS),
 }
-# the ways of the diagram and of the table by data set, with their names in docs/does_it_help.md
+# the ways of the table by data set, with their names in the diagram
 MAIN = {
     FLAT: "flattest per feature at equal loss",
     "nearest to the mean of all": "nearest to the mean of all",
@@ -58,6 +58,10 @@ MAIN = {
     "better half of 20%, refit": "the mean of the better half, by 20% held out",
     "average of all": "the mean of all candidates",
 }
+DRAWN = [
+    *("average of all", "flatter half", f"{FEW} best of 20%, refit", f"{FEW} random", "5 flattest"),
+    *("nearest to the mean of all", FLAT, "random", "relative_flatness", "mean confidence"),
+]
 
 # rules of what to do by default: the way for classes, and for values
 RULES = {
@@ -128,7 +132,9 @@ def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
     for space in SPACES:
         _print_by_data(rows[rows["space"] == space], space)
     _print_rules(rows)
-    _print_ranks(rows, figure)
+    _print_ranks(rows)
+    if figure:
+        draw(rows, figure)
 
 
 def _print_splits(rows: pd.DataFrame) -> None:
@@ -238,7 +244,7 @@ def mean_ranks(rows: pd.DataFrame, names: Iterable[str]) -> tuple[pd.Series, int
     return means.rank(axis=1).mean().sort_values(), len(means), float(p)
 
 
-def _print_ranks(rows: pd.DataFrame, figure: str | Path | None) -> None:
+def _print_ranks(rows: pd.DataFrame) -> None:
     classes = rows[~rows["data"].isin(REGRESSIONS)]
     held = classes[~classes["data"].isin(CHOSEN_ON)]
     for title, some in (("all", classes), ("held back", held)):
@@ -249,28 +255,32 @@ def _print_ranks(rows: pd.DataFrame, figure: str | Path | None) -> None:
         print(f"\nmean rank over {n} classification data sets and spaces, {title}; "
               f"Friedman p = {p:.2g}, Nemenyi's critical difference {least:.1f}\n")  # fmt: skip
         print(table([["way", "rank"], *([way, f"{rank:.1f}"] for way, rank in ranks.items())]))
-        if figure and title == "all":
-            draw(ranks, least, figure)
 
 
-def draw(ranks: pd.Series, least: float, path: str | Path) -> None:
-    """Draw mean ranks, with a bar over each group that does not differ (Demsar 2006, figure 1)."""
+def draw(rows: pd.DataFrame, path: str | Path) -> None:
+    """Draw the gains of some ways over a hold-out, with intervals, on the data sets held back."""
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
-    fig, ax = plt.subplots(figsize=(8, 0.3 * len(ranks) + 1))
-    places = np.arange(len(ranks))
-    ax.plot(ranks, places, "o", color="black")
-    ax.set_yticks(places, [MAIN[way] for way in ranks.index])
+    names = GROUPS["classification, held back"]
+    held = rows[rows["data"].isin(names) & rows["way"].isin([*DRAWN, BASE])]
+    fig, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for space, shift in zip(SPACES, (-0.12, 0.12), strict=True):
+        some = held[held["space"] == space]
+        if BASE not in set(some["way"]):
+            continue
+        compared = compare(some).set_index("way").reindex(DRAWN)
+        places = np.arange(len(DRAWN)) + shift
+        ax.errorbar(
+            -compared["difference"],
+            places,
+            xerr=compared["width"],
+            fmt="o",
+            label=f"{space} candidates",
+        )
+    ax.set_yticks(range(len(DRAWN)), [MAIN[way] for way in DRAWN])
+    ax.axvline(0, color="0.7", zorder=0)
     ax.invert_yaxis()
-    values, reached = ranks.to_numpy(), -1
-    for i, first in enumerate(values):
-        last = int(np.flatnonzero(values <= first + least)[-1])
-        if last > max(i, reached):
-            ax.plot([first - 0.1] * 2, [i, last], lw=3, alpha=0.4, solid_capstyle="round")
-            reached = last
-    ax.set_xlabel(
-        f"mean rank of the test error\n(ways joined by a bar differ by less than {least:.1f})"
-    )
-    fig.tight_layout()
+    ax.set_xlabel("gain over the best by 20% held out, in points of accuracy (plus is good)")
+    ax.legend()
     fig.savefig(path)
     plt.close(fig)
