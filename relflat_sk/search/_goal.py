@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.base import is_regressor
 from skorch import NeuralNet
 from torch import nn
 
 from relflat_sk._checks import is_number
+from relflat_sk._losses.table import TABLE
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._results import Measured
@@ -71,9 +73,20 @@ def add_goal(estimator: Any, goal: Any) -> None:
     net = last_step(estimator)
     if goal is None or not isinstance(net, NeuralNet) or net.callbacks == "disable":
         return
-    if not own_goals(net):
-        callback = StopAtDepth() if goal == AUTO else StopAtLoss(goal)
-        net.set_params(callbacks=[*(net.callbacks or []), callback])
+    if own_goals(net) or (goal == AUTO and predicts_numbers(net)):
+        return
+    callback = StopAtDepth() if goal == AUTO else StopAtLoss(goal)
+    net.set_params(callbacks=[*(net.callbacks or []), callback])
+
+
+def predicts_numbers(net: NeuralNet) -> bool:
+    """Return whether a net does regression, whose loss may fall far below any share of the start.
+
+    How far depends on the noise, which nobody knows: such nets train to their plateau.
+    """
+    criterion = net.criterion if isinstance(net.criterion, type) else type(net.criterion)
+    row = TABLE.get(criterion)
+    return is_regressor(net) if row is None else row.task == "regression"
 
 
 def find_ending(

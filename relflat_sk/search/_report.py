@@ -27,7 +27,7 @@ from relflat_sk.plots import (
 )
 from relflat_sk.plots._base import require_matplotlib
 from relflat_sk.plots._points import color_column
-from relflat_sk.search._goal import own_goals
+from relflat_sk.search._goal import own_goals, predicts_numbers
 from relflat_sk.search._results import listed
 from relflat_sk.search._space import plain_repr
 from relflat_sk.search._steps import last_prefix, last_step
@@ -119,7 +119,7 @@ def describe_goal(search: Any) -> str:
     if goals:
         return f"Goal: {', '.join(map(text_of, goals))}, as the estimator brings it."
     plateau = "a plateau of the training loss"
-    if search.goal == "auto":
+    if search.goal == "auto" and not predicts_numbers(model):
         return (
             "Goal: a twentieth of the loss of the best constant prediction, which is a depth of "
             f"20, or {plateau}."

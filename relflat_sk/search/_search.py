@@ -223,12 +223,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         without training, and to restore the best estimator of an earlier session.
     goal : "auto", float or None, default="auto"
         What nets train to that have no `StopAtLoss` or `StopAtGradientNorm` of their own: a
-        training loss, or "auto", a twentieth of the loss of the best constant prediction. With
-        "auto" or None, a net that has not reached a goal is a minimum if its training has come to a
-        plateau: the mean training losses of the last two fifths of its epochs, of at least 10,
-        differ by at most 1% of the drop from the best constant prediction's loss. Estimators of
-        scikit-learn stop by their own tolerance, and are minima if they did; "auto" does not change
-        them, and with a loss they must also have reached it.
+        training loss, or "auto", for a classifier a twentieth of the loss of the best constant
+        prediction; a regressor trains to its plateau, because its noise decides how far its loss
+        can fall. With "auto" or None, a net that has not reached a goal is a minimum if its
+        training has come to a plateau: the mean training losses of the last two fifths of its
+        epochs, of at least 10, differ by at most 1% of the drop from the best constant prediction's
+        loss. Estimators of scikit-learn stop by their own tolerance, and are minima if they did;
+        "auto" does not change them, and with a loss they must also have reached it.
     refit : bool or "mean", default="mean"
         What the search predicts with. "mean": `ensemble_`, the mean prediction of all networks
         that have learned, which on most data generalises better than the best of a hold-out
