@@ -11,14 +11,14 @@ from relflat_sk import FlatnessWarning
 from relflat_sk._warnings import warn
 
 
-def inside(package, function, *arguments):
-    """Call a function from a file of a package."""
+def inside(package, function):
+    """Return a function of a package's file that calls another function."""
 
     def call():
-        function(*arguments)
+        function()
 
     code = call.__code__.replace(co_filename=package.__file__)
-    type(call)(code, call.__globals__, closure=call.__closure__)()
+    return type(call)(code, call.__globals__, closure=call.__closure__)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def inside(package, function, *arguments):
 def test_points_at_the_users_code_past_the_packages_in_between(packages):
     call = partial(warn, "doubtful")
     for package in packages:
-        call = partial(inside, package, call)
+        call = inside(package, call)
     with pytest.warns(FlatnessWarning, match="doubtful") as caught:
         call()
     assert caught[0].filename == __file__
