@@ -84,3 +84,52 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
+
+
+# -- products and distances of rows, of arrays of NumPy or torch ---------------------------
+
+# numbers in the differences between a weight's rows, up to which they are written out
+FEW = 2**16
+
+
+def transposed(array: Any) -> Any:
+    """Exchange the last two axes."""
+    return array.swapaxes(-1, -2)
+
+
+def dots(left: Any, right: Any) -> Any:
+    """Sum products along the last axis."""
+    if isinstance(left, Tensor):
+        return torch.linalg.vecdot(left, right)
+    return np.einsum("...i,...i->...", left, right)
+
+
+def gaps_between(rows: Any) -> Any:
+    """Return the differences between few rows, (..., d, d, m), and None for many."""
+    d, m = rows.shape[-2:]
+    return rows[..., :, None, :] - rows[..., None, :, :] if d * d * m <= FEW else None
+
+
+def squared_distances(rows: Any) -> Any:
+    """Compute the squared distances between rows: (..., d, d)."""
+    gaps = gaps_between(rows)
+    return distances_of_many(rows) if gaps is None else dots(gaps, gaps)
+
+
+def distances_of_many(rows: Any) -> Any:
+    """Compute squared distances by products, which take less memory than differences.
+
+    They round to the largest distance, but leave at least the distance of a row to itself 0, with
+    which a confident prediction weighs it.
+    """
+    squares = dots(rows, rows)
+    products = rows @ transposed(rows)
+    return without_diagonal((squares[..., None] + squares[..., None, :] - 2 * products).clip(0))
+
+
+def without_diagonal(matrix: Any) -> Any:
+    """Set the diagonal of square matrices to 0, of one or of several networks."""
+    if isinstance(matrix, Tensor):
+        identity = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
+        return matrix.masked_fill(identity, 0.0)
+    return np.where(np.eye(matrix.shape[-1], dtype=bool), matrix.dtype.type(0), matrix)

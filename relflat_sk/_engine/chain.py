@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses.array_losses import namespace, transposed
+from relflat_sk._losses.array_losses import namespace
+from relflat_sk._numerics import transposed
 
 Arrays = Mapping[str, Any]
 

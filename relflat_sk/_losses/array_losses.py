@@ -15,56 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# numbers in the differences between a weight's rows, up to which they are written out
-FEW = 2**16
+from relflat_sk._numerics import (
+    distances_of_many,
+    dots,
+    gaps_between,
+    transposed,
+    without_diagonal,
+)
 
 
 def namespace(array: Any) -> Any:
     """Return the library of an array, whose functions have the same names in both."""
     return torch if isinstance(array, Tensor) else np
-
-
-def transposed(array: Any) -> Any:
-    """Exchange the last two axes."""
-    return array.swapaxes(-1, -2)
-
-
-def _dots(left: Any, right: Any) -> Any:
-    """Sum products along the last axis."""
-    if isinstance(left, Tensor):
-        return torch.linalg.vecdot(left, right)
-    return np.einsum("...i,...i->...", left, right)
-
-
-def _gaps(rows: Any) -> Any:
-    """Return the differences between few rows, (..., d, d, m), and None for many."""
-    d, m = rows.shape[-2:]
-    return rows[..., :, None, :] - rows[..., None, :, :] if d * d * m <= FEW else None
-
-
-def squared_distances(rows: Any) -> Any:
-    """Compute the squared distances between rows: (..., d, d)."""
-    gaps = _gaps(rows)
-    return _distances_of_many(rows) if gaps is None else _dots(gaps, gaps)
-
-
-def _distances_of_many(rows: Any) -> Any:
-    """Compute squared distances by products, which take less memory than differences.
-
-    They round to the largest distance, but leave at least the distance of a row to itself 0, with
-    which a confident prediction weighs it.
-    """
-    squares = _dots(rows, rows)
-    products = rows @ transposed(rows)
-    return _without_diagonal((squares[..., None] + squares[..., None, :] - 2 * products).clip(0))
-
-
-def _without_diagonal(matrix: Any) -> Any:
-    """Set the diagonal of square matrices to 0, of one or of several networks."""
-    if isinstance(matrix, Tensor):
-        identity = torch.eye(matrix.shape[-1], dtype=torch.bool, device=matrix.device)
-        return matrix.masked_fill(identity, 0.0)
-    return np.where(np.eye(matrix.shape[-1], dtype=bool), matrix.dtype.type(0), matrix)
 
 
 class TraceTerm(NamedTuple):
@@ -147,12 +109,12 @@ class CrossEntropy(ArrayLoss):
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         # Tr(W^T B W) = sum_k Var_p(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2: no term is negative,
         # so the result is exact to rounding if the distances are
-        gaps = _gaps(weight)
+        gaps = gaps_between(weight)
         if gaps is None:
             rows = weight - weight.mean(-2)[..., None, :]
-            distances = _distances_of_many(rows)
+            distances = distances_of_many(rows)
         else:
-            distances = _dots(gaps, gaps)
+            distances = dots(gaps, gaps)
         slope = p @ distances
         forms = (slope * p).sum(-1, keepdims=True)  # twice the variances
         norms = (phi * phi).sum(-1, keepdims=True) * scale
@@ -160,7 +122,7 @@ class CrossEntropy(ArrayLoss):
         pairs = transposed(p) @ weighted
         if gaps is None:
             # a class has no distance to itself, whose large share would round the others away
-            pairs = _without_diagonal(pairs)
+            pairs = without_diagonal(pairs)
             of_weight = 2 * (pairs.sum(-1)[..., None] * rows - pairs @ rows)
         else:
             of_weight = 2 * (pairs[..., None, :] @ gaps)[..., 0, :]
@@ -177,7 +139,7 @@ class _OutputLoss(ArrayLoss):
 
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         second, third = self.derivatives(p)
-        squares = _dots(weight, weight)[..., None, :]
+        squares = dots(weight, weight)[..., None, :]
         norms = (phi * phi).sum(-1, keepdims=True) * scale
         forms = (second * squares).sum(-1, keepdims=True)
         of_weight = 2 * (second * norms).sum(-2)[..., None] * weight

@@ -31,8 +31,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from relflat_sk._losses.array_losses import FEW, CrossEntropy, squared_distances
-from relflat_sk._numerics import full_precision, safe_root
+from relflat_sk._losses.array_losses import CrossEntropy
+from relflat_sk._numerics import FEW, full_precision, safe_root, squared_distances
 
 # number of rows from which the common row of a factor is computed, as their mean
 _CENTRED = 1024

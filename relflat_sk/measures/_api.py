@@ -9,48 +9,30 @@ import pandas as pd
 from numpy.typing import NDArray
 from torch import nn
 
-from relflat_sk._models.network_of import name_layer, name_layers, open_model
+from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
 from relflat_sk._random import alone
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import MAX_PASSES
 from relflat_sk.measures._measure_network import (
+    OF_DATA,
     check_layers,
     counts_decay,
+    find_measure,
     is_of_network,
     measure_network,
+    measure_opened,
     takes_loss,
     warn_of_non_finite,
 )
 from relflat_sk.measures._minimum import warn_of_vanished
 from relflat_sk.measures._names import (
     describe_invariance,
-    find_measure,
     find_measures,
     get_measure_names,
 )
-from relflat_sk.measures._results import Measure, Measured, NotApplicableError, Results
-from relflat_sk.measures._user_function import name_of
-
-# arguments of the measures that say how the data are read
-OF_DATA = {"batch_size", "criterion", "device", "output", "sample_weight"}
-
-
-def measure_opened(
-    network: Network, measure: Measure, *, layer: Layer = -1, **params: Any
-) -> Measured:
-    """Measure a model that was opened, as `measure` does."""
-    if "layers" in params:
-        raise TypeError(
-            f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
-        )
-    check_layers([measure], layer)
-    assert network.source is not None
-    at = name_layer(network.source.model, layer)
-    with alone():
-        (measured,) = measure_network(network, [measure], [at], **params).values()
-    return measured
+from relflat_sk.measures._results import Measure, Measured, NotApplicableError, Results, name_of
 
 
 def flatness_report(  # noqa: PLR0913

@@ -7,18 +7,18 @@ from numbers import Integral
 from typing import Any
 
 import torch
-from torch import nn
+from sklearn.base import BaseEstimator
 
-from relflat_sk._checks import check_number
-from relflat_sk._losses.curvature import product_curvature, pull_back
+from relflat_sk._checks import check_number, did_you_mean
 from relflat_sk._losses.loss import name_criterion
-from relflat_sk._network.batches import Batch
+from relflat_sk._models.network_of import name_layer
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
-from relflat_sk._network.network import Network, outcome_of
-from relflat_sk._random import RandomState, make_generator, rademacher
+from relflat_sk._network.network import Network
+from relflat_sk._random import RandomState, alone
 from relflat_sk._warnings import warn
-from relflat_sk.measures._equal_loss import are_no_logarithms, at_equal_loss, check_share
+from relflat_sk.measures._criterion_curvature import criterion_has_curvature
+from relflat_sk.measures._equal_loss import at_equal_loss, check_share
 from relflat_sk.measures._layer_measures import (
     GRADIENT_NORM,
     LAYER_MEASURES,
@@ -35,57 +35,13 @@ from relflat_sk.measures._results import (
     Passes,
     Results,
     Summary,
+    name_of,
 )
 from relflat_sk.measures._scan import scan, scan_losses
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
-from relflat_sk.measures._user_function import arguments_of, measure_by_function, name_of
+from relflat_sk.measures._user_function import arguments_of, measure_by_function
+from relflat_sk.minima._minimum import is_reserved
 from relflat_sk.minima._table import AT_EQUAL_LOSS
-
-# -- whether a criterion has any curvature at the outputs of a network --------------------------
-
-
-def criterion_has_curvature(network: Network) -> bool:
-    """Return whether the criterion is curved in the network's outputs, on some batch of the data.
-
-    Where it is not, every flatness is zero behind a network that is linear or piecewise linear.
-    The 0-1 loss, a detached loss and the mean absolute error are such criteria.
-    """
-    with borrowed(network.module):
-        # by its formula, also where outputs are too large to show it in float32
-        curved = network.loss.is_curved and not _takes_logits_as_logarithms(network)
-        return curved or any(_is_curved(network, batch) for batch in network.batches())
-
-
-def _takes_logits_as_logarithms(network: Network) -> bool:
-    """Return whether `NLLLoss`, which is linear, receives outputs that are no log-probabilities."""
-    if type(network.loss.criterion) is not nn.NLLLoss:
-        return False
-    with torch.no_grad():
-        output = network(next(iter(network.batches())).x)
-    return are_no_logarithms(output)
-
-
-def _is_curved(network: Network, batch: Batch) -> bool:
-    """Return whether a product with the Hessian in the outputs of a batch is not zero."""
-    if batch.y is None:
-        return True
-    with torch.no_grad():
-        output = network(batch.x)
-    with torch.enable_grad():
-        output = output.detach().requires_grad_()
-        loss, _ = outcome_of(network, batch, output).total()
-        if not loss.requires_grad:
-            return False
-        (gradient,) = pull_back([loss], [output], create_graph=False)
-        if gradient is None:
-            return False
-        if not bool(gradient.any()):
-            return True
-        # random signs do not cancel, as ones would in a softmax
-        signs = rademacher(output.shape, output, make_generator(0, output.device))
-        product = product_curvature(loss, output).product(signs)
-    return bool(product.any())
-
 
 # -- measuring ----------------------------------------------------------------------------------
 
@@ -115,6 +71,11 @@ NETWORK_WIDE: dict[str, NetworkMeasure] = {
     "network_flatness": NetworkMeasure(_network_flatness, ("layer",), of_loss=True),
     **NORM_MEASURES,
     **SHARPNESS_MEASURES,
+}
+# the changes of the weights under which each measure is invariant
+SAME: dict[str, tuple[str, ...]] = {
+    **LAYER_MEASURES,
+    **{name: measure.same for name, measure in NETWORK_WIDE.items()},
 }
 # arguments of the measures of layers, which measures of the whole network accept without effect
 _OF_LAYERS = {"atol", "max_passes", "method", "n_probes", "rtol", "verbose"}
@@ -168,6 +129,56 @@ def measure_network(
     return results
 
 
+def find_measure(measure: Measure) -> Measure:
+    """Check a measure, which is a name of this library or a function of the user's."""
+    if isinstance(measure, str) and measure in SAME:
+        return measure
+    if not callable(measure):
+        names = sorted(SAME)
+        question = did_you_mean(measure, names) if isinstance(measure, str) else ""
+        raise ValueError(
+            f"there is no measure {measure!r}.{question} Choose from {names}, or pass a "
+            "function of model, X and y."
+        )
+    _refuse_scorer(measure)
+    arguments_of(measure)
+    name = name_of(measure)
+    if name in SAME or is_reserved(name):
+        raise ValueError(
+            f"{name!r} is a measure or a column of relflat_sk: give {measure!r} another name."
+        )
+    return measure
+
+
+def _refuse_scorer(function: Any) -> None:
+    """Refuse a scorer as a measure: its values have the other sign."""
+    if isinstance(function, BaseEstimator):
+        raise TypeError(
+            f"{function!r} is greater for flatter models, and a measure is smaller. Pass the name "
+            "of its measure; only searches and rank_models take scorers, for their arguments."
+        )
+
+
+# arguments of the measures that say how the data are read
+OF_DATA = {"batch_size", "criterion", "device", "output", "sample_weight"}
+
+
+def measure_opened(
+    network: Network, measure: Measure, *, layer: Layer = -1, **params: Any
+) -> Measured:
+    """Measure a model that was opened, as `measure` does."""
+    if "layers" in params:
+        raise TypeError(
+            f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
+        )
+    check_layers([measure], layer)
+    assert network.source is not None
+    at = name_layer(network.source.model, layer)
+    with alone():
+        (measured,) = measure_network(network, [measure], [at], **params).values()
+    return measured
+
+
 def loss_share(measure: Measure, at_loss: float | None) -> float | None:
     """Return the share of the best constant's loss at which a measure is taken, if at any."""
     return _SHARES.get(name_of(measure)) if at_loss is None else at_loss
@@ -181,9 +192,11 @@ def takes_loss(measure: Measure) -> bool:
 
 def check_at_loss(measures: Sequence[Measure], at_loss: float | None) -> None:
     """Refuse a bad share of the loss, and measures that do not depend on the loss."""
+    if at_loss is None:
+        return
     check_share(at_loss)
     without = [name_of(measure) for measure in measures if not takes_loss(measure)]
-    if at_loss is not None and without:
+    if without:
         raise ValueError(
             f"at_loss={at_loss!r} has no effect on {', '.join(without)}, which does not depend on "
             "the loss: leave it out, or measure a flatness."

@@ -14,7 +14,8 @@ from skorch import NeuralNet
 
 from relflat_sk._network.network import Network
 from relflat_sk._warnings import warn
-from relflat_sk.measures._measure_network import CURVATURES, criterion_has_curvature
+from relflat_sk.measures._criterion_curvature import criterion_has_curvature
+from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._predictions import Score, auc_of, score_of
 from relflat_sk.measures._results import Passes, Results, constant_risk
 

@@ -7,20 +7,9 @@ shows it, and the documentation prints it.
 from collections.abc import Iterable
 from typing import Any
 
-from sklearn.base import BaseEstimator
-
-from relflat_sk._checks import did_you_mean
-from relflat_sk.measures._layer_measures import LAYER_MEASURES
-from relflat_sk.measures._measure_network import NETWORK_WIDE
+from relflat_sk.measures._measure_network import SAME, find_measure
 from relflat_sk.measures._results import Measure
-from relflat_sk.measures._user_function import arguments_of, name_of
-from relflat_sk.minima._minimum import is_reserved
 from relflat_sk.minima._table import column_of
-
-SAME: dict[str, tuple[str, ...]] = {
-    **LAYER_MEASURES,
-    **{name: measure.same for name, measure in NETWORK_WIDE.items()},
-}
 
 
 def describe_invariance(measure: str) -> str:
@@ -47,36 +36,6 @@ def get_measure_names() -> list[str]:
     True
     """
     return sorted(SAME)
-
-
-def find_measure(measure: Measure) -> Measure:
-    """Check a measure, which is a name of this library or a function of the user's."""
-    if isinstance(measure, str) and measure in SAME:
-        return measure
-    if not callable(measure):
-        names = get_measure_names()
-        question = did_you_mean(measure, names) if isinstance(measure, str) else ""
-        raise ValueError(
-            f"there is no measure {measure!r}.{question} Choose from {names}, or pass a "
-            "function of model, X and y."
-        )
-    _refuse_scorer(measure)
-    arguments_of(measure)
-    name = name_of(measure)
-    if name in SAME or is_reserved(name):
-        raise ValueError(
-            f"{name!r} is a measure or a column of relflat_sk: give {measure!r} another name."
-        )
-    return measure
-
-
-def _refuse_scorer(function: Any) -> None:
-    """Refuse a scorer as a measure: its values have the other sign."""
-    if isinstance(function, BaseEstimator):
-        raise TypeError(
-            f"{function!r} is greater for flatter models, and a measure is smaller. Pass the name "
-            "of its measure; only searches and rank_models take scorers, for their arguments."
-        )
 
 
 def find_measures(measures: Any) -> dict[str, Measure]:

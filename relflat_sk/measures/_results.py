@@ -187,3 +187,10 @@ def constant_risk(network: Network, passes: Passes) -> float:
 # the name of a measure, or a function of model, X and y
 Measure = str | Callable[..., Any]
 Results = dict[tuple[str, str], Measured]  # by layer and name of the measure
+
+
+def name_of(measure: Measure) -> str:
+    """Return the name of a measure, or of a function of the user's, whichever kind it is."""
+    if isinstance(measure, str):
+        return measure
+    return str(getattr(measure, "__name__", type(measure).__name__))

@@ -17,11 +17,10 @@ from relflat_sk._network.layers import Layer, find_layer
 from relflat_sk._network.network import Network, layer_names
 from relflat_sk._warnings import warn
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._api import OF_DATA, measure_opened, relative_flatness
+from relflat_sk.measures._api import relative_flatness
+from relflat_sk.measures._measure_network import OF_DATA, find_measure, measure_opened
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
-from relflat_sk.measures._names import find_measure
-from relflat_sk.measures._results import Measured
-from relflat_sk.measures._user_function import name_of
+from relflat_sk.measures._results import Measured, name_of
 
 DATA = ("given", "train")
 NON_MINIMUM = ("accept", "reject", "warn")

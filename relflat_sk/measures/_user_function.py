@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import borrowed, unwrapped
 from relflat_sk._network.network import Network
-from relflat_sk.measures._results import Estimate
+from relflat_sk.measures._results import Estimate, name_of
 
 # -- lend a model to a function of the user's, and return it as it was --------------------------
 
@@ -117,13 +117,6 @@ def measure_by_function(function: Callable[..., Any], network: Network, **params
     if stderr < 0:
         raise ValueError(f"the measure {name!r} returned a standard error of {stderr}.")
     return Estimate(value, stderr, "function")
-
-
-def name_of(measure: str | Callable[..., Any]) -> str:
-    """Return the name of a measure, or of a function of the user's, whichever kind it is."""
-    if isinstance(measure, str):
-        return measure
-    return str(getattr(measure, "__name__", type(measure).__name__))
 
 
 def arguments_of(function: Callable[..., Any]) -> frozenset[str]:

@@ -3,7 +3,8 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from inspect import isfunction, signature
 from typing import Any, ClassVar
 
@@ -711,7 +712,8 @@ class FlatNet(SkorchNet):
 
     def _must_record(self) -> bool:
         """Return whether a pass through the module is one of which a penalty is computed."""
-        return bool(torch.is_grad_enabled() and self.flatness_weight and not self._is_unseen)
+        wanted = self.flatness_weight and not self._is_unseen and not _IS_MEASURED.get()
+        return bool(torch.is_grad_enabled() and wanted)
 
     def _to_inputs(self, x: Any) -> Any:
         return cast_inputs(to_tensor(x, device=self.device), self.module_)
@@ -872,7 +874,21 @@ def _(model: FlatNet, X: Any, y: Any, options: DataOptions) -> Network:
         y = None  # the Dataset holds the labels
     elif y is not None:
         y = model._encode(y)
-    return skorch_network(model, skorch_batches(model, X, y, options), options)
+    network = skorch_network(model, skorch_batches(model, X, y, options), options)
+    infer: Any = network.forward
+
+    def forward(x: Any) -> Any:
+        measured = _IS_MEASURED.set(True)
+        try:
+            return infer(x)
+        finally:
+            _IS_MEASURED.reset(measured)
+
+    return replace(network, forward=forward)
+
+
+# a pass of a measure, which records layers itself, is none of which a penalty is computed
+_IS_MEASURED: ContextVar[bool] = ContextVar("is measured", default=False)
 
 
 def _on_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk._losses import array_losses
+from relflat_sk import _numerics
 from relflat_sk._losses.array_losses import CrossEntropy, find_array_loss
 from relflat_sk._losses.loss import Loss
 
@@ -69,7 +69,7 @@ def test_losses_and_trace_terms_have_the_gradients_of_autograd(name, scale, libr
 @pytest.mark.parametrize("few", [2**16, 0], ids=["few classes", "many classes"])
 def test_confident_predictions_are_exact_in_float32(few, library, monkeypatch):
     """A net whose weights are large is sure of its classes: rounding must not seem to be curved."""
-    monkeypatch.setattr(array_losses, "FEW", few)
+    monkeypatch.setattr(_numerics, "FEW", few)
     weight = 1e5 * torch.randn(K, D, M, generator=torch.Generator().manual_seed(0)).double()
     p = torch.zeros(K, N, D).double()
     p[..., 1] = 1e-20

@@ -1,7 +1,7 @@
 """What measures find beside their values: standard errors, the mean loss, the best constant's."""
 
 from relflat_sk._models.network_of import open_model
-from relflat_sk.measures._api import OF_DATA, measure_opened
+from relflat_sk.measures._measure_network import OF_DATA, measure_opened
 from relflat_sk.measures._results import constant_risk
 
 

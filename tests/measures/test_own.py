@@ -35,8 +35,7 @@ from relflat_sk import (
     rank_minima,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.measures._api import measure_opened
-from relflat_sk.measures._measure_network import measure_network
+from relflat_sk.measures._measure_network import measure_network, measure_opened
 from relflat_sk.measures._user_function import TAKEN
 from tests.measures.evaluate import evaluate
 from tests.network.test_network import prepared, same, state_of
