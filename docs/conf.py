@@ -83,7 +83,6 @@ html_math_renderer = "mathml"  # MathJax would be fetched from another site
 html_theme = "pydata_sphinx_theme"
 html_title = "relflat_sk"
 html_theme_options = {
-    "show_prev_next": False,
     "show_toc_level": 2,
     "header_links_before_dropdown": 7,
     "navbar_persistent": ["search-button"],  # an icon, which leaves room for the links
