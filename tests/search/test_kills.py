@@ -67,9 +67,10 @@ def trained(folder):
     return Counter(map(float, lines))
 
 
-def make_search(folder, storage, way="alone", **parameters):
-    stored = {} if storage == "memory" else {"storage": folder / FILES[storage]}
-    stored |= {} if storage == "memory" else {"study_name": "sweep"}
+def make_search(folder, kind, way="alone", **parameters):
+    stored = {}
+    if kind != "memory":
+        stored = {"storage": folder / FILES[kind], "study_name": "sweep"}
     arguments = {"n_jobs": 1 if way == "alone" else 2, "random_state": 0, **stored, **parameters}
     return FlatMinimaSearch(Logged(folder), {"C": CHOICES}, **arguments)
 
