@@ -41,7 +41,7 @@ from relflat_sk.measures._scan import scan, scan_losses
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.measures._user_function import arguments_of, measure_by_function
 from relflat_sk.minima._minimum import is_reserved
-from relflat_sk.minima._table import AT_EQUAL_LOSS
+from relflat_sk.minima._ranking import AT_EQUAL_LOSS
 
 # -- measuring ----------------------------------------------------------------------------------
 

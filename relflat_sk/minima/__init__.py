@@ -33,7 +33,7 @@ Every other numeric column counts as a measure, so that a table can be extended 
 
 from relflat_sk.minima._correlation import correlate_measures
 from relflat_sk.minima._hyperparameters import conditional_mutual_information, granulated_kendall
-from relflat_sk.minima._table import rank_minima
+from relflat_sk.minima._ranking import rank_minima
 
 __all__ = [
     "conditional_mutual_information",

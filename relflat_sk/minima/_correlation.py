@@ -66,14 +66,14 @@ class SelectedMinima:
 
         `row_of` takes rows of the table, the measure and the target there, see `pairs`.
         """
-        found = []
+        table = []
         for measure in self.measures:
             if measure not in without:
                 rows, x, y = self.pairs(measure)
                 row: dict[str, Any] = {"n": len(x)} | row_of(rows, x, y)
                 row["n_left_out"] = len(self.table) - row["n"]
-                found.append({"measure": measure} | row)
-        return pd.DataFrame(found, columns=["measure", *names, "n", "n_left_out"])
+                table.append({"measure": measure} | row)
+        return pd.DataFrame(table, columns=["measure", *names, "n", "n_left_out"])
 
     def of_group(self, rows: NDArray[np.bool_]) -> "SelectedMinima":
         """Select some of the minima. Shapes: `rows` (N,)."""
@@ -148,8 +148,8 @@ def interval(name: str, value: float, resampled: Floats) -> dict[str, float]:
 
     Shapes: `resampled` (b,).
     """
-    known, tail = resampled[np.isfinite(resampled)], (1 - CONFIDENCE) / 2
-    ends = np.quantile(known, [tail, 1 - tail]).tolist() if len(known) else [np.nan, np.nan]
+    finite, tail = resampled[np.isfinite(resampled)], (1 - CONFIDENCE) / 2
+    ends = np.quantile(finite, [tail, 1 - tail]).tolist() if len(finite) else [np.nan, np.nan]
     return dict(zip(with_ends(name), [float(value), *ends], strict=True))
 
 
@@ -164,9 +164,9 @@ def signs(values: Floats, first: NDArray[np.intp], second: NDArray[np.intp]) -> 
 
 def ratio(numerator: NDArray[Any], denominator: NDArray[Any]) -> Floats:
     """Return a ratio, nan where the denominator is 0."""
-    found: Floats = np.full(len(numerator), np.nan)
-    np.divide(numerator, denominator, out=found, where=denominator > 0)
-    return found
+    quotient: Floats = np.full(len(numerator), np.nan)
+    np.divide(numerator, denominator, out=quotient, where=denominator > 0)
+    return quotient
 
 
 # -- coefficients ---------------------------------------------------------------------------------
@@ -287,17 +287,17 @@ def correlate_measures(
 
     def within(rows: NDArray[np.intp], x: Floats, y: Floats) -> dict[str, float]:
         parts = [groups[rows] == group for group in range(len(labels))]
-        found = [
-            (part.sum(), resampled(x[part], y[part], own))
-            for part, own in zip(parts, seeds, strict=True)
+        by_group = [
+            (part.sum(), resampled(x[part], y[part], seed_of_group))
+            for part, seed_of_group in zip(parts, seeds, strict=True)
         ]
-        known = [(n, one) for n, one in found if one and np.isfinite(one["kendall"][0])]
-        if not known:
+        defined = [(n, row) for n, row in by_group if row and np.isfinite(row["kendall"][0])]
+        if not defined:
             return {"n": 0}
-        sizes = np.array([[n] for n, _ in known], dtype=np.float64)
+        sizes = np.array([[n] for n, _ in defined], dtype=np.float64)
         means = {}
         for name in _COEFFICIENTS:
-            values = np.array([one[name] for _, one in known])
+            values = np.array([row[name] for _, row in defined])
             weights = np.where(np.isfinite(values), sizes, 0.0)
             means[name] = ratio((weights * np.nan_to_num(values)).sum(axis=0), weights.sum(axis=0))
         return {**_with_intervals(means), "n": int(sizes.sum())}
@@ -314,10 +314,10 @@ def correlate_measures(
     return every[["measure", "stratum", *columns, "n", "n_left_out"]]
 
 
-def _with_intervals(found: dict[str, Floats]) -> dict[str, float]:
+def _with_intervals(coefficients: dict[str, Floats]) -> dict[str, float]:
     """Return coefficients with the ends of their intervals, by column."""
     row: dict[str, float] = {}
-    for name, (value, *resamples) in found.items():
+    for name, (value, *resamples) in coefficients.items():
         row |= interval(name, value, np.array(resamples))
     return row
 

@@ -219,9 +219,9 @@ class _Granules:
     def psi(self, x: Floats, y: Floats, counts: Floats) -> Floats:
         """Return the mean over the axes, then each axis, in each resample: (b, 1 + k)."""
         concordance = signs(x, self.first, self.second) * signs(y, self.first, self.second)
-        along = np.stack([self._psi_of_axes(concordance, each) for each in counts])
-        known = np.isfinite(along)
-        mean = ratio(np.where(known, along, 0.0).sum(axis=1), known.sum(axis=1))
+        along = np.stack([self._psi_of_axes(concordance, drawn) for drawn in counts])
+        finite = np.isfinite(along)
+        mean = ratio(np.where(finite, along, 0.0).sum(axis=1), finite.sum(axis=1))
         return np.column_stack([mean, along])
 
     def _psi_of_axes(self, concordance: Integers, counts: Floats) -> Floats:
@@ -349,9 +349,9 @@ def conditional_mutual_information(
     """
     if isinstance(given, str) or callable(given):
         given = [given]
-    known = [column_of(one) for one in given]
-    selected = select_minima(minima, target, n_bootstrap, finite=known)
-    numbers = [numeric_column(selected.table, one, argument="given") for one in known]
+    names_given = [column_of(measure) for measure in given]
+    selected = select_minima(minima, target, n_bootstrap, finite=names_given)
+    numbers = [numeric_column(selected.table, name, argument="given") for name in names_given]
     columns = find_axes(selected.table, axes)
     levels = number_levels(selected.table, columns)
     seed = draw_seed(random_state)
@@ -359,20 +359,20 @@ def conditional_mutual_information(
     sets = [chosen for size in sizes for chosen in combinations(range(len(columns)), size)]
 
     def information(rows: Integers, x: Floats, y: Floats) -> dict[str, Any]:
-        pairs = _Pairs.of(levels[rows], sets, y, [one[rows] for one in numbers])
+        pairs = _Pairs.of(levels[rows], sets, y, [values[rows] for values in numbers])
         shares = pairs.shares(x, np.ones((1, len(x))))[0]
         smallest = int(np.argmin(np.where(np.isnan(shares), np.inf, shares)))
         resampled = pairs.shares(x, resample(len(x), int(n_bootstrap), seed))
         row: dict[str, Any] = interval("cmi", shares[smallest], _least(resampled))
         axes_given = (plain_name(columns[axis]) for axis in sets[smallest])
-        row["given"] = (*axes_given, *known)
+        row["given"] = (*axes_given, *names_given)
         for size in sizes:
             of_size = [len(chosen) == size for chosen in sets]
             row[f"cmi_given_{size}"] = float(_least(shares[None, of_size])[0])
         return row | {"chance": _chance(pairs, x, seed)}
 
     names = [*with_ends("cmi"), "given", *(f"cmi_given_{size}" for size in sizes), "chance"]
-    return selected.tabulate(names, information, without=[*columns, *known])
+    return selected.tabulate(names, information, without=[*columns, *names_given])
 
 
 def _chance(pairs: "_Pairs", x: Floats, seed: int) -> float:
@@ -397,16 +397,16 @@ class _Cells:
     equal: Bools  # cells of pairs whose minima have equal values
 
     @classmethod
-    def of(cls, levels: Integers, first: Integers, second: Integers, known: Integers) -> "_Cells":
+    def of(cls, levels: Integers, first: Integers, second: Integers, given: Integers) -> "_Cells":
         """Assign every pair to a cell, from the levels of the set and signs of other measures.
 
-        Shapes: `levels` (n, k), `known` (p, l).
+        Shapes: `levels` (n, k), `given` (p, l).
         """
         # a column of zeros makes the empty set a case like any other
         constant = np.zeros((len(levels), 1), dtype=np.intp)
         _, values = np.unique(np.hstack([constant, levels]), axis=0, return_inverse=True)
         a, b = values.ravel()[first], values.ravel()[second]
-        pair, other = np.column_stack([a, b, known]), np.column_stack([b, a, -known])
+        pair, other = np.column_stack([a, b, given]), np.column_stack([b, a, -given])
         # of both orders of its minima, a pair is counted in that which comes first
         differs = pair != other
         at = np.arange(len(pair)), differs.argmax(axis=1)
@@ -443,12 +443,12 @@ class _Pairs:
 
     @classmethod
     def of(
-        cls, levels: Integers, sets: list[tuple[int, ...]], y: Floats, known: Sequence[Floats] = ()
+        cls, levels: Integers, sets: list[tuple[int, ...]], y: Floats, given: Sequence[Floats] = ()
     ) -> "_Pairs":
         """Pair the minima, from their levels (n, k), targets (n,) and other measures (n,)."""
         first, second = np.triu_indices(len(y), 1)
-        of_known = [signs(one, first, second) for one in known]
-        directions = np.array(of_known, dtype=np.intp).reshape(len(known), len(first)).T
+        of_given = [signs(values, first, second) for values in given]
+        directions = np.array(of_given, dtype=np.intp).reshape(len(given), len(first)).T
         cells = [_Cells.of(levels[:, list(chosen)], first, second, directions) for chosen in sets]
         return cls(first, second, cells, signs(y, first, second))
 
@@ -458,8 +458,8 @@ class _Pairs:
         outcome = 3 * (signs(x, self.first, self.second) + 1) + self.sign_of_target + 1
         positions = [(cells, cells.positions(outcome)) for cells in self.cells]
         shares = np.empty((len(counts), len(self.cells)))
-        for row, each in zip(shares, counts, strict=True):
-            weights = each[self.first] * each[self.second]
+        for row, drawn in zip(shares, counts, strict=True):
+            weights = drawn[self.first] * drawn[self.second]
             row[:] = [_share(cells.table(position, weights)) for cells, position in positions]
         return shares
 

@@ -20,7 +20,7 @@ from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._results import Measured
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._table import depth_of
+from relflat_sk.minima._ranking import depth_of
 from relflat_sk.search._steps import last_step
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._convergence import StopAtDepth

@@ -21,7 +21,8 @@ from relflat_sk.measures._names import find_measures
 from relflat_sk.measures._results import Measure, Measured, constant_risk, name_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._table import AUTO, column_of, find_depth_band
+from relflat_sk.minima._ranking import AUTO, find_depth_band
+from relflat_sk.minima._table import column_of
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call
 from relflat_sk.search._fit import LAST, missing_layer

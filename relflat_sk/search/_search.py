@@ -28,7 +28,8 @@ from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._table import mark_depth_band, shorten_parameters
+from relflat_sk.minima._ranking import mark_depth_band
+from relflat_sk.minima._table import shorten_parameters
 from relflat_sk.search._average import average, has_mean
 from relflat_sk.search._candidates import Candidates, Draws, SearchStudy, owned
 from relflat_sk.search._failures import explain

@@ -7,11 +7,11 @@ import pytest
 from optuna.trial import TrialState, create_trial
 
 from relflat_sk.minima import correlate_measures
+from relflat_sk.minima._ranking import depth_of
 from relflat_sk.minima._table import (
     FIXED,
     column_of,
     curves_of,
-    depth_of,
     find_axes,
     find_axis,
     is_comparable,
