@@ -241,7 +241,7 @@ def as_kind(values: Any, like: Any) -> Any:
 def _as_array(due: Any, like: Any) -> Any:
     """Return which nets are due, as an array of the kind of another one."""
     if isinstance(like, Tensor):
-        return torch.as_tensor(due, device=like.device)
+        return torch.as_tensor(due).to(like.device)
     return np.asarray(due)
 
 

@@ -334,7 +334,9 @@ class RelativeFlatnessPenalty:
                 measured = Measured(of_loss, of_penalty, weights.numpy())
         with without_autocast(output):
             share = self.limit.share(losses[0], losses[1], losses[2], self.clip, measured)
-        return penalty, torch.as_tensor(share, dtype=penalty.dtype, device=penalty.device)
+        if not isinstance(share, Tensor):
+            share = torch.tensor(float(share), dtype=penalty.dtype)
+        return penalty, share.to(penalty.dtype)
 
 
 def _gradient_norm(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
