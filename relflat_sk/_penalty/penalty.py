@@ -32,7 +32,7 @@ from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture, Plan
 from relflat_sk._penalty.limit import Measured, PenaltyLimit, constant_loss
-from relflat_sk._penalty.quiet import QuietHooks, has_hooks, without_hooks
+from relflat_sk._penalty.quiet import QuietHooks, has_forward_hooks, has_hooks, without_hooks
 
 __all__ = ["RelativeFlatnessPenalty"]
 
@@ -230,14 +230,27 @@ class RelativeFlatnessPenalty:
         ...     y_pred = net(torch.ones(5, 4))
         """
         recorded = self._capture.open(module, self._asked())
-        hooked = [part for part in self._capture.parts_of(module) if has_hooks(part)]
-        return self._capture_hooked(recorded, hooked) if hooked else recorded
+        parts = self._capture.parts_of(module)
+        hooked = [part for part in parts if has_hooks(part)]
+        # the first pass shows whether the network itself registers hooks of activations
+        activations = (
+            self._capture.plan is None
+            or self._hooks.registers
+            or any(map(has_forward_hooks, parts))
+        )
+        if not (hooked or activations):
+            return recorded
+        return self._capture_hooked(recorded, hooked, activations=activations)
 
     @contextmanager
     def _capture_hooked(
-        self, recorded: AbstractContextManager[Any], hooked: Sequence[nn.Module]
+        self,
+        recorded: AbstractContextManager[Any],
+        hooked: Sequence[nn.Module],
+        *,
+        activations: bool,
     ) -> Iterator[None]:
-        with recorded, self._hooks.guarded(hooked):
+        with recorded, self._hooks.guarded(hooked, activations=activations):
             yield
 
     @property

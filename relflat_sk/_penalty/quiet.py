@@ -1,10 +1,12 @@
 """Keep hooks of users from being called by differentiations that are no step of theirs."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 _OF_MODULES = "_backward_hooks", "_backward_pre_hooks"
 
@@ -23,42 +25,80 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 class QuietHooks:
-    """Backward hooks of modules, which are not called while `is_quiet`.
+    """Backward hooks of modules and of activations, which are not called while `is_quiet`.
 
     torch binds them to the graph in the forward pass, and so has to find guarded ones there.
     """
 
     def __init__(self) -> None:
         self.is_quiet = False
+        self.registers = False  # whether a forward pass has registered hooks of activations
+        self.retained: list[weakref.ref[Tensor]] = []  # activations that retain their gradient
+
+    def __reduce__(self) -> tuple[type["QuietHooks"], tuple[()]]:
+        return QuietHooks, ()
 
     @contextmanager
-    def guarded(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Guard the hooks of modules for a forward pass inside the context."""
+    def guarded(self, modules: Sequence[nn.Module], *, activations: bool) -> Iterator[None]:
+        """Guard the hooks of modules, and those of activations, in a forward pass."""
         present = [
             hooks for part in modules for name in _OF_MODULES if (hooks := getattr(part, name))
         ]
         taken = [(hooks, dict(hooks)) for hooks in present]
         for hooks, before in taken:
-            hooks.update({key: self._guard(hook) for key, hook in before.items()})
+            hooks.update({key: self.guard(hook) for key, hook in before.items()})
+        self.retained.clear()
         try:
-            yield
+            with _OfActivations(self) if activations else nullcontext():
+                yield
         finally:
             for hooks, before in taken:
                 hooks.update({key: hook for key, hook in before.items() if key in hooks})
 
-    def _guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that does nothing while all are quiet."""
         return lambda *args: None if self.is_quiet else hook(*args)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Call no guarded hook inside the context."""
+        """Call no guarded hook inside the context, and retain no gradient."""
+        before = [(t, t.grad) for kept in self.retained if (t := kept()) is not None]
         self.is_quiet = True
         try:
             yield
         finally:
             self.is_quiet = False
+            for activation, gradient in before:
+                activation.grad = gradient
+
+
+class _OfActivations(TorchFunctionMode):
+    """Guards the hooks that a forward pass registers, and notes which activations have any."""
+
+    def __init__(self, hooks: QuietHooks) -> None:
+        super().__init__()
+        self._hooks = hooks
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch."""
+        kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            self._hooks.registers = True
+            activation, hook = (*args, *kwargs.values())
+            return func(activation, self._hooks.guard(hook))
+        if func is Tensor.retain_grad:
+            self._hooks.registers = True
+            self._hooks.retained.append(weakref.ref(args[0]))
+        return func(*args, **kwargs)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has backward hooks."""
     return any(getattr(module, name) for name in _OF_MODULES)
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has forward hooks, which may register hooks of activations."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)

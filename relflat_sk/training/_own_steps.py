@@ -6,6 +6,7 @@ loss which `get_loss` returns.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -158,7 +159,8 @@ def _with_penalty(
     If the loss is the criterion's times a factor, as for gradients that accumulate, the penalty
     is the criterion's times this factor, and the history gets the loss without it.
     """
-    reading = own.read_criterion(loss, y_true)
+    with nullcontext() if penalty is None else penalty._hooks.quiet():
+        reading = own.read_criterion(loss, y_true)
     terms = [loss.detach() / (1.0 if reading is None else reading.factor)]
     if penalty is not None and reading is None:
         reading = own.read(loss, y_true)

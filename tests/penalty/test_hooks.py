@@ -1,6 +1,7 @@
 """Hooks of users are called once in a step, and sparse gradients have a norm."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -36,8 +37,22 @@ def of_modules_before(net, calls):
     ]
 
 
+def watch(calls):
+    """A forward hook that registers a hook on what a module puts out."""
+
+    def hook(part, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda grad: calls.append(grad))
+
+    return hook
+
+
+def of_outputs(net, calls):
+    return [part.register_forward_hook(watch(calls)) for part in net]
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # at the first layer
-@pytest.mark.parametrize("register", [of_parameters, of_modules, of_modules_before])
+@pytest.mark.parametrize("register", [of_parameters, of_modules, of_modules_before, of_outputs])
 @pytest.mark.parametrize("layer", [-1, 0, "all"])
 def test_a_hook_is_called_once_in_a_step(register, layer):
     net, calls, penalty = network(), [], RelativeFlatnessPenalty(layer, weight=1.0)
@@ -62,6 +77,37 @@ def test_a_hook_is_called_once_in_a_step(register, layer):
     copy.deepcopy(penalty)
 
 
+class Watched(nn.Module):
+    """Registers a hook on an activation in its own forward method, and retains its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.calls = []
+
+    def forward(self, x):
+        self.features = torch.tanh(self.first(x))
+        if self.features.requires_grad:
+            self.features.register_hook(self.calls.append)
+            self.features.retain_grad()
+        return self.out(self.features)
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("layer", [-1, 0, "all"])
+def test_activations_get_their_gradient_once_in_a_step(layer, clip):
+    net, penalty = Watched(), RelativeFlatnessPenalty(layer, weight=1.0, clip=clip)
+    criterion = nn.CrossEntropyLoss()
+    for step in range(N_STEPS):
+        with penalty.capture(net):
+            output = net(X)
+        (criterion(output, Y) + penalty(criterion, output, Y)).backward()
+        assert len(net.calls) == step + 1
+        torch.testing.assert_close(net.features.grad, net.calls[-1])
+    pickle.loads(pickle.dumps(penalty))
+
+
 def test_a_net_calls_hooks_once_in_a_step():
     calls = []
 
@@ -73,6 +119,22 @@ def test_a_net_calls_hooks_once_in_a_step():
 
     Hooked(network(), max_epochs=3, batch_size=8, verbose=0).fit(X.numpy(), Y.numpy())
     assert len(calls) == 3 * 3
+
+
+class Divided(RelativeFlatnessRegularizedClassifier):
+    def get_loss(self, y_pred, y_true, *args, **kwargs):
+        return nn.functional.cross_entropy(y_pred, y_true) / 4
+
+
+@pytest.mark.parametrize("kind", [RelativeFlatnessRegularizedClassifier, Divided])
+def test_a_net_calls_hooks_of_activations_once_in_a_step(kind):
+    calls = []
+    module = nn.Sequential(Watched(), nn.Identity())
+    for part in module:
+        part.register_forward_hook(watch(calls))
+    net = kind(module, max_epochs=3, batch_size=8, verbose=0).fit(X.numpy(), Y.numpy())
+    assert len(calls) == 2 * 3 * 3
+    assert len(net.module_[0].calls) == 3 * 3
 
 
 class Words(nn.Module):
