@@ -86,8 +86,8 @@ class _OfActivations(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.register_hook:
             self._hooks.registers = True
-            activation, hook = (*args, *kwargs.values())
-            return func(activation, self._hooks.guard(hook))
+            activation, hook = [*args, *kwargs.values()]
+            return activation.register_hook(self._hooks.guard(hook))
         if func is Tensor.retain_grad:
             self._hooks.registers = True
             self._hooks.retained.append(weakref.ref(args[0]))
