@@ -86,7 +86,7 @@ class _OfActivations(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.register_hook:
             self._hooks.registers = True
-            activation, hook = [*args, *kwargs.values()]
+            activation, hook = args
             return activation.register_hook(self._hooks.guard(hook))
         if func is Tensor.retain_grad:
             self._hooks.registers = True
