@@ -21,6 +21,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, train_test_split
+from tqdm import tqdm
 
 from relflat_sk import (
     FlatMinimaSearch,
@@ -76,8 +77,13 @@ def cross_validate(net, X, y, batch_sizes, seeds, fleet):
         for seed in seeds
     ]
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
-    with fleet_training(fleet):
-        return GridSearchCV(net, candidates, cv=folds).fit(X, y)
+    with fleet_training(fleet), tqdm(total=5 * len(candidates), desc="cross-validation") as bar:
+
+        def score(net, X, y):
+            bar.update()
+            return net.score(X, y)
+
+        return GridSearchCV(net, candidates, scoring=score, cv=folds).fit(X, y)
 
 
 def timed(function, *arguments):
@@ -143,15 +149,16 @@ def in_words(table, correlation, granulated, n_test):
     noise = 2 * np.sqrt(flat * (1 - flat) / n_test)
     times = table["seconds"]
     ratio = times["5-fold cross-validation"] / times["flattest minimum"]
-    return (
-        "Flatness against the generalisation gap:\n" + "\n".join(found) + f"\n"
-        f"The mean of all networks has a held-out accuracy of {mean:.3f}. "
+    return "\n".join([
+        "Flatness against the generalisation gap, on one data set and one split:",
+        *found,
+        f"The mean of all networks has a held-out accuracy of {mean:.3f}.",
         f"The flattest minimum has {flat:.3f}: "
-        f"{100 * (flat - average):+.1f} points against the average candidate, "
-        f"{100 * (flat - cv):+.1f} against the pick of cross-validation, which took "
-        f"{ratio:.1f} times as long, and {100 * (flat - best):+.1f} against the best.\n"
-        f"On {n_test} held-out images an accuracy is known to about +-{100 * noise:.1f} points."
-    )
+        f"{100 * (flat - average):+.1f} points against the average candidate,",
+        f"  {100 * (flat - cv):+.1f} against the pick of cross-validation, which took {ratio:.1f} "
+        f"times as long, {100 * (flat - best):+.1f} against the best.",
+        f"On {n_test} held-out images an accuracy is known to about +-{100 * noise:.1f} points.",
+    ])
 
 
 def draw(minima, path):
@@ -191,19 +198,25 @@ def main(arguments=None):
     chosen = batch_sizes, seeds, options.fleet
     search, seconds = timed(sweep, net, (X, X_test, y, y_test), *chosen)
     minima = search.minima_
-    print("Cross-validation over the same candidates, for comparison ...")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cv, cv_seconds = timed(cross_validate, net, X, y, *chosen)
 
-    columns = ["rank", "param_batch_size", "param_random_state", "relative_flatness", "depth",
-               "train_loss", "test_loss", "generalization_gap", "test_score", "comparable",
-               "seconds"]  # fmt: skip
-    print("\nMinima, flattest first:")
-    print(minima[columns].to_string(index=False, float_format=lambda v: f"{v:.4g}"))
+    columns = ["rank", "param_batch_size", "relative_flatness", "train_loss", "generalization_gap",
+               "test_score"]  # fmt: skip
+    shown = minima[columns].rename(columns={"param_batch_size": "batch_size"})
+    print(
+        "\nMinima, flattest first:"
+        if len(shown) <= 10
+        else "\nThe 6 flattest and 4 sharpest minima:"
+    )
+    if len(shown) > 10:
+        shown = pd.concat([shown.head(6), shown.tail(4)])
+    print(shown.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     correlation = correlate_measures(minima, random_state=0)
-    print("\nCorrelation with the generalisation gap, with 95% intervals:")
-    print(correlation.to_string(index=False, float_format=lambda v: f"{v:z.2f}"))
+    print("\nRank correlation with the generalisation gap, with 95% intervals:")
+    kendall = ["measure", "n", "kendall", "kendall_low", "kendall_high"]
+    print(correlation[kendall].to_string(index=False, float_format=lambda v: f"{v:z.2f}"))
     mean = search.score(X_test, y_test), log_loss(y_test, search.predict_proba(X_test))
     table = compare(minima, mean, seconds, cv.best_params_, cv_seconds)
     print("\nWhat each way to choose found and cost:")

@@ -291,7 +291,11 @@ def test_the_demo_prints_its_findings_and_draws_them(tmp_path):
         "Kendall tau",
     ):
         assert expected in run.stdout
+    lines = run.stdout.splitlines()
+    assert len(lines) + 6 <= 40  # the full run has ten minima in place of four
+    assert max(map(len, lines)) <= 100
     assert "minima: 100%" in run.stderr
+    assert "cross-validation: 100%" in run.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
@@ -313,7 +317,8 @@ def test_the_demos_words_follow_from_each_coefficient():
     assert lines[1].endswith("Kendall tau: 0.28 [0.20, 0.30]: flatter minima generalised better")
     assert lines[2].endswith("granulated: -0.50 [-0.70, -0.10]: flatter minima generalised WORSE")
     assert lines[3].endswith("granulated: 0.07 [-0.10, 0.20]: no relation beyond chance")
-    assert "+0.0 points against the average candidate" in lines[4]
+    assert "+0.0 points against the average candidate" in lines[5]
+    assert "one data set and one split" in lines[0]
 
 
 def test_the_example_of_sharp_samples_prints_areas():
