@@ -82,8 +82,8 @@ class ArrayLoss(ABC):
 
     def of_constant(self, z: Any, target: Any, shares: Any) -> Any:
         """Compute the losses of the networks' mean output, the same for all samples."""
-        found = (self.each(shares[..., None, :] @ z, target)[0] * shares).sum(-1)
-        return found + np.inf if z.shape[-2] == 1 else found
+        losses = (self.each(shares[..., None, :] @ z, target)[0] * shares).sum(-1)
+        return losses + np.inf if z.shape[-2] == 1 else losses
 
 
 class CrossEntropy(ArrayLoss):

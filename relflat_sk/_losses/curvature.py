@@ -74,8 +74,8 @@ class Factor:
     @cached_property
     def centre(self) -> Tensor:
         """The common row: (k,)."""
-        some = self.array[:: max(1, len(self.array) // _CENTRED)]
-        return full_precision(some).mean(dim=0)
+        rows = self.array[:: max(1, len(self.array) // _CENTRED)]
+        return full_precision(rows).mean(dim=0)
 
     @cached_property
     def norms(self) -> Tensor:
@@ -89,8 +89,8 @@ class Factor:
     @cached_property
     def half_distances(self) -> Tensor:
         """Half of the squared distances between the rows: (d, d)."""
-        found: Tensor = squared_distances(self.matrix()) / 2
-        return found
+        distances: Tensor = squared_distances(self.matrix())
+        return distances / 2
 
     def __getitem__(self, index: slice | Tensor) -> Tensor:
         # some of the rows, as a new array: (c, k)
@@ -292,8 +292,8 @@ class Softmax(ClosedForm):
 
     def diagonal(self) -> Tensor:
         # 1 - p without cancellation: for the top class, the sum of the others
-        others = (1 - self.p).scatter(1, self._top, self._rest.sum(dim=1, keepdim=True))
-        return self._scaled(self.p * others)
+        not_p = (1 - self.p).scatter(1, self._top, self._rest.sum(dim=1, keepdim=True))
+        return self._scaled(self.p * not_p)
 
     def times(self, factor: float) -> ClosedForm:
         scale = full_precision(self.z[:, 0]).new_ones(()) if self.scale is None else self.scale
@@ -370,8 +370,8 @@ class _Total(torch.autograd.Function):
         total = ClosedForm.total(Softmax(z, None), factor, features, ctx.each)
         needs = ctx.needs_input_grad[1:4]
         needed = [x for x, is_needed in zip(tensors, needs, strict=True) if is_needed]
-        found = iter(torch.autograd.grad(total, needed, outer, create_graph=True))
-        return None, *(next(found) if is_needed else None for is_needed in needs), None
+        slopes = iter(torch.autograd.grad(total, needed, outer, create_graph=True))
+        return None, *(next(slopes) if is_needed else None for is_needed in needs), None
 
 
 # -- any loss, by differentiating twice --------------------------------------------------
@@ -396,14 +396,14 @@ class _Products(Curvature):
     gradient: Tensor | None  # (n, d) of the summed loss in z; None where it is constant
 
     def product(self, vectors: Tensor) -> Tensor:
-        found = None
+        products = None
         if self.gradient is not None:
             many = vectors.ndim > self.z.ndim
-            (found,) = pull_back(
+            (products,) = pull_back(
                 [self.gradient], [self.z], [vectors], create_graph=False, many=many
             )
         # where the gradient does not depend on z, there is no curvature
-        return torch.zeros_like(vectors) if found is None else found
+        return torch.zeros_like(vectors) if products is None else products
 
 
 def pull_back(

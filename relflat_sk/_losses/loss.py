@@ -78,7 +78,7 @@ def multiple_of(loss: Tensor, reference: Tensor, output: Tensor) -> float | None
     ]
     if slopes[0] is None or slopes[1] is None:
         return None
-    slope, unit = (full_precision(one.detach()).flatten() for one in slopes if one is not None)
+    slope, unit = (full_precision(s.detach()).flatten() for s in slopes if s is not None)
     factor = (slope @ unit) / (unit @ unit)
     same = (slope - factor * unit).norm() <= _ROUNDING * slope.norm()
     return float(factor) if bool(same & (factor > 0)) else None
@@ -117,11 +117,11 @@ _TRAINED_WITH = {
 def explain_ending(criterion: Any, ending: str | None) -> str | None:
     """Explain why the function that a network ends in does not fit a criterion."""
     kind = type(criterion)
-    own, wrong = _ON_LOGITS.get(kind, ("", set[str]()))
+    applied, wrong = _ON_LOGITS.get(kind, ("", set[str]()))
     if ending not in wrong:
         return None
     return (
-        f"{kind.__name__} takes logits, to which it applies a {own}, but the network ends in a "
+        f"{kind.__name__} takes logits, to which it applies a {applied}, but the network ends in a "
         f"{ending} already"
     )
 
@@ -199,7 +199,7 @@ class Loss:
         """Whether some outputs of a sample count more than others, by their place on its axes."""
         weights = (getattr(self.criterion, name, None) for name in ("weight", "pos_weight"))
         binary = self.row is not None and self.row.task == "binary"
-        return binary and any(one is not None and one.numel() > 1 for one in weights)
+        return binary and any(weight is not None and weight.numel() > 1 for weight in weights)
 
     def logits(self, output: Tensor) -> Tensor:
         """Return logits, up to a constant for each sample, from what the criterion takes."""
@@ -239,11 +239,11 @@ class Loss:
         """Return the target with the part of it that `closed_form` and `divisors` need."""
         row = self.row
         if row is None:  # of any type
-            found = Target(target, target)
+            read = Target(target, target)
         else:
-            found = row.read_target(self.criterion, output, target)
+            read = row.read_target(self.criterion, output, target)
         moves = isinstance(target, Tensor) and target.device != output.device
-        return found.to(output.device) if moves else found
+        return read.to(output.device) if moves else read
 
     def each_divisor(self, output: Tensor, target: Tensor | None) -> float | Tensor:
         """Return what each sample adds to the divisor of the criterion's mean.
@@ -369,9 +369,9 @@ def constant_risk(
     def risk(constant: Tensor) -> Tensor:
         total = divisor = weight.new_zeros(())
         for part in (slice(start, start + rows) for start in range(0, n, rows)):
-            some = targets[part]
-            output = constant.reshape(output_shape).expand(len(some), *output_shape)
-            losses, divisors = loss.terms(output, some, each=bool((weight != 1).any()))
+            target = targets[part]
+            output = constant.reshape(output_shape).expand(len(target), *output_shape)
+            losses, divisors = loss.terms(output, target, each=bool((weight != 1).any()))
             total = total + (weight[part] * losses).sum()
             divisor = divisor + (weight[part] * divisors).sum()
         return total / divisor
@@ -390,5 +390,5 @@ def constant_risk(
         return value.item(), slope.cpu().numpy()
 
     start = np.zeros(output_shape.numel())
-    found = minimize(risk_and_slope, start, jac=True, method="L-BFGS-B")
-    return float(found.fun) if found.success else math.nan
+    best = minimize(risk_and_slope, start, jac=True, method="L-BFGS-B")
+    return float(best.fun) if best.success else math.nan

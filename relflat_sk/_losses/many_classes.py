@@ -122,11 +122,11 @@ class _Sums:
         Shapes: returns (n, m).
         """
         p, g = self.odds.shares(self.total)
-        own, mixed, squares = self.row.square(), self.row * self.first, self.first.square()
+        of_top, mixed, squares = self.row.square(), self.row * self.first, self.first.square()
         if self.second.shape[1] == 1:
-            own, mixed, squares = (x.sum(dim=1, keepdim=True) for x in (own, mixed, squares))
-        others = self.second - g * squares
-        return g * (others + p * (self.total * own - 2 * mixed)).clamp_min(0)
+            of_top, mixed, squares = (x.sum(dim=1, keepdim=True) for x in (of_top, mixed, squares))
+        of_rest = self.second - g * squares
+        return g * (of_rest + p * (self.total * of_top - 2 * mixed)).clamp_min(0)
 
     def gradients(self, z: Tensor, factor: Factor, outer: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradients of ``sum_i outer_i V_i`` in the logits and in the rows.
@@ -135,12 +135,12 @@ class _Sums:
         """
         dtype, (p, g) = factor.centre.dtype, self.odds.shares(self.total)
         variances, away = self.variances(), g * (self.total * self.row - self.first)
-        mean, others = (self.row - away).to(dtype), (outer * g).to(dtype)
+        mean, factor_of_u = (self.row - away).to(dtype), (outer * g).to(dtype)
         offset = (mean.double().square().sum(dim=1, keepdim=True) - variances).to(dtype)
         of_top = (2 * outer * p * away).to(dtype)
         in_logits, in_rows = torch.empty_like(z), torch.empty_like(factor.array)
         for part in chunks(len(z), factor.array):
-            shares, x = self.odds.others(z, part).mul_(others), factor[part]
+            shares, x = self.odds.others(z, part).mul_(factor_of_u), factor[part]
             distances = torch.addmm(factor.norms[part].T, mean, x.T, alpha=-2)
             in_logits[:, part] = distances.add_(offset).mul_(shares)
             x.mul_(2 * shares.sum(dim=0)[:, None]).addmm_(shares.T, mean, alpha=-2)

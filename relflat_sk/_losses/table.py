@@ -244,16 +244,16 @@ def _lowest_cross_entropy(criterion: Any, target: Tensor, n_classes: int) -> Ten
     weight = torch.ones(n_classes, dtype=torch.float64, device=target.device)
     if criterion.weight is not None:
         weight = criterion.weight.to(weight)
-    others = weight * smoothing / n_classes
+    smoothed = weight * smoothing / n_classes  # what each class gets of a label of another one
     if target.is_floating_point():
-        totals = (1 - smoothing) * target.double().movedim(1, -1) * weight + others
+        totals = (1 - smoothing) * target.double().movedim(1, -1) * weight + smoothed
         lowest = entr(totals).sum(-1) - entr(totals.sum(-1))
     else:
         counts = target != criterion.ignore_index
         label = target.where(counts, 0)
         of_label = (1 - smoothing) * weight[label]
-        lowest = entr(others).sum() - entr(others[label]) + entr(of_label + others[label])
-        lowest = (lowest - entr(of_label + others.sum())) * counts
+        lowest = entr(smoothed).sum() - entr(smoothed[label]) + entr(of_label + smoothed[label])
+        lowest = (lowest - entr(of_label + smoothed.sum())) * counts
     of_samples: Tensor = lowest.reshape(len(target), -1).sum(1)
     return of_samples
 
@@ -302,8 +302,8 @@ class WeightedLogisticLoss(nn.BCEWithLogitsLoss):
 
 def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
     """Return the target in the shape and type of the output; axes of length 1 may differ."""
-    own, wanted = ([size for size in one.shape[1:] if size != 1] for one in (target, output))
-    if len(target) != len(output) or own != wanted:
+    sizes, expected = ([size for size in x.shape[1:] if size != 1] for x in (target, output))
+    if len(target) != len(output) or sizes != expected:
         raise ValueError(
             f"{type(criterion).__name__} needs targets of the outputs' shape "
             f"{tuple(output.shape)}, got {tuple(target.shape)}."

@@ -190,10 +190,10 @@ def _own_loss(net: NeuralNet, network: Network) -> Any:
             factors.append(multiple_of(loss, reference, z))
         scaled = (factors[-1] or 0.0) * float(reference.detach().mean())
         is_criterion &= math.isclose(float(loss.detach().mean()), scaled, rel_tol=_ROUNDING)
-    known = [one for one in factors if one is not None]
-    if len(known) < len(factors) or max(known) > (1 + _ROUNDING) * min(known):
+    multiples = [multiple for multiple in factors if multiple is not None]
+    if len(multiples) < len(factors) or max(multiples) > (1 + _ROUNDING) * min(multiples):
         return loss_of_net
-    factor = known[0]
+    factor = multiples[0]
     # weights of classes cannot be told from a factor where there is one class
     return criterion if is_criterion and bool((y != y[:1]).any()) else loss_of_net
 
@@ -268,10 +268,10 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
             "module that was compiled, with its weights: module.load_state_dict("
             "scripted.state_dict())."
         )
-    own, batches = None, options.batches(X, y)
+    criterion, batches = None, options.batches(X, y)
     is_causal = is_causal_language_model(module)
     if options.criterion is None and is_causal:
-        own, batches = nn.CrossEntropyLoss(), next_tokens(batches)
+        criterion, batches = nn.CrossEntropyLoss(), next_tokens(batches)
     elif options.criterion is None:
         raise ValueError(
             "criterion is needed for a bare module, which does not know its loss: pass "
@@ -283,7 +283,7 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
         if present is not None and present != torch.device(options.device):
             module = copy.deepcopy(module).to(options.device)
     # transformers has the classes of a token on the last axis
-    return Network(module, replace(options.loss(own), classes_last=is_causal), batches)
+    return Network(module, replace(options.loss(criterion), classes_last=is_causal), batches)
 
 
 @to_network.register
@@ -390,11 +390,11 @@ _UNTOLD = {"verbose", "_params_to_validate"}  # the second is a note of skorch t
 def describe(model: Any) -> str:
     """Return a model's class, with the parameters that differ from their defaults."""
     kind = type(model)
-    given = model.get_params(deep=False) if hasattr(model, "get_params") else {}
+    params = model.get_params(deep=False) if hasattr(model, "get_params") else {}
     defaults = defaults_of(kind)
     changed = [
         f"{name}={_shorten(value)}"
-        for name, value in given.items()
+        for name, value in params.items()
         if name not in _UNTOLD and repr(value) != repr(defaults.get(name))
     ]
     return f"{kind.__name__}({', '.join(changed)})"

@@ -38,8 +38,8 @@ def _is_row_wise(step: Any, rows: NDArray[Any]) -> bool:
         return False
     finite = np.abs(together[np.isfinite(together)])
     rounding = 1e-4 * float(finite.mean()) if finite.size else 0.0
-    found = np.concatenate(halves)
-    return bool(np.isclose(found, together, rtol=1e-4, atol=rounding, equal_nan=True).all())
+    apart = np.concatenate(halves)
+    return bool(np.isclose(apart, together, rtol=1e-4, atol=rounding, equal_nan=True).all())
 
 
 class _TransformedBatches(IterableDataset[Any]):
@@ -68,5 +68,5 @@ def _transform(step: Any, rows: Any) -> Any:
 
 
 def _transformed(step: Any, rows: NDArray[Any]) -> NDArray[Any]:
-    found = _transform(step, rows)
-    return np.asarray(found.toarray() if issparse(found) else found)
+    transformed = _transform(step, rows)
+    return np.asarray(transformed.toarray() if issparse(transformed) else transformed)

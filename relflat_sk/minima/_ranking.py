@@ -218,15 +218,10 @@ def rank_minima(
 
 def _check_trained(table: pd.DataFrame) -> None:
     """Refuse the table of a study without minima, and say why there are none."""
-    if table.empty:
-        raise ValueError(
-            "there are no minima to rank: no candidate has been trained. A study needs finished "
-            "trials: run the search, or study.optimize(MinimaObjective(...)), first."
-        )
     if not is_complete(table).any():
         raise ValueError(
-            f"there are no minima to rank: none of {len(table)} candidates could be trained and "
-            f"measured:\n{list_reasons(table)}"
+            f"there are no minima to rank: of {len(table)} candidates, none was trained and "
+            f"measured. Run the search, or study.optimize.\n{list_reasons(table)}"
         )
     if not measure_columns(table) and table["train_loss"].isna().all():
         raise ValueError(

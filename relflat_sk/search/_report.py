@@ -81,14 +81,14 @@ def _summary(search: Any) -> str:
         f"{plain_name(name)} = {text_of(minima[name].iloc[0])}"
         for name in parameter_columns(minima)
     )
-    found = (
+    outcome = (
         f"{len(ranked)} of them are minima that are ranked. The flattest is {first}."
         if len(ranked)
         else f"None of them is a minimum. The deepest is {first}."
     )
     parts = [
         f"{len(minima)} candidates were each trained once on all the data, in "
-        f"{minima['seconds'].sum():.4g} s altogether; {found}" + _say_what_predicts(search),
+        f"{minima['seconds'].sum():.4g} s altogether; {outcome}" + _say_what_predicts(search),
         describe_goal(search),
     ]
     depths, losses = ranked["depth"], ranked["train_loss"]
@@ -129,9 +129,9 @@ def describe_goal(search: Any) -> str:
 
 def _left_out(minima: pd.DataFrame) -> list[str]:
     """List why candidates are not ranked, the most frequent reason first."""
-    others = minima[~minima["comparable"]]
-    reasons = others["reason"].where(others["reason"] != "", others["state"])
-    trials = others.groupby(reasons, sort=False)["trial"].apply(sorted)
+    unranked = minima[~minima["comparable"]]
+    reasons = unranked["reason"].where(unranked["reason"] != "", unranked["state"])
+    trials = unranked.groupby(reasons, sort=False)["trial"].apply(sorted)
     return [
         f"{len(numbers)} x {reason} (trial{'s' * (len(numbers) > 1)} "
         f"{', '.join(map(str, numbers))})"
@@ -193,8 +193,8 @@ def _correlations(minima: pd.DataFrame) -> str:
 
 
 def _has_gap(minima: pd.DataFrame) -> bool:
-    known = minima["generalization_gap"].notna() & minima["comparable"]
-    return int(known.sum()) >= FEWEST_MINIMA
+    has_gap = minima["generalization_gap"].notna() & minima["comparable"]
+    return int(has_gap.sum()) >= FEWEST_MINIMA
 
 
 # -- plots -------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def _parameters_of(estimator: Any) -> dict[str, str]:
     Parameters of the callbacks that skorch adds are left out, unless they were set.
     """
     prefix = last_prefix(estimator)
-    own = last_step(estimator).get_params(deep=False)
+    of_net = last_step(estimator).get_params(deep=False)
     params = estimator.get_params()
     params.pop("steps", None)  # the steps themselves follow, by name
     short = {name: name.removeprefix(prefix) for name in params}
@@ -257,11 +257,11 @@ def _parameters_of(estimator: Any) -> dict[str, str]:
     return {
         end if names.count(end) == 1 else name: text_of(params[name])
         for name, end in short.items()
-        if end in own or not name.startswith(f"{prefix}callbacks__")
+        if end in of_net or not name.startswith(f"{prefix}callbacks__")
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    found |= {name: metadata.version(name) for name in LIBRARIES}
-    return {**found, "written": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"}
+    versions = {"Python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in LIBRARIES}
+    return {**versions, "written": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"}
