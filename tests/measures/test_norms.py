@@ -21,7 +21,7 @@ from tests.cases import Net
 from tests.measures.evaluate import evaluate
 from tests.measures.nets import network
 from tests.measures.test_every_measure import chain
-from tests.rescaling.test_folding import used
+from tests.network.test_folding import used
 
 CE = nn.CrossEntropyLoss()
 PRODUCTS = ["frobenius_product", "spectral_product"]

@@ -130,7 +130,7 @@ def test_a_flatness_of_zero_gives_a_score_without_a_sign():
 @pytest.mark.parametrize(
     "function",
     [relative_flatness, partial(relative_flatness, layer=0), partial(measure, "hessian_trace")],
-    ids=str,
+    ids=["a function", "with a layer", "measure"],
 )
 def test_a_measure_is_no_scorer(function):
     """It would choose the sharpest candidate."""
