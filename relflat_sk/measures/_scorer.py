@@ -72,7 +72,7 @@ class FlatnessScorer(BaseEstimator):
         returns nan, which scikit-learn's searches rank last. "warn" warns, and scores the model
         like any other. "accept" scores it without a check. The training's record decides where
         there is one, else the data that the scorer is called with, see Notes. The warnings are of
-        class `FlatnessWarning`.
+        class `FlatnessWarning`; in a search, there is one, of the first such model.
     measure_params : dict, default=None
         Further arguments of the measure, such as ``{"batch_size": 256}``.
 
@@ -177,7 +177,7 @@ class FlatnessScorer(BaseEstimator):
             flatness, reason = opened[1].value, opened[1].reason
             if reason:
                 name = describe(final_estimator(estimator))
-                warn(f"the {name} cannot be scored: {reason}. Its score is nan.")
+                self._warn(f"the {name} cannot be scored: {reason}. Its score is nan.")
                 return math.nan
         score = 0.0 - flatness  # which is never -0.0
         if self.non_minimum == "accept":
@@ -203,14 +203,19 @@ class FlatnessScorer(BaseEstimator):
         objection = find_objection(model, name_of(self.measure), flatness, comparison)
         if objection is not None:
             outcome = "its score is nan" if self.non_minimum == "reject" else "it is scored anyway"
-            warn(f"the {name} {objection}. With non_minimum={self.non_minimum!r}, {outcome}.")
+            self._warn(f"the {name} {objection}. With non_minimum={self.non_minimum!r}, {outcome}.")
             return False
         if not comparison.is_known:
-            warn(
-                f"without y, the scorer cannot check whether the {name} is at a minimum of its "
-                'loss. Pass y, or non_minimum="accept" if you know that it is.'
+            missing = "y" if math.isnan(comparison.loss) else "the loss of a constant prediction"
+            self._warn(
+                f"without {missing}, the scorer cannot check whether the {name} is at a minimum of "
+                'its loss. Pass y, or non_minimum="accept" if you know that it is.'
             )
         return True
+
+    def _warn(self, message: str) -> None:
+        """Warn of a model, in a search of the first one only."""
+        warn(message, said=vars(self).setdefault("_said", set()))
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
