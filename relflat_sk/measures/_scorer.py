@@ -215,7 +215,7 @@ class FlatnessScorer(BaseEstimator):
 
     def _warn(self, message: str) -> None:
         """Warn of a model, in a search of the first one only."""
-        warn(message, said=vars(self).setdefault("_said", set()))
+        warn(message, said=self.__dict__.setdefault("_said", set()))
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
