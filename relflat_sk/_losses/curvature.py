@@ -158,30 +158,22 @@ class ClosedForm(ABC):
 # -- losses that are sums over outputs ---------------------------------------------------
 
 
-def diagonal_curvature(beta: Tensor) -> ClosedForm:
-    """Return the curvature of a loss that is a sum over outputs: ``B_i = diag(beta_i)``.
+@dataclass(frozen=True)
+class Diagonal(ClosedForm):
+    """The curvature of a loss that is a sum over outputs: ``B_i = diag(beta_i)``.
 
     Parameters
     ----------
     beta : Tensor of shape (n, d)
         Second derivative of the loss in each output.
 
-    Returns
-    -------
-    ClosedForm
-        With root ``diag(sqrt(beta_i))``.
-
     Examples
     --------
-    >>> diagonal_curvature(torch.tensor([[1.0, 2.0]]))(torch.tensor([[3.0], [1.0]]))
+    >>> Diagonal(torch.tensor([[1.0, 2.0]]))(torch.tensor([[3.0], [1.0]]))
     tensor([[11.]])
     """
-    return _Diagonal(beta)
 
-
-@dataclass(frozen=True)
-class _Diagonal(ClosedForm):
-    beta: Tensor  # (n, d): second derivative of the loss in each output
+    beta: Tensor
 
     def __call__(self, factor: Tensor) -> Tensor:
         return self.beta @ factor.square()
@@ -193,7 +185,7 @@ class _Diagonal(ClosedForm):
         return self.beta
 
     def times(self, factor: float) -> ClosedForm:
-        return _Diagonal(self.beta * factor)
+        return Diagonal(self.beta * factor)
 
     def root(self) -> Tensor:
         return torch.diag_embed(self.beta.sqrt())
@@ -209,32 +201,6 @@ class _Diagonal(ClosedForm):
 # E[v^2] - E[v]^2 cancels to nothing where one class has nearly all probability.
 
 
-def softmax_curvature(z: Tensor, scale: Tensor | None = None) -> ClosedForm:
-    r"""Return the curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
-
-    Parameters
-    ----------
-    z : Tensor of shape (n, d)
-        Logits, ``p_i = softmax(z_i)``.
-    scale : Tensor of shape (n,), optional
-        The total weight of the targets of each sample, one if None.
-
-    Returns
-    -------
-    ClosedForm
-        Never negative, and exact to rounding also where ``p`` is nearly one-hot.
-
-    Examples
-    --------
-    The variance of the numbers 0 and 1 under the probabilities 1/4 and 3/4 is 3/16:
-
-    >>> z = torch.tensor([[0.25, 0.75]]).log()
-    >>> softmax_curvature(z)(torch.tensor([[0.0], [1.0]]))
-    tensor([[0.1875]])
-    """
-    return Softmax(z, scale)
-
-
 # from the gradient of a total to that in logits, features and factor
 Slopes = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -243,11 +209,26 @@ Slopes = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 class Softmax(ClosedForm):
     """The curvature of cross-entropy: ``B_i = scale_i (diag(p_i) - p_i p_i^T)``.
 
-    Shapes: `z` (n, d), `scale` (n,).
+    It is never negative, and exact to rounding also where ``p`` is nearly one-hot.
+
+    Parameters
+    ----------
+    z : Tensor of shape (n, d)
+        Logits, ``p_i = softmax(z_i)``.
+    scale : Tensor of shape (n,), optional
+        The total weight of the targets of each sample, one if None.
+
+    Examples
+    --------
+    The variance of the numbers 0 and 1 under the probabilities 1/4 and 3/4 is 3/16:
+
+    >>> z = torch.tensor([[0.25, 0.75]]).log()
+    >>> Softmax(z)(torch.tensor([[0.0], [1.0]]))
+    tensor([[0.1875]])
     """
 
     z: Tensor
-    scale: Tensor | None
+    scale: Tensor | None = None
     _in_chunks: ClassVar[bool] = False  # whether a total is summed up over chunks of the classes
 
     @cached_property
@@ -367,7 +348,7 @@ class _Total(torch.autograd.Function):
         # were constants, since logits may depend on features and factor.
         tensors = [x.view_as(x) for x in ctx.saved_tensors]
         z, features, factor = map(full_precision, tensors)
-        total = ClosedForm.total(Softmax(z, None), factor, features, ctx.each)
+        total = ClosedForm.total(Softmax(z), factor, features, ctx.each)
         needs = ctx.needs_input_grad[1:4]
         needed = [x for x, is_needed in zip(tensors, needs, strict=True) if is_needed]
         slopes = iter(torch.autograd.grad(total, needed, outer, create_graph=True))

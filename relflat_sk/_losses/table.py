@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.special import entr
 
-from relflat_sk._losses.curvature import ClosedForm, diagonal_curvature, softmax_curvature
+from relflat_sk._losses.curvature import ClosedForm, Diagonal, Softmax
 from relflat_sk._numerics import read_numbers
 
 # The form of a row in the table of criteria.
@@ -197,7 +197,7 @@ def _class_totals(criterion: Any, target: Tensor, weight: Tensor, n_classes: int
 def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     """Return the curvature of cross-entropy with each sample's total weight ``sum_k a_ik``."""
     if target is None:
-        return softmax_curvature(z)
+        return Softmax(z)
     dtype = torch.promote_types(z.dtype, torch.float32)
     weight = z.new_ones(z.shape[1], dtype=dtype)
     if criterion.weight is not None:
@@ -205,12 +205,12 @@ def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     smoothing = getattr(criterion, "label_smoothing", 0.0)
     if target.is_floating_point():
         each = (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
-        return softmax_curvature(z, each)
+        return Softmax(z, each)
     # without an array of all classes, of which there may be many
     counts = target != criterion.ignore_index
     of_label = weight[target.where(counts, 0)]
     each = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
-    return softmax_curvature(z, each)
+    return Softmax(z, each)
 
 
 def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:
@@ -351,7 +351,7 @@ def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     if criterion.weight is not None:
         _check_of_outputs(criterion, "weight", z)
         beta = beta * criterion.weight.to(z.dtype)
-    return diagonal_curvature(beta)
+    return Diagonal(beta)
 
 
 def _check_of_outputs(criterion: Any, name: str, z: Tensor) -> None:
@@ -394,15 +394,15 @@ def _lowest_logistic(criterion: Any, target: Tensor, n_outputs: int) -> Tensor:
 
 
 def _squared(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
-    return diagonal_curvature(torch.full_like(z, 2.0))
+    return Diagonal(torch.full_like(z, 2.0))
 
 
 def _poisson(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     """Return the curvature of the Poisson loss in log rates or in rates."""
     if criterion.log_input:  # loss exp(z) - y z
-        return diagonal_curvature(z.exp())
+        return Diagonal(z.exp())
     assert target is not None  # needs_target says so
-    return diagonal_curvature(target.reshape(z.shape) / (z + criterion.eps).square())
+    return Diagonal(target.reshape(z.shape) / (z + criterion.eps).square())
 
 
 def _best_rate(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:

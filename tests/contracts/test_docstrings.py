@@ -34,8 +34,8 @@ PUBLIC = {
 EXTENSION_POINTS = [
     "relflat_sk._network.layer_maps.LayerMap",
     "relflat_sk._losses.curvature.ClosedForm",
-    "relflat_sk._losses.curvature.diagonal_curvature",
-    "relflat_sk._losses.curvature.softmax_curvature",
+    "relflat_sk._losses.curvature.Diagonal",
+    "relflat_sk._losses.curvature.Softmax",
 ]
 
 

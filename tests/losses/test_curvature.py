@@ -5,10 +5,10 @@ import torch
 from torch.testing import assert_close
 
 from relflat_sk._losses.curvature import (
+    Diagonal,
     Factor,
-    diagonal_curvature,
+    Softmax,
     product_curvature,
-    softmax_curvature,
 )
 
 
@@ -24,10 +24,10 @@ def numbers(*shape):
 
 Z, SCALE = numbers(7, 5), numbers(7).abs()
 CASES = {
-    "softmax": (softmax_curvature(Z), dense_softmax(Z)),
-    "weighted softmax": (softmax_curvature(Z, SCALE), dense_softmax(Z, SCALE)),
-    "confident softmax": (softmax_curvature(5 * Z), dense_softmax(5 * Z)),
-    "diagonal": (diagonal_curvature(Z.square()), torch.diag_embed(Z.square())),
+    "softmax": (Softmax(Z), dense_softmax(Z)),
+    "weighted softmax": (Softmax(Z, SCALE), dense_softmax(Z, SCALE)),
+    "confident softmax": (Softmax(5 * Z), dense_softmax(5 * Z)),
+    "diagonal": (Diagonal(Z.square()), torch.diag_embed(Z.square())),
 }
 
 
@@ -56,7 +56,7 @@ def test_closed_forms_are_those_of_dense_matrices(name):
 def test_products_of_the_root_with_signs_are_exact_between_two_classes():
     # so one draw of a penalty is enough
     z = Z[:, :2]
-    curvature = softmax_curvature(z)
+    curvature = Softmax(z)
     squares = [
         curvature.root_product(torch.tensor(signs).to(z).expand_as(z)) ** 2
         for signs in ([1.0, 1.0], [1.0, -1.0], [-1.0, 1.0])
@@ -67,7 +67,7 @@ def test_products_of_the_root_with_signs_are_exact_between_two_classes():
 
 def test_roots_have_a_finite_slope_where_the_curvature_is_zero():
     z = torch.tensor([[0.0, -2000.0, 3.0]], dtype=torch.float64, requires_grad=True)
-    for curvature in (softmax_curvature(z), diagonal_curvature(z.relu().square())):
+    for curvature in (Softmax(z), Diagonal(z.relu().square())):
         (slope,) = torch.autograd.grad(curvature.root_product(torch.ones(1, 3).double()).sum(), z)
         assert slope.isfinite().all()
 
@@ -77,7 +77,7 @@ def test_nearly_one_hot_probabilities_keep_their_digits(gap):
     # p = (1, e, e^2-ish): to first order B = e (u u^T) with u = e_0 - e_1 for the second class
     z = torch.tensor([[gap, 0.0, -2000.0]], dtype=torch.float64)
     e = torch.tensor(-gap, dtype=torch.float64).exp()
-    curvature = softmax_curvature(z)
+    curvature = Softmax(z)
     F = torch.tensor([[1.0], [4.0], [2.0]], dtype=torch.float64)
     expected = (9 * e).reshape(1, 1)
     assert_close(curvature(F), expected, rtol=1e-9, atol=0)
@@ -100,7 +100,7 @@ def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
     inputs = [x.requires_grad_(i not in frozen) for i, x in enumerate((z, features, F))]
 
     def total(z, features, F):
-        return softmax_curvature(z, weights).total(F, features, each)
+        return Softmax(z, weights).total(F, features, each)
 
     B = dense_softmax(z.detach(), weights)
     forms = torch.einsum("sk,nst,tk->n", F, B, F) * features.square().sum(dim=1)
@@ -114,7 +114,7 @@ def test_logits_may_depend_on_the_features_and_the_factor():
     features, F = numbers(4, 5).requires_grad_(), numbers(3, 5).requires_grad_()
 
     def total(features, F):
-        return softmax_curvature(features @ F.T).total(F, features, 0.7 * SCALE[:4])
+        return Softmax(features @ F.T).total(F, features, 0.7 * SCALE[:4])
 
     assert torch.autograd.gradcheck(total, [features, F])
     assert torch.autograd.gradgradcheck(total, [features, F])
@@ -129,7 +129,7 @@ def test_totals_ignore_the_common_part_of_the_rows_of_the_weight(d):
 
     def total_and_slope(F, dtype):
         F = F.to(dtype).requires_grad_()
-        total = softmax_curvature(z.to(dtype)).total(F, features.to(dtype), 1.0)
+        total = Softmax(z.to(dtype)).total(F, features.to(dtype), 1.0)
         return total.detach(), *torch.autograd.grad(total, F)
 
     far = F + 300 * torch.randn(200)  # in float32 it has lost two to three of seven digits
