@@ -156,7 +156,8 @@ def in_words(table, correlation, granulated, n_test):
         f"The flattest minimum has {flat:.3f}: "
         f"{100 * (flat - average):+.1f} points against the average candidate,",
         f"  {100 * (flat - cv):+.1f} against the pick of cross-validation, which took {ratio:.1f} "
-        f"times as long, {100 * (flat - best):+.1f} against the best.",
+        "times as long,",
+        f"  {100 * (flat - best):+.1f} against the best.",
         f"On {n_test} held-out images an accuracy is known to about +-{100 * noise:.1f} points.",
     ])
 
