@@ -74,6 +74,7 @@ class Survey:
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}  # of layers that are to be checked
         self._checked: set[str] = set()
         self._draws = False  # whether the first pass drew random numbers
+        self._repeated: set[str] = set()  # layers that a pass called several times
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
         """Return whether this is the network, with the same parts, and the layers are the same."""
@@ -177,7 +178,19 @@ class Survey:
         return not inside.isdisjoint(self._named[name] for name in names)
 
     def without_skipped(self, plan: Plan, recorder: Recorder) -> Plan:
-        """Leave out layers that this pass did not call, if passes may skip them at random."""
+        """Leave out layers that this pass did not call, if passes may skip them at random.
+
+        If all layers are asked for, those that it called several times are left out as well.
+        """
+        repeated = {name for name in plan.penalised if recorder[name].calls > 1}
+        if self.asked is not None or len(repeated) == len(plan.penalised):
+            repeated.clear()  # which is an error
+        for name in repeated - self._repeated:
+            warn(
+                f"layer {name!r} left out of a step that calls it several times: the curvature in "
+                "its weight is not that of one layer."
+            )
+        self._repeated |= repeated
         skipped = [
             name
             for name in plan.penalised
@@ -189,8 +202,8 @@ class Survey:
                 "numbers. If it skips layers at random, the term of one that it skips is zero. "
                 "If it never calls this one, name another layer."
             )
-        rest = [name for name in plan.penalised if name not in skipped]
-        return replace(plan, penalised=rest) if skipped else plan
+        rest = [name for name in plan.penalised if name not in skipped and name not in repeated]
+        return plan if len(rest) == len(plan.penalised) else replace(plan, penalised=rest)
 
     def check_layers(self, records: Sequence[LayerRecord], output: Tensor) -> None:
         """Refuse layers, when first called, at which the penalty is not that of the criterion."""

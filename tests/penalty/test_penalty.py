@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -601,6 +602,37 @@ def test_a_network_that_skips_layers_trains(layer):
         (CE(output, y) + value).backward()
         optimizer.step()
     assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+
+
+class SharedBlock(nn.Module):
+    """A block that is called as often as a pass draws, as in ALBERT with LayerDrop."""
+
+    def __init__(self, n_calls):
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.n_calls = n_calls
+
+    def forward(self, x):
+        h = self.first(x)
+        for _ in range(self.n_calls):
+            h = h + torch.tanh(self.block(h))
+        return self.head(h)
+
+
+def test_all_layers_are_those_that_a_step_calls_once():
+    torch.manual_seed(0)
+    net, X, y = SharedBlock(1).double(), torch.randn(6, 5).double(), torch.arange(6) % 3
+    penalty = published_penalty("all")
+    for n_calls in (1, 2, 0, 3, 1):
+        net.n_calls = n_calls
+        names = ["first", *(["block"] if n_calls == 1 else []), "head"]
+        truth = sum(oracles.penalty(net, name, CE, X, y) for name in names)
+        is_first = n_calls == 2
+        with pytest.warns(match="'block' left out") if is_first else nullcontext():
+            evaluate(penalty, net, CE, X, y)
+        assert_right_on_average(penalty, net, CE, X, y, truth)
+    with pytest.raises(ValueError, match="'block' was called 3 times"):
+        evaluate(RelativeFlatnessPenalty("block"), SharedBlock(3).double(), CE, X, y)
 
 
 def test_a_layer_that_is_never_called_is_refused_or_reported():
