@@ -255,8 +255,10 @@ class Loss:
 
     def divisors(self, output: Tensor, target: Tensor | None) -> Tensor:
         """Return what each sample adds to the divisor, as an array. Shapes: returns (n,)."""
-        each = self.each_divisor(output, target)
-        return each if isinstance(each, Tensor) else output.new_full((len(output),), each)
+        divisors = self.each_divisor(output, target)
+        if isinstance(divisors, Tensor):
+            return divisors
+        return output.new_full((len(output),), divisors)
 
     def counting_rows(self, target: Tensor | None, n_rows: int) -> Tensor | None:
         """Find which rows, samples or tokens, have a label that is not ignored; None if all may.
@@ -266,9 +268,9 @@ class Loss:
         ignored = getattr(self.criterion, "ignore_index", None)
         if target is None or ignored is None:
             return None
-        each: Tensor = (target != ignored).reshape(len(target), -1)
-        each = each if each.numel() == n_rows else each.any(dim=1)
-        return each.flatten().repeat_interleave(n_rows // each.numel())
+        counts: Tensor = (target != ignored).reshape(len(target), -1)
+        counts = counts if counts.numel() == n_rows else counts.any(dim=1)
+        return counts.flatten().repeat_interleave(n_rows // counts.numel())
 
     @property
     def acts_on_each_output(self) -> bool:

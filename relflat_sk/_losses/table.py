@@ -204,13 +204,13 @@ def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
         weight = criterion.weight.to(dtype)
     smoothing = getattr(criterion, "label_smoothing", 0.0)
     if target.is_floating_point():
-        each = (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
-        return Softmax(z, each)
+        scale = (1 - smoothing) * (target.to(dtype) @ weight) + smoothing * weight.mean()
+        return Softmax(z, scale)
     # without an array of all classes, of which there may be many
     counts = target != criterion.ignore_index
     of_label = weight[target.where(counts, 0)]
-    each = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
-    return Softmax(z, each)
+    scale = ((1 - smoothing) * of_label + smoothing * weight.mean()) * counts
+    return Softmax(z, scale)
 
 
 def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float | Tensor:
@@ -220,8 +220,8 @@ def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> fl
         return output.numel() / (n * n_classes)
     unweighted = criterion.weight is None or criterion.reduction != "mean"
     counts: Tensor = target != criterion.ignore_index
-    each: Tensor = counts if unweighted else criterion.weight[target.where(counts, 0)] * counts
-    return each.to(output.dtype).reshape(n, -1).sum(dim=1)
+    weights: Tensor = counts if unweighted else criterion.weight[target.where(counts, 0)] * counts
+    return weights.to(output.dtype).reshape(n, -1).sum(dim=1)
 
 
 def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
@@ -336,8 +336,8 @@ def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> f
 
 def _weights_of_classes(criterion: Any, output: Tensor, target: Tensor | None) -> Tensor:
     assert target is not None  # needs_target says so
-    each: Tensor = criterion.weights(target)
-    return each.reshape(len(output))
+    weights: Tensor = criterion.weights(target)
+    return weights.reshape(len(output))
 
 
 def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:

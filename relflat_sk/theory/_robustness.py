@@ -490,8 +490,8 @@ def _flatness_bound(site: Site, delta: float, rng: np.random.RandomState) -> flo
     if len(site.shape) != 1:
         return np.nan
     name = "eigenvalue_flatness"
-    found = measure_layers(site.network, [name], [site.name], rtol=1e-6, random_state=rng)
-    return delta**2 / 2 * found[site.name, name].value
+    measured = measure_layers(site.network, [name], [site.name], rtol=1e-6, random_state=rng)
+    return delta**2 / 2 * measured[site.name, name].value
 
 
 @dataclass(frozen=True)
