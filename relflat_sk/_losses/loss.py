@@ -45,6 +45,8 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
         criterion = unreduced
     try:
         losses = criterion(output, target)
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         advice = getattr(criterion, "advice", None)  # of a net's own loss
         if advice is not None:

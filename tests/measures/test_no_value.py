@@ -255,6 +255,14 @@ def test_a_constant_loss_that_cannot_be_computed_is_said_of_small_values():
         assert relative_flatness(Measured(0.1), INPUTS, LABELS.float(), criterion=Own()) > 0
 
 
+def test_a_criterion_without_enough_memory_is_no_wrong_criterion():
+    def criterion(output, target):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        relative_flatness(Measured(0.1), INPUTS, LABELS, criterion=criterion)
+
+
 @pytest.mark.parametrize(
     ("measure", "flatness", "loss", "vanished"),
     [
