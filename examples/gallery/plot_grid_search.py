@@ -3,7 +3,9 @@ A flat model among the good ones: a scorer in GridSearchCV
 ==========================================================
 
 ``FlatnessScorer`` is a scorer like any other. ``flattest_within(0.01)`` selects the flattest
-candidate among those whose accuracy is at most one percentage point below the best.
+candidate among those whose accuracy is at most one percentage point below the best. Flatness only
+decides between candidates that are about equally good: it is no way to find the best ("Does it
+help?").
 """
 
 import matplotlib.pyplot as plt

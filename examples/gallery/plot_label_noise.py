@@ -4,7 +4,8 @@ Random labels: what the training loss does not show
 
 A network can learn random labels by heart, and then has the same training loss as one that has
 learned something (Zhang et al. 2017). Relative flatness is computed from the same training data,
-and tells the networks apart.
+and tells the networks apart. It compares the shares of random labels here: among networks that
+differ in width and training and share the same wrong labels, it is misleading ("Does it help?").
 """
 
 import matplotlib.pyplot as plt

@@ -3,7 +3,8 @@ Rank classifiers of scikit-learn
 ================================
 
 ``rank_models`` ranks models that are trained already, and returns the table that a search makes:
-one row for each model, with its measures, losses and the parameters that differ.
+one row for each model, with its measures, losses and the parameters that differ. The ranking
+describes the models. To choose one, held-out data are better ("Does it help?").
 """
 
 import itertools

@@ -79,7 +79,8 @@ def require_matplotlib() -> None:
     except ImportError as error:
         raise ImportError(
             "The displays of relflat_sk draw with matplotlib, which is not installed. "
-            'Install it with: pip install "relflat_sk[plot]"'
+            'Install it with: pip install "relflat_sk[plot]", or in a copy of the repository: '
+            'pip install ".[plot]"'
         ) from error
 
 

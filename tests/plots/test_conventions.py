@@ -97,7 +97,7 @@ def test_tables_and_studies_know_the_unit(search):
 
 def test_they_say_how_to_install_matplotlib(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r'pip install "relflat_sk\[plot\]"'):
+    with pytest.raises(ImportError, match=r'relflat_sk\[plot\].* pip install "\.\[plot\]"'):
         make()
 
 
