@@ -40,11 +40,24 @@ class Own:
 
 
 class Settings(NamedTuple):
-    """The weights and the limits of the networks' penalties in an epoch. Shapes: (k,)."""
+    """The weights and the limits of the networks' penalties in an epoch."""
 
-    factors: Any
-    clips: Any
+    factors: Any  # (k,)
+    clips: Any  # (k,), or a number
     limit: PenaltyLimit
+    # whether `limit` is the one of a single network, whose numbers need no wait for a device
+    is_single: bool
+
+    def share(self, losses: tuple[Any, Any], penalty: Any, measured: Measured | None) -> Any:
+        """Return the shares of the penalties that the limits leave: (k,)."""
+        limit, clips, (loss, of_constant) = self.limit, self.clips, losses
+        if not self.is_single:
+            return limit.share(loss, of_constant, penalty, clips, measured)
+        if measured is not None:
+            of_loss, of_penalty, weights = measured
+            measured = Measured(of_loss.item(), of_penalty.item(), weights[0])
+        share = limit.share(loss.item(), of_constant.item(), penalty.item(), clips, measured)
+        return as_kind([share], penalty)
 
 
 def settings_of(jobs: Sequence[Job], like: Any) -> Settings | None:
@@ -52,17 +65,18 @@ def settings_of(jobs: Sequence[Job], like: Any) -> Settings | None:
     penalties = [job.penalty for job in jobs if job.penalty is not None]
     if not penalties:
         return None
-    clips = [penalty.clip for penalty in penalties]
-    return Settings(
-        as_kind([penalty.weight for penalty in penalties], like),
-        None if clips[0] is None else as_kind(clips, like),
-        PenaltyLimit.stack([penalty.limit for penalty in penalties], like),
-    )
+    factors = as_kind([penalty.weight for penalty in penalties], like)
+    first, clips = penalties[0], [penalty.clip for penalty in penalties]
+    on_host = not isinstance(like, Tensor) or like.device.type == "cpu"
+    if first.clip is None or (len(clips) == 1 and on_host):
+        return Settings(factors, first.clip, first.limit, is_single=True)
+    limit = PenaltyLimit.stack([penalty.limit for penalty in penalties], like)
+    return Settings(factors, as_kind(clips, like), limit, is_single=False)
 
 
 def hand_back(settings: Settings | None, jobs: Iterable[Job]) -> None:
     """Give the limits of the networks' penalties what the steps have shown."""
-    if settings is not None and settings.clips is not None:
+    if settings is not None and not settings.is_single:
         settings.limit.unstack([job.penalty.limit for job in jobs if job.penalty is not None])
 
 
@@ -160,7 +174,7 @@ def _limited(
         differentiate(1.0, 0 * ones)
         weights = namespace(penalty).concatenate(_rows(body.weights.values()), axis=1)
         measured = Measured(_norm(gradients), _norm(of_penalty), weights)
-    share = settings.limit.share(*losses, penalty, settings.clips, measured)
+    share = settings.share(losses, penalty, measured)
     if of_penalty is None:
         differentiate(1.0, share)
         return share

@@ -39,11 +39,12 @@ Norms are those over all parameters. They take two backward passes, and are ther
 first 8 steps and in every 8th step; for :math:`r`, the weights of the last measurement are kept.
 Each measurement counts for 0.9 times as much as the next one, so that the last ten or so count.
 
-There is one formula for one net or several, over arrays of NumPy or torch.
+There is one formula for one net or several, over numbers, or arrays of NumPy or torch.
 
 .. [1] Polyak, "Minimization of unsmooth functionals", 1969.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -76,10 +77,32 @@ class Measured(NamedTuple):
     weights: Any  # (p,) or (k, p)
 
 
+class _Numbers:
+    """What `PenaltyLimit` needs of NumPy and torch, for plain numbers: a quarter of the time."""
+
+    inf, isfinite, isnan, sqrt, maximum = math.inf, math.isfinite, math.isnan, math.sqrt, max
+
+    @staticmethod
+    def where(condition: bool, yes: Any, no: Any) -> Any:
+        """Choose one of two numbers."""
+        return yes if condition else no
+
+    @staticmethod
+    def divide(dividend: float, divisor: float) -> float:
+        """Divide as arrays do, which raise no error."""
+        return dividend / divisor if divisor else dividend * math.inf
+
+    @staticmethod
+    def clip(number: float, low: float | None, high: float) -> float:
+        """Limit a number; nan stays nan."""
+        return min(number if low is None else max(number, low), high)
+
+
 class PenaltyLimit:
     """The limits of the penalties of one net or of several, with what past steps have shown.
 
-    Numbers have the shapes of the nets: () for one net, (k,) for several.
+    Numbers have the shapes of the nets: (k,) for several. Those of one net are floats on the host,
+    and tensors () elsewhere.
     """
 
     def __init__(self) -> None:
@@ -165,6 +188,12 @@ class PenaltyLimit:
         due = self._due
         return due if isinstance(due, bool) else bool(due.any())
 
+    def _due_like(self, numbers: Any) -> Any:
+        """Return which nets are due, as an array where the numbers are arrays."""
+        if isinstance(numbers, Tensor):
+            return torch.as_tensor(self._due).to(numbers.device)
+        return self._due
+
     def share(
         self,
         loss: Any,
@@ -186,47 +215,52 @@ class PenaltyLimit:
         self, loss: Any, of_constant: Any, penalty: Any, clip: Any, measured: Measured | None
     ) -> Any:
         """Compute what `share` returns."""
-        xp: Any = torch if isinstance(penalty, Tensor) else np
-        size, due = abs(penalty), self._due
+        xp, size, due = _module_of(penalty), abs(penalty), None
         if measured is not None:
+            due = self._due_like(penalty)
             self._measure(measured, size, due)
         self.steps = self.steps + 1
         mean = self._mean + _NEWEST * (size - self._mean)
         self._mean = xp.where(mean < xp.inf, mean, self._mean)
-        largest = (_GAIN * (of_constant - loss)).clip(max=clip * self._most)
+        largest = xp.clip(_GAIN * (of_constant - loss), None, clip * self._most)
+        share = xp.divide(largest, xp.maximum(size, self._mean))
         # where there is no penalty, there is nothing to limit
-        share = xp.where(size > 0, largest / xp.maximum(size, self._mean), 1.0).clip(0, 1)
+        share = xp.clip(xp.where(size > 0, share, 1.0), 0.0, 1.0)
         if measured is not None:
-            gradient = measured.of_loss**2 + (share * measured.of_penalty) ** 2
-            self._gradient = xp.where(_as_array(due, gradient), gradient, self._gradient)
+            of_loss, of_penalty = measured.of_loss, share * measured.of_penalty
+            gradient = of_loss * of_loss + of_penalty * of_penalty
+            self._gradient = xp.where(due, gradient, self._gradient)
         return share
 
     def _measure(self, measured: Measured, size: Any, due: Any) -> None:
         """Update what past steps have shown by a measurement of the nets that are due."""
-        xp: Any = torch if isinstance(size, Tensor) else np
-        ratio = measured.of_penalty / size
-        usable = xp.isfinite(ratio) & _as_array(due, size)
+        xp, counts = _module_of(size), _module_of(self.steps)
+        ratio = xp.divide(measured.of_penalty, size)
+        usable = xp.isfinite(ratio) & due
         self._ratios = xp.where(usable, _MEMORY * self._ratios + ratio, self._ratios)
-        number = _MEMORY * self._n_ratios + xp.ones_like(size)
-        self._n_ratios = xp.where(usable, number, self._n_ratios)
+        self._n_ratios = xp.where(usable, _MEMORY * self._n_ratios + 1.0, self._n_ratios)
         last, weights = self._weights, measured.weights
         if last is not None and last.shape == weights.shape:
-            last = torch.as_tensor(last).to(weights) if xp is torch else np.asarray(last)
-            n_steps = as_kind(np.maximum(self.steps - self._measured_at, 1), size)
-            movement = xp.square(weights - last).sum(-1) / n_steps
-            usable = xp.isfinite(movement + self._gradient) & _as_array(due, size)
+            is_tensor = isinstance(weights, Tensor)
+            last = torch.as_tensor(last).to(weights) if is_tensor else np.asarray(last)
+            moved = weights - last
+            squares = (moved * moved).sum(-1)
+            n_steps = as_kind(counts.maximum(self.steps - self._measured_at, 1), size)
+            movement = (squares.item() if xp is _Numbers else squares) / n_steps
+            usable = xp.isfinite(movement + self._gradient) & due
             self._movements = xp.where(
                 usable, _MEMORY * self._movements + movement, self._movements
             )
             self._gradients = xp.where(
                 usable, _MEMORY * self._gradients + self._gradient, self._gradients
             )
-            slowness = xp.sqrt(self._gradients / self._movements)
-            most = slowness * (self._n_ratios / self._ratios) ** 2
+            per_penalty = xp.divide(self._n_ratios, self._ratios)
+            slowness = xp.sqrt(xp.divide(self._gradients, self._movements))
+            most = slowness * per_penalty * per_penalty
             self._most = xp.where(xp.isnan(most), xp.inf, most)
-            weights = xp.where(_as_array(due, size)[..., None], weights, last)
+            weights = xp.where(due if weights.ndim == 1 else due[:, None], weights, last)
         self._weights = weights
-        self._measured_at = np.where(due, self.steps, self._measured_at)
+        self._measured_at = counts.where(self._due, self.steps, self._measured_at)
 
 
 def as_kind(values: Any, like: Any) -> Any:
@@ -238,11 +272,11 @@ def as_kind(values: Any, like: Any) -> Any:
     return np.asarray(values, dtype=like.dtype)
 
 
-def _as_array(due: Any, like: Any) -> Any:
-    """Return which nets are due, as an array of the kind of another one."""
-    if isinstance(like, Tensor):
-        return torch.as_tensor(due).to(like.device)
-    return np.asarray(due)
+def _module_of(numbers: Any) -> Any:
+    """Return what has the functions for numbers, arrays or tensors."""
+    if isinstance(numbers, Tensor):
+        return torch
+    return np if isinstance(numbers, np.ndarray) else _Numbers
 
 
 def constant_loss(

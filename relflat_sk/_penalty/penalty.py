@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
@@ -341,14 +340,13 @@ class RelativeFlatnessPenalty:
             weights = torch.cat([p.detach().flatten().to(value) for p in parameters])
             measured = Measured(*norms, weights)
         if output.device.type == "cpu":  # floats are faster; an accelerator's would be waited for
-            losses = [np.float64(number.item()) for number in losses]
+            losses = [number.item() for number in losses]
             if measured is not None:
-                of_loss, of_penalty = (np.float64(norm.item()) for norm in norms)
-                measured = Measured(of_loss, of_penalty, weights.numpy())
+                measured = Measured(norms[0].item(), norms[1].item(), weights)
         with without_autocast(output):
             share = self.limit.share(losses[0], losses[1], losses[2], self.clip, measured)
         if not isinstance(share, Tensor):
-            share = torch.tensor(float(share), dtype=penalty.dtype)
+            share = torch.tensor(share, dtype=penalty.dtype)
         return penalty, share.to(penalty.dtype)
 
 

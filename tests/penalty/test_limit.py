@@ -185,10 +185,9 @@ def test_several_nets_at_once_have_the_limits_of_each(kind):
         for _ in range(n_steps):
             numbers = draw()
             *losses, norms = (number[..., j] for number in numbers)
-            measured = Measured(*norms, torch.tensor(weights[j]))
-            with np.errstate(all="ignore"):
-                share = alone[j].share(*map(torch.tensor, losses), clips[j], measured)
-            assert share.item() == pytest.approx(expected(j, *numbers), rel=1e-12)
+            measured = Measured(*norms.tolist(), torch.tensor(weights[j]))
+            share = alone[j].share(*(loss.item() for loss in losses), clips[j], measured)
+            assert share == pytest.approx(expected(j, *numbers), rel=1e-12)
     to_kind = np.asarray if kind == "NumPy" else torch.as_tensor
     together = PenaltyLimit.stack(alone, to_kind(np.zeros(3)))
     for step in range(30):
@@ -209,9 +208,12 @@ def test_several_nets_at_once_have_the_limits_of_each(kind):
     assert shares[0] == shares[1]
 
 
-def test_what_overflows_is_left_out():
+@pytest.mark.parametrize("kind", ["numbers", "torch"])
+def test_what_overflows_is_left_out(kind):
     limits = [PenaltyLimit(), PenaltyLimit()]
-    loss, of_constant, penalty, norm, huge = torch.tensor([1.0, 9.0, 2.0, 3.0, np.inf]).unbind()
+    tensors = torch.tensor([1.0, 9.0, 2.0, 3.0, np.inf])
+    values = tensors.tolist() if kind == "numbers" else tensors.unbind()
+    loss, of_constant, penalty, norm, huge = values
     zeros, ones = torch.zeros(4), torch.ones(4)
     for limit in limits:
         limit.share(loss, of_constant, penalty, 0.5, Measured(norm, norm, zeros))
@@ -220,6 +222,24 @@ def test_what_overflows_is_left_out():
     limits[0].share(loss, of_constant, penalty, 0.5, Measured(huge, huge, ones))
     shares = [limit.share(loss, of_constant, penalty, 0.5) for limit in limits]
     assert 0 < shares[0] == shares[1] < 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_numbers_and_tensors_have_the_same_limits_whatever_comes(seed):
+    rng, limits = np.random.default_rng(seed), [PenaltyLimit(), PenaltyLimit()]
+    for _ in range(12):
+        norms = rng.choice([0, 2, 1e-200, 1e200, np.inf, np.nan], 2)
+        weights = torch.tensor(rng.choice([0, 1, 1e200, np.inf], 4, p=[0.5, 0.4, 0.05, 0.05]))
+        numbers = rng.choice([0, 1, -3, 1e-200, 1e200, np.inf, np.nan], 3).tolist()
+        tensors = torch.tensor(numbers, dtype=torch.float64)
+        shares = (
+            limits[0].share(*numbers, 0.5, Measured(*norms.tolist(), weights)),
+            limits[1].share(*tensors, 0.5, Measured(*torch.tensor(norms), weights)),
+        )
+        assert isinstance(shares[0], float)
+        assert shares[0] == pytest.approx(shares[1].item(), nan_ok=True)
+    most = [limit.state_dict()["most"] for limit in limits]
+    assert most[0] == pytest.approx(most[1], nan_ok=True)
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 3, 4), (6, 3, 4, 2)])
