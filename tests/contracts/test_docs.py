@@ -47,11 +47,20 @@ def test_the_reference_lists_every_public_name():
             assert not ours or kind in found, (one, kind)
 
 
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_commands_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)#]+)", text):
-        assert link.startswith("https://") or (page.parent / link).exists(), link
+    for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        if not link.startswith("https://"):
+            target = page.parent / link if link else page
+            assert target.exists(), link
+            assert not heading or heading in anchors(target), (link, heading)
     for module in re.findall(r"python -m (benchmarks[\w.]*\w)", text):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
 
