@@ -255,6 +255,7 @@ def test_a_constant_loss_that_cannot_be_computed_is_said_of_small_values():
         assert relative_flatness(Measured(0.1), INPUTS, LABELS.float(), criterion=Own()) > 0
 
 
+@pytest.mark.filterwarnings("ignore:it could not be checked:relflat_sk.FlatnessWarning")
 def test_a_criterion_without_enough_memory_is_no_wrong_criterion():
     def criterion(output, target):
         raise torch.OutOfMemoryError("CUDA out of memory")
