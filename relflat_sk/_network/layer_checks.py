@@ -229,7 +229,7 @@ def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
 
 
 def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Module]) -> set[str]:
-    """Find the layers whose weights a network uses outside of their calls, by running it once.
+    """Find the layers, of those called once, whose weights a network uses outside of the call.
 
     A head that is tied to an embedding counts as if it had a copy of the weight to itself.
     """
@@ -245,7 +245,8 @@ def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Modul
     finally:
         for weight in frozen:
             weight.requires_grad = False
-    return {name for name in layers if uses_elsewhere(output, recorder[name])}
+    once = [recorder[name] for name in layers if recorder[name].calls == 1]
+    return {record.name for record in once if uses_elsewhere(output, record)}
 
 
 def check_uses(name: str, elsewhere: Collection[str]) -> None:

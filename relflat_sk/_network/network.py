@@ -233,9 +233,10 @@ class Network:
     def __call__(self, x: Any) -> Tensor:
         """Run the network on inputs as they come from the data."""
         x = self.prepare(x)
+        self._whole.clear()  # frees the graph of the last batch
         whole = select_output(self._run(x), self.output)
         if self._must_check:
-            self._whole[:] = [whole]
+            self._whole.append(whole)
         output = primary_output(whole)
         if _is_one(x) and (output.ndim == 0 or len(output) != 1):
             return output[None]  # a squeeze() in the network removed the axis of a single sample

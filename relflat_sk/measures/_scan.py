@@ -321,11 +321,12 @@ class _Runner:
         guess = registered
         if self.layers != "all":
             guess = [_guess(module, layer, registered) for layer in self.layers]
+        # before the batch is recorded: memory holds what one pass keeps, not two
+        elsewhere = self._used_elsewhere(batch)
+        mixed = find_mixed(lambda: self.network(batch.x), module)
         with record_order(module) as recorder:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
-        elsewhere = self._used_elsewhere(recorder.calls, batch)
-        mixed = find_mixed(lambda: self.network(batch.x), module)
         if self.layers == "all":
             behind = nodes_behind(output)
             unused = {record.name for record in records if record.node not in behind}
@@ -333,6 +334,7 @@ class _Runner:
         else:
             names = self._names_in_order(guess)
         if not set(names) <= set(guess):
+            del output, records  # frees the first pass
             output, records = _record(self.network, names, batch)
         by_name, named = {record.name: record for record in records}, dict(module.named_modules())
         records = [by_name[name] for name in names]
@@ -352,13 +354,12 @@ class _Runner:
             warn_of_other_head(output, records[-1], module, called)
         return output, records
 
-    def _used_elsewhere(self, calls: Sequence[str], batch: Batch) -> set[str]:
+    def _used_elsewhere(self, batch: Batch) -> set[str]:
         """Find the layers that are called once and whose weight is used elsewhere as well."""
         module = self.network.module
         if all(map(_is_of_torch, module.modules())):
             return set()
-        once = {name: module.get_submodule(name) for name in calls if calls.count(name) == 1}
-        return find_uses_elsewhere(lambda: self.network(batch.x), once)
+        return find_uses_elsewhere(lambda: self.network(batch.x), weight_layers(module))
 
     def _linear(self, records: list[LayerRecord]) -> list[LayerRecord]:
         """Leave out layers that are not linear in their weight; a single one says so itself."""

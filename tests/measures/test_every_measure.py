@@ -102,6 +102,23 @@ def test_batches_do_not_matter_for_any_criterion(name, case):
     assert one == pytest.approx(two, rel=1e-6, nan_ok=True)
 
 
+class Watched(nn.Module):
+    """A network that counts, whenever it runs, how many of its hidden activations are alive."""
+
+    def __init__(self, registered=("hidden", "out")):
+        super().__init__()
+        layers = {"hidden": nn.Linear(4, 50), "out": nn.Linear(50, 3)}
+        for name in registered:
+            self.add_module(name, layers[name])
+        self.made, self.alive = [], []
+
+    def forward(self, x):
+        self.alive.append(sum(ref() is not None for ref in self.made))
+        h = torch.tanh(self.hidden(x))
+        self.made.append(weakref.ref(h))
+        return self.out(h)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -111,25 +128,23 @@ def test_batches_do_not_matter_for_any_criterion(name, case):
 )
 def test_memory_does_not_grow_with_the_data(name, options):
     """Each batch's graph and activations are freed before the next batch runs."""
-    made, alive = [], []
-
-    class Watched(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.hidden = nn.Linear(4, 50)
-            self.out = nn.Linear(50, 3)
-
-        def forward(self, x):
-            alive.append(sum(ref() is not None for ref in made))
-            h = torch.tanh(self.hidden(x))
-            made.append(weakref.ref(h))
-            return self.out(h)
-
     inputs, labels = torch.randn(32, 4), torch.arange(32) % 3
     for layer in (0, -1) if name in LAYER_MEASURES else (-1,):
-        value(name, Watched(), inputs, labels, layer=layer, criterion=CE, batch_size=8, **options)
-    assert len(alive) >= 4
-    assert not any(alive)
+        net = Watched()
+        value(name, net, inputs, labels, layer=layer, criterion=CE, batch_size=8, **options)
+        assert len(net.alive) >= 4
+        assert not any(net.alive)
+
+
+@pytest.mark.parametrize("criterion", [CE, lambda output, y: CE(output, y)])
+def test_memory_holds_one_pass_where_layers_are_found(criterion):
+    """The first batch runs again if layers are not called in the order of their registration."""
+    inputs, labels = torch.randn(32, 4), torch.arange(32) % 3
+    for layer in (0, -1):
+        net = Watched(registered=("out", "hidden"))
+        value("relative_flatness", net, inputs, labels, layer=layer, criterion=criterion)
+        assert len(net.alive) > 1
+        assert not any(net.alive)
 
 
 def test_estimators_of_all_kinds_are_measured():
