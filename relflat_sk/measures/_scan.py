@@ -357,7 +357,8 @@ class _Runner:
     def _used_elsewhere(self, batch: Batch) -> set[str]:
         """Find the layers that are called once and whose weight is used elsewhere as well."""
         module = self.network.module
-        if all(map(_is_of_torch, module.modules())):
+        is_asked = self.checked or self.layers == "all"
+        if not is_asked or all(map(_is_of_torch, module.modules())):
             return set()
         return find_uses_elsewhere(lambda: self.network(batch.x), weight_layers(module))
 

@@ -109,6 +109,8 @@ def test_one_batch_is_run_to_find_the_layer():
     net = Counting()
     loader = CountingLoader(TensorDataset(torch.randn(9, 5), torch.arange(9) % 4), batch_size=3)
     run("feature_robustness", net, loader, None)
-    # three batches of the pass itself; moves at the last layer do not run the network
-    assert net.n_runs == 1 + 3
+    # The first batch runs once to find the layer and once, since the class is a user's, to find
+    # other uses of its weight. Then three batches of the pass itself: moves at the last layer do
+    # not run the network.
+    assert net.n_runs == 2 + 3
     assert loader.n_batches == 1 + 3
