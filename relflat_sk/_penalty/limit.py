@@ -150,7 +150,7 @@ class PenaltyLimit:
                 setattr(limit, name, value)
         if self._weights is not None:
             for limit, row in zip(limits, torch.as_tensor(self._weights), strict=True):
-                limit._weights = row
+                limit._weights = row.clone()  # a view would keep the weights of all nets
 
     def copy(self) -> "PenaltyLimit":
         """Copy the limit, for steps that are no part of the training."""

@@ -165,14 +165,15 @@ class RelativeFlatnessPenalty:
         # a criterion may be a function, which pickle cannot store
         return vars(self) | {"_checked": None}
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what past steps have shown the limit, to resume a training.
 
         Returns
         -------
-        dict of str to number
-            For `load_state_dict` of a penalty with the same parameters. It is plain numbers, which
-            `torch.save` stores, and `torch.load` reads with ``weights_only=True``.
+        dict of str to number, Tensor or None
+            For `load_state_dict` of a penalty with the same parameters. It is plain numbers, and as
+            `weights` the network's parameters in one row: None before the first step, else (p,).
+            `torch.save` stores it, and `torch.load` reads it with ``weights_only=True``.
 
         Examples
         --------
@@ -181,14 +182,14 @@ class RelativeFlatnessPenalty:
         """
         return self.limit.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another penalty has stopped.
 
         The training goes on as without interruption if torch's random state is restored as well.
 
         Parameters
         ----------
-        state_dict : dict of str to number
+        state_dict : dict of str to number, Tensor or None
             From `state_dict`.
 
         Raises
