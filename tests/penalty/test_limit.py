@@ -327,7 +327,7 @@ def test_a_layer_that_is_called_again_beside_the_output_is_refused():
 
     net = Net(again, first=nn.Linear(5, 5), last=nn.Linear(5, 3)).double()
     with pytest.raises(ValueError, match="'first'.* called"):
-        evaluate(RelativeFlatnessPenalty("all"), net, CRITERION, *make_batch())
+        evaluate(RelativeFlatnessPenalty(["first", "last"]), net, CRITERION, *make_batch())
 
 
 def digits(n):
