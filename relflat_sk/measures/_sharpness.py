@@ -301,7 +301,7 @@ def _flatness(
     rough = _bracket(partial(gap, n=_FEW), log_sigma)
     if rough is not None:
         log_sigma = bisect(partial(gap, n=_FEW), *rough, xtol=_STEP)
-    bracket = _bracket(partial(excess, n=n_draws), log_sigma)
+    bracket = _bracket(partial(gap, n=n_draws), log_sigma)
     if bracket is None:
         if gap(log_sigma, n_draws) <= 0:
             return Estimate(0.0, 0.0, "monte carlo")
