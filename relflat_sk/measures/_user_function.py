@@ -82,7 +82,7 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
 # value
 TAKEN = {
     "aggregate", "at_loss", "batch_size", "criterion", "device", "layer", "layers", "measure",
-    "measures", "name", "network", "per_sample", "required", "tolerated",
+    "measures", "name", "network", "output", "per_sample", "required", "tolerated",
     "weight_decay",
 }  # fmt: skip
 

@@ -215,6 +215,7 @@ def test_bad_data(net, inputs, labels, error, message):
         measured(net, inputs, labels)
 
 
+@pytest.mark.filterwarnings("ignore:it could not be checked")
 @pytest.mark.parametrize(
     ("criterion", "labels", "message"),
     [
