@@ -43,7 +43,9 @@ def average(estimators: Mapping[str, Any], y: Any) -> Any:
     first, *others = estimators.values()
     for estimator in (first, *others):
         is_multilabel = getattr(final_estimator(estimator), "multilabel_", False)
-        if is_multilabel or not has_mean(estimator, y):
+        # a net that was fitted on a dataset or a loader has not seen which classes there are
+        has_classes = is_regressor(estimator) or hasattr(estimator, "classes_")
+        if is_multilabel or not (has_classes and has_mean(estimator, y)):
             raise ValueError(
                 "an ensemble averages probabilities of single labels without a threshold, or "
                 f"predictions of regressors, and {describe(estimator)} has no such predictions "
