@@ -8,6 +8,7 @@ of their source: an edited comment counts.
 import inspect
 import re
 import sys
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,14 @@ def _is_installed(code: Any) -> bool:
     return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
+# Python's parser, by which `inspect` finds a class, fails in several threads at once
+_PARSER = threading.Lock()
+
+
 def _source(code: Any) -> str:
+    """Return the source of a class or function, or its text if there is none."""
     try:
-        return inspect.getsource(code)
+        with _PARSER:
+            return inspect.getsource(code)
     except (OSError, TypeError):  # typed at a prompt
         return plain_repr(code)
