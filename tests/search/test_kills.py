@@ -285,8 +285,12 @@ def test_of_two_that_begin_at_the_same_moment_one_ends(tmp_path):
 def test_ctrl_c(storage, way, tmp_path, engine):
     order(tmp_path, CHOICES[1], "wait")
 
-    def press(study, trial):  # while the search waits for its workers
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    pressed = []
+
+    def press(study, trial):  # once, while the search waits for its workers
+        if not pressed:
+            pressed.append(trial.number)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     if way == "alone":
         press = None
