@@ -461,7 +461,7 @@ def test_advice_names_parameters_that_the_estimator_has(estimator, space, goal, 
 def test_the_pruner_stops_hopeless_nets(wrap):
     if wrap:
         wrapped = TransformedTargetRegressor(make_regressor(max_epochs=50))
-        search = make_search(wrapped, {"regressor__lr": [0.01, 0.02, 1e4]})
+        search = make_search(wrapped, {"regressor__lr": [0.01, 0.02, 1e4]}, goal=TARGET.var() / 20)
     else:
         search = make_search(make_net(), {"lr": [0.05, 0.06, 1e4]})
     search.set_params(pruner=optuna.pruners.ThresholdPruner(upper=1e3))
