@@ -13,6 +13,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
+from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.backend.context import set_start_method
 
 ROOT = Path(__file__).parents[1]
@@ -85,3 +86,5 @@ def _execute(run, command, variables, at, outputs):
     sys.path.insert(0, str(ROOT))
     sys.argv = command
     run(run_name="__main__")
+    # at the end of an interpreter, joblib ends its workers; here, they would idle for five minutes
+    get_reusable_executor(reuse=True).shutdown(kill_workers=True)
