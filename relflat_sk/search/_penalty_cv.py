@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from sklearn.base import clone
 from sklearn.metrics import check_scoring
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils import get_tags
@@ -150,7 +151,9 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
                 setattr(self, name, learned)
         if keep is not None:
             self.scorer_ = keep.scorer
-            folds = enumerate(keep.trained_with(self.best_params_))
+            chosen = clone(search.estimator).set_params(**self.best_params_)
+            names = set().union(*search.cv_results_["params"])
+            folds = enumerate(keep.trained_like(chosen, names))
             self.best_estimator_ = average({f"fold{i}": net for i, net in folds}, y)
         return self
 
@@ -231,10 +234,11 @@ class _KeepEstimators:
     def get_metadata_routing(self) -> Any:
         return get_routing_for_object(self.scorer)
 
-    def trained_with(self, setting: Mapping[str, Any]) -> list[Any]:
-        """Return the estimators that have a setting."""
+    def trained_like(self, chosen: Any, names: Iterable[str]) -> list[Any]:
+        """Return the estimators that have these parameters of another one."""
+        expected = chosen.get_params()
         return [
             estimator
             for estimator in self.estimators
-            if setting.items() <= estimator.get_params().items()
+            if all(estimator.get_params().get(name) == expected.get(name) for name in names)
         ]

@@ -66,6 +66,13 @@ def test_the_mean_of_the_folds_needs_no_further_training():
     assert_array_equal(again.predict_proba(X), search.predict_proba(X))
 
 
+def test_the_mean_leaves_out_settings_that_contain_the_best():
+    decayed = {"optimizer": torch.optim.AdamW, "optimizer__weight_decay": 90.0} | NONE
+    search = RelativeFlatnessPenaltyCV(make_net(), [decayed, NONE], cv=3, refit="mean").fit(X, y)
+    assert search.best_params_ == NONE
+    assert len(search.best_estimator_.estimators_) == 3
+
+
 def test_default_settings_suit_the_optimizer():
     adam = RelativeFlatnessPenaltyCV(make_net(max_epochs=1), cv=2).fit(X, y)
     sgd = make_net(max_epochs=1, optimizer=torch.optim.SGD)
