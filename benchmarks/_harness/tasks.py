@@ -12,19 +12,24 @@ from sklearn.datasets import (
     load_breast_cancer,
     load_diabetes,
     load_digits,
+    load_iris,
     load_wine,
     make_classification,
     make_friedman1,
+    make_friedman3,
     make_gaussian_quantiles,
     make_hastie_10_2,
 )
 from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import OneHotEncoder
 from torch import Tensor
 
 from benchmarks._harness.data import load_images
 from benchmarks._harness.stacked import Candidate
 
-__all__ = ["CHOSEN_ON", "SPACES", "TASKS", "Split", "Task", "candidates", "constant_loss"]
+__all__ = [
+    "CHOSEN_ON", "FURTHER", "SPACES", "TASKS", "Split", "Task", "candidates", "constant_loss",
+]  # fmt: skip
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 N_TEST = 2000  # of data that are drawn, or plentiful
@@ -117,6 +122,19 @@ def _mislabel(y: NDArray[Any], share: float, seed: int) -> NDArray[Any]:
     return y
 
 
+def _make_categories(n_samples: int, random_state: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Draw five categorical columns, one-hot, and five of numbers, of which two noisy classes."""
+    rng = np.random.default_rng(random_state)
+    levels = [2, 3, 5, 8, 12]
+    encoder = OneHotEncoder(categories=[range(n) for n in levels], sparse_output=False)
+    categories = encoder.fit_transform(rng.integers(0, levels, (n_samples, len(levels))))
+    numbers = rng.normal(size=(n_samples, 5))
+    logits = categories @ rng.normal(size=sum(levels)) + numbers @ rng.normal(size=5)
+    logits += numbers[:, 0] * (categories @ rng.normal(size=sum(levels)))
+    is_second = logits - np.median(logits) + rng.logistic(0, 0.5, n_samples) > 0
+    return np.hstack([categories, numbers]), is_second.astype(np.int64)
+
+
 _CLUSTERS = {"n_features": 20, "n_informative": 8, "n_redundant": 4, "n_classes": 4}
 TASKS = {
     "digits": Task(_table(load_digits, 500)),
@@ -135,6 +153,17 @@ TASKS = {
     "CIFAR-10": Task(_images, 0.1, 0.8, needs_images=True),
     "friedman": Task(_generated(make_friedman1, 400, noise=1.0), 0.1),
     "diabetes": Task(_table(load_diabetes, 220), 0.3, 0.8),
+}
+# beside those of the study, for `benchmarks.worth.baselines`
+FURTHER = {
+    "digits, 40% wrong labels": Task(_table(load_digits, 500, wrong=0.4)),
+    "breast cancer, 20% wrong labels": Task(_table(load_breast_cancer, 280, wrong=0.2)),
+    "wine, 20% wrong labels": Task(_table(load_wine, 90, wrong=0.2)),
+    "digits, 100 samples": Task(_table(load_digits, 100)),
+    "iris, 45 samples": Task(_table(load_iris, 45)),
+    "categories": Task(_generated(_make_categories, 600)),
+    "friedman, little noise": Task(_generated(make_friedman1, 800, noise=0.1)),
+    "friedman3": Task(_generated(make_friedman3, 400, noise=0.05)),
 }
 # constants are chosen on these data sets, and reported on the others
 CHOSEN_ON = (

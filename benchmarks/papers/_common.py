@@ -1,8 +1,8 @@
-"""What the scripts share: data, a table of finished minima, and claims with their verdicts."""
+"""What the scripts share: data, and claims with their verdicts."""
 
 import argparse
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from joblib import Parallel, delayed
 from sklearn.datasets import fetch_openml, load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.data import add_data_argument, load_images
+from benchmarks._harness.stored import Minima
 from benchmarks._harness.timing import environment, table
 from relflat_sk import correlate_measures
 
@@ -126,60 +126,6 @@ def losses_of(net: Any, data: Arrays) -> dict[str, float]:
         for part, labels in ((X, y), (X_test, y_test))
     )
     return {"train_loss": train, "generalization_gap": test - train}
-
-
-class Minima:
-    """A table of finished minima in a CSV file, one row each, which a later run continues."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.path, self.limit = arguments.results, arguments.limit
-        self.jobs = arguments.jobs
-        known = self.path is not None and self.path.exists()
-        self.rows = pd.read_csv(self.path).to_dict("records") if known else []
-        self._texts = pd.read_csv(self.path, dtype=str).to_dict("records") if known else []
-
-    def todo(self, runs: Sequence[dict[str, Any]], size: int = 1) -> Iterator[list[dict[str, Any]]]:
-        """Yield the runs that are not finished, some at a time."""
-        done = {tuple(row[key] for key in runs[0]) for row in self._texts}
-        left = [run for run in runs if tuple(map(_text, run.values())) not in done][: self.limit]
-        for start in range(0, len(left), size):
-            yield left[start : start + size]
-
-    def complete(
-        self,
-        runs: Sequence[dict[str, Any]],
-        train: Callable[..., Sequence[dict[str, Any]]],
-        *args: Any,
-        size: int = 1,
-    ) -> None:
-        """Add the rows of the runs that are not finished, some of them to a call of `train`."""
-        calls = (delayed(train)(some, *args) for some in self.todo(runs, size))
-        for rows in Parallel(self.jobs, return_as="generator_unordered")(calls):
-            for row in rows:
-                self.add(row)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Append a minimum to the table and the file."""
-        if self.rows and row.keys() != self.rows[0].keys():
-            raise ValueError(
-                f"the columns of a table must stay the same, but {sorted(row)} come after "
-                f"{sorted(self.rows[0])}. Move {self.path} away, or give another one by --results."
-            )
-        self.rows.append(row)
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            line = pd.DataFrame([row], columns=list(self.rows[0]))
-            header = not self.path.exists()
-            line.to_csv(self.path, mode="a", header=header, index=False, float_format="%.6g")
-
-    def frame(self) -> pd.DataFrame:
-        """Return the table."""
-        return pd.DataFrame(self.rows)
-
-
-def _text(value: Any) -> str:
-    """Write a value as the file has it."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)

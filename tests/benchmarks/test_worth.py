@@ -4,6 +4,7 @@ import numpy as np
 import optuna
 import pytest
 
+from benchmarks.worth import baselines
 from benchmarks.worth.tuned import interval
 from tests.benchmarks.commands import run
 
@@ -78,8 +79,17 @@ def test_an_interrupted_study_of_weights_continues(tmp_path):
     assert len(results.read_text().splitlines()) == len(saved) + 2 * 3 * (1 + 2)
 
 
-def test_a_quick_run_of_defaults():
-    assert "diabetes    ours, no penalty" in run("benchmarks.worth.defaults", "--quick")
+def test_an_interrupted_comparison_with_baselines_continues(tmp_path):
+    results = tmp_path / "rows.csv"
+    options = ("--only", "wine", "diabetes", "--splits", "1", "--results", results)
+    run("benchmarks.worth.baselines", *options, "--limit", "5")
+    stored = results.read_text()
+    assert len(stored.splitlines()) == 1 + 5
+    printed = run("benchmarks.worth.baselines", *options)
+    assert results.read_text().startswith(stored)
+    assert len(results.read_text().splitlines()) == 1 + 2 * len(baselines.METHODS)
+    again = run("benchmarks.worth.baselines", *options, "--report")
+    assert again.splitlines()[4:] == printed.splitlines()[4:]
 
 
 def test_a_quick_run_of_checkpoints_compares_all_ways():

@@ -1,0 +1,204 @@
+"""Compare the search and the nets with what people would take instead, all with their defaults.
+
+Twenty data sets: those of the study of choices, and others with wrong labels, few samples,
+categories and little noise. Inputs and numeric targets are standardised by the training data, and
+categories are one-hot, for all. The table of runs in `benchmarks/results/` grows row by row, and
+the next call goes on.
+
+    python -m benchmarks.worth.baselines --data NPZ           # hours; without --data no CIFAR-10
+    python -m benchmarks.worth.baselines --report             # the tables of the stored rows
+    python -m benchmarks.worth.baselines --quick --splits 1   # two data sets, a minute
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+from sklearn.ensemble import (
+    HistGradientBoostingClassifier,
+    HistGradientBoostingRegressor,
+    RandomForestClassifier,
+    RandomForestRegressor,
+)
+from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.svm import SVC, SVR
+
+from benchmarks._harness.data import add_data_argument
+from benchmarks._harness.stored import Minima
+from benchmarks._harness.tasks import FURTHER, TASKS, Split
+from benchmarks._harness.timing import environment, table
+from relflat_sk import (
+    FlatMinimaSearch,
+    RelativeFlatnessPenaltyCV,
+    RelativeFlatnessRegularizedClassifier,
+    RelativeFlatnessRegularizedRegressor,
+)
+
+RESULTS = Path(__file__).parents[1] / "results" / "baselines.csv"
+ALL_TASKS = TASKS | FURTHER
+REGRESSIONS = [name for name in ALL_TASKS if name.startswith(("friedman", "diabetes"))]
+N_SEEDS = 10
+SEARCH = "search, mean"
+# the flattest network is of the same search as the mean
+FLATTEST = "search, flattest"
+OURS = ["net, default", "net, no penalty", "net, all layers, weight 1", "penalty by folds"]
+THEIRS = ["MLP", "MLP, early stopping"]
+NEURAL = [SEARCH, FLATTEST, *OURS, *THEIRS]
+OTHERS = ["forest", "boosting", "linear", "support vectors"]
+METHODS = [method for method in (*NEURAL, *OTHERS) if method != FLATTEST]
+
+
+def make(method: str, seed: int, *, is_regression: bool) -> Any:
+    """Make the estimator of a method, with its defaults."""
+    kind = int(is_regression)
+    ours: Any = (RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor)[kind]
+    mlp: Any = (MLPClassifier, MLPRegressor)[kind]
+    net = ours(verbose=0, random_state=seed)
+    return {
+        SEARCH: lambda: FlatMinimaSearch(
+            net, {"random_state": list(range(N_SEEDS * seed, N_SEEDS * (seed + 1)))}
+        ),
+        OURS[0]: lambda: net,
+        OURS[1]: lambda: net.set_params(flatness_weight=0),
+        OURS[2]: lambda: net.set_params(flatness_layer="all", flatness_weight=1),
+        OURS[3]: lambda: RelativeFlatnessPenaltyCV(net),
+        "MLP": lambda: mlp(random_state=seed),
+        "MLP, early stopping": lambda: mlp(early_stopping=True, random_state=seed),
+        "forest": lambda: (RandomForestClassifier, RandomForestRegressor)[kind](random_state=seed),
+        "boosting": lambda: (HistGradientBoostingClassifier, HistGradientBoostingRegressor)[kind](
+            random_state=seed
+        ),
+        "linear": (LogisticRegression, Ridge)[kind],
+        "support vectors": (SVC, SVR)[kind],
+    }[method]()
+
+
+@cache
+def _split(name: str, seed: int, images: str | None) -> Split:
+    return ALL_TASKS[name].split(seed, images)
+
+
+def judge(runs: Sequence[dict[str, Any]], images: str | None) -> list[dict[str, Any]]:
+    """Fit a method to a split: score on the test data, and processor seconds."""
+    return [run | _judge(*run.values(), images) for run in runs]
+
+
+def _judge(name: str, split: int, method: str, images: str | None) -> dict[str, float]:
+    parts = _split(name, split, images)
+    X, y, X_test, y_test = (part.numpy() for part in (parts.X, parts.y, parts.X_test, parts.y_test))
+    model = make(method, split, is_regression=name in REGRESSIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of defaults that do not converge
+        start = time.process_time()
+        model.fit(X, y)
+        fitted = time.process_time()
+        score = model.score(X_test, y_test)
+        predicted = time.process_time()
+        flattest = model.best_estimator_.score(X_test, y_test) if method == SEARCH else np.nan
+    return {
+        "score": round(100 * score, 3), "flattest": round(100 * flattest, 3),
+        "fit_seconds": fitted - start, "predict_seconds": predicted - fitted,
+    }  # fmt: skip
+
+
+def scores(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the score of each method (columns) on each data set and split, the flattest's too."""
+    values = rows.pivot(index=["param_data", "param_split"], columns="param_method", values="score")
+    flattest = rows[rows["param_method"] == SEARCH].set_index(["param_data", "param_split"])
+    values[FLATTEST] = flattest["flattest"]
+    return values.reindex(columns=[*NEURAL, *OTHERS])
+
+
+def compare(means: pd.DataFrame, seconds: pd.DataFrame) -> list[list[str]]:
+    """Compare the methods over data sets; means has a row for each."""
+    neural = means[NEURAL].rank(axis=1, ascending=False).mean()
+    ranks = means.rank(axis=1, ascending=False).mean()
+    header = ["method", "mean", "search's lead", "largest lead over it", "rank", "neural"]
+    rows = [[*header, "fit", "predict"]]
+    for method in means:
+        gain = means[SEARCH] - means[method]
+        width = stats.t.ppf(0.975, len(gain) - 1) * stats.sem(gain) if len(gain) > 1 else np.nan
+        if method == FLATTEST:  # one net of the search
+            times = [seconds.loc[SEARCH].iloc[0], seconds.loc[OURS[0]].iloc[1]]
+        else:
+            times = seconds.loc[method]
+        rows.append([
+            method, f"{means[method].mean():.1f}", f"{gain.mean():+.1f} +- {width:.1f}",
+            f"{-gain.min():+.1f}", f"{ranks[method]:.1f}",
+            f"{neural[method]:.1f}" if method in NEURAL else "",
+            *(f"{value:.2g}" for value in times),
+        ])  # fmt: skip
+    return rows
+
+
+def report(rows: pd.DataFrame) -> None:
+    """Print the scores of each data set, and the comparisons of both kinds of tasks."""
+    values = scores(rows).dropna(how="any")
+    means = values.groupby("param_data", sort=False).mean()
+    n_splits = values.groupby("param_data").size()
+    print("\nAccuracy or R2 on the test data, in percent, mean of the splits\n")
+    print(table([
+        ["data", "splits", *means],
+        *([str(name), str(n_splits[name]), *(f"{value:.1f}" for value in row)]
+          for name, row in means.iterrows()),
+    ]))  # fmt: skip
+    groups = {
+        "classification": ~means.index.isin(REGRESSIONS),
+        "regression": means.index.isin(REGRESSIONS),
+        "all": np.ones(len(means), dtype=bool),
+    }
+    for title, is_in in groups.items():
+        if not is_in.any():
+            continue
+        names = means.index[is_in]
+        part = rows[rows["param_data"].isin(names)].groupby("param_method")
+        seconds = part[["fit_seconds", "predict_seconds"]].median()
+        print(f"\n{title}: {len(names)} data sets. The lead of the search's mean has a 95% interval"
+              "\nover data sets; processor seconds are medians\n")  # fmt: skip
+        print(table(compare(means[is_in], seconds)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do the missing runs and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--splits", type=int, default=5, help="train-test splits (default: 5)")
+    parser.add_argument("--only", nargs="+", choices=ALL_TASKS, metavar="DATASET")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="CSV")
+    parser.add_argument("--report", action="store_true", help="print tables only")
+    parser.add_argument("--limit", type=int, help="new runs at most")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="wine and diabetes, not stored")
+    add_data_argument(parser)
+    arguments = parser.parse_args(argv)
+    names = arguments.only or [
+        name for name, task in ALL_TASKS.items() if arguments.data or not task.needs_images
+    ]
+    if arguments.quick:
+        names, arguments.results = ["wine", "diabetes"], None
+    print(environment(), flush=True)
+    runs = [
+        {"param_data": name, "param_split": split, "param_method": method}
+        for split in range(arguments.splits)
+        for name in names
+        for method in arguments.methods
+    ]
+    stored = Minima(arguments)
+    if not arguments.report:
+        stored.complete(runs, judge, arguments.data)
+    report(stored.frame())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
