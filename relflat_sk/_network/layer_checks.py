@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
-from relflat_sk._network.layers import weight_layers
+from relflat_sk._network.layers import adapted_layer, weight_layers
 from relflat_sk._network.recording import LayerRecord, Recorder
 from relflat_sk._network.tail import (
     find_link,
@@ -17,6 +18,7 @@ from relflat_sk._network.tail import (
     nodes_behind,
     normalises_batch,
 )
+from relflat_sk._numerics import without_autocast
 from relflat_sk._warnings import warn
 
 # multiplications by which it is checked what a layer computes
@@ -59,12 +61,33 @@ def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
 
     Shapes: `features`, `z` (k, ...).
     """
-    if not is_linear(record, features, z):
+    if not is_linear(record, features, z) and not _is_linear_without_noise(record, features):
         raise ValueError(
             f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
             "with another forward, as of DoRA, or an output_size?), so the curvature in its weight "
             "is not that of a linear layer. Measure another layer."
         )
+
+
+def _is_linear_without_noise(record: LayerRecord, features: Tensor) -> bool:
+    """Return whether a layer computes ``W x + b`` but for dropout in its adapters.
+
+    What dropout changes there counts as noise that is added to the layer's output.
+    """
+    layer, base = record.layer, adapted_layer(record.layer)
+    inside = set() if base is None else set(layer.modules()) - set(base.modules())
+    dropouts = [part for part in inside if isinstance(part, _DropoutNd) and part.training]
+    if not dropouts:
+        return False
+    try:
+        for dropout in dropouts:
+            dropout.training = False
+        with torch.no_grad(), without_autocast(features):
+            features = features.to(record.map.weight)
+            return is_linear(record, features, layer.forward(features))
+    finally:
+        for dropout in dropouts:
+            dropout.training = True
 
 
 def check_rows(

@@ -31,7 +31,7 @@ def is_weight_layer(module: nn.Module) -> bool:
 def weight_kind(module: nn.Module) -> type[nn.Module] | None:
     """Return the class that makes a module a layer with a weight matrix."""
     own = next((kind for kind in _MAPS if isinstance(module, kind)), None) or _conv1d_kind(module)
-    base = None if own else _adapted_layer(module)
+    base = None if own else adapted_layer(module)
     return own if base is None else weight_kind(base)
 
 
@@ -46,7 +46,7 @@ def _conv1d_kind(module: nn.Module) -> type[nn.Module] | None:
     return next((kind for kind in type(module).__mro__ if kind.__name__ == "Conv1D"), None)
 
 
-def _adapted_layer(module: nn.Module) -> nn.Module | None:
+def adapted_layer(module: nn.Module) -> nn.Module | None:
     """Recognise a layer with low-rank adapters, and return the layer inside it.
 
     It is called as the `LoraLayer` of PEFT is: `base_layer`, `lora_A`, `get_delta_weight`.
@@ -66,7 +66,7 @@ def _merged_weight(layer: Any) -> Tensor:
 
 def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
     """Return a layer as a linear map of its weight matrix. Shapes: `weight` (...)."""
-    base = _adapted_layer(layer)
+    base = adapted_layer(layer)
     if base is not None:
         return layer_map(base, _merged_weight(layer) if weight is None else weight)
     kind = weight_kind(layer)

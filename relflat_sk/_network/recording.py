@@ -123,6 +123,7 @@ class Recorder:
     ) -> None:
         self.calls: list[str] = []
         self.failed = False
+        self.is_finished = False  # then calls are no part of the forward pass
         self._keep = keep
         self._twice = twice
         self._attention = MathAttention() if twice else None
@@ -159,6 +160,8 @@ class Recorder:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
+            if self.is_finished:
+                return output
             calls.append(name)
             if attention is not None:
                 attention.__enter__()

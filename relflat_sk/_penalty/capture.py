@@ -24,7 +24,13 @@ from relflat_sk._network.layer_checks import (
     uses_elsewhere,
     warn_of_other_head,
 )
-from relflat_sk._network.layers import Layer, check_unshared, find_layer, weight_layers
+from relflat_sk._network.layers import (
+    Layer,
+    check_unshared,
+    find_layer,
+    weight_kind,
+    weight_layers,
+)
 from relflat_sk._network.recording import LayerRecord, Recorder, features_of, keep_graph
 from relflat_sk._network.tail import find_link, nodes_behind
 from relflat_sk._numerics import without_autocast
@@ -73,6 +79,7 @@ class Survey:
         self._penalised: list[str] | None = None
         self._rows: dict[str, tuple[Tensor, Tensor]] = {}  # of layers that are to be checked
         self._checked: set[str] = set()
+        self._steps = Steps()  # of layers whose class has a forward method of its own
         self._draws = False  # whether the first pass drew random numbers
         self._repeated: set[str] = set()  # layers that a pass called several times
 
@@ -119,7 +126,7 @@ class Survey:
         A penalised layer has a gradient also if all before it is frozen: the layers behind it can
         still be trained to make it flat.
         """
-        if record.name not in self._checked:
+        if record.name not in self._checked or self._may_change(record):
             features, z = few_rows(record, features_of(record, args, kwargs), output)
             self._rows[record.name] = features.clone(), z.clone()
         if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
@@ -205,13 +212,21 @@ class Survey:
         rest = [name for name in plan.penalised if name not in skipped and name not in repeated]
         return plan if len(rest) == len(plan.penalised) else replace(plan, penalised=rest)
 
+    def _may_change(self, record: LayerRecord) -> bool:
+        """Return whether a layer that was linear at first, behind a zero, is to be checked."""
+        kind = weight_kind(record.layer)
+        has_own_forward = kind is None or type(record.layer).forward is not kind.forward
+        return has_own_forward and self._steps.is_due(record.name)
+
     def check_layers(self, records: Sequence[LayerRecord], output: Tensor) -> None:
-        """Refuse layers, when first called, at which the penalty is not that of the criterion."""
+        """Refuse layers at which the penalty is not that of the criterion."""
         for record in records:
-            if record.name not in self._checked:
-                check_uses(record.name, [record.name] if uses_elsewhere(output, record) else [])
-                check_linear(record, *self._rows[record.name])
-                self._checked.add(record.name)
+            name = record.name
+            if name not in self._checked:
+                check_uses(name, [name] if uses_elsewhere(output, record) else [])
+                self._checked.add(name)
+            if name in self._rows:
+                check_linear(record, *self._rows[name])
         self._rows.clear()
 
 
@@ -232,6 +247,19 @@ def _inside(module: nn.Module) -> nn.Module:
 _FIRST_CHECKS = 8
 
 
+class Steps:
+    """Counts the steps of layers, and says in which of them a layer is to be checked."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def is_due(self, name: str) -> bool:
+        """Count a step of a layer, and return whether it is to be checked."""
+        self._counts[name] = step = self._counts.get(name, 0) + 1
+        is_power = step & (step - 1) == 0
+        return step <= _FIRST_CHECKS or is_power
+
+
 class RowChecks:
     """Checks of whether rows of layers are samples, in outputs that arise in one way.
 
@@ -241,7 +269,7 @@ class RowChecks:
 
     def __init__(self) -> None:
         self._way: Any = None
-        self._steps: dict[str, int] = {}
+        self._steps = Steps()
         self._settled: set[str] = set()
         self._seen: dict[tuple[str, int], Tensor] = {}  # which rows have had slopes
 
@@ -256,8 +284,12 @@ class RowChecks:
         """Refuse layers whose rows are not those of the output."""
         way = type(output.grad_fn), weighted
         if way != self._way:
-            self._steps, self._settled, self._seen = {}, set(), {}
-        due = [record for record in records if self._is_due(record.name)]
+            self._steps, self._settled, self._seen = Steps(), set(), {}
+        due = [
+            record
+            for record in records
+            if record.name not in self._settled and self._steps.is_due(record.name)
+        ]
         if due:
             pull = partial(explicit.pull_back, linear=True)
             with without_autocast(output):
@@ -269,12 +301,6 @@ class RowChecks:
                 if bool(self._seen[key].all()):
                     self._settled.add(name)
         self._way = way
-
-    def _is_due(self, name: str) -> bool:
-        """Count a step of a layer, and return whether it is to be checked."""
-        self._steps[name] = step = self._steps.get(name, 0) + 1
-        is_power = step & (step - 1) == 0
-        return name not in self._settled and (step <= _FIRST_CHECKS or is_power)
 
 
 class Capture:
@@ -362,6 +388,7 @@ class Capture:
                 "returned it, outside of these. To measure without training, use "
                 "relflat_sk.relative_flatness."
             )
+        recorder.is_finished = True
         self.recorder, before = None, self.plan
         self.plan = None  # if this step fails, the next one begins anew
         if before is None or (survey.asked is None and before.order != recorder.order):

@@ -101,7 +101,8 @@ class RelativeFlatnessPenalty:
     -----
     Any layer that `relflat_sk.relative_flatness` measures can be penalised. For a convolution,
     `m` is the number of inputs of one patch. Batch norm in training mode counts as a linear map
-    with the statistics of the batch.
+    with the statistics of the batch. A layer with low-rank adapters has the merged weight; dropout
+    inside the adapters counts as noise that is added to its output.
 
     At a head that is tied to the embedding, H is the Hessian in the head's copy of the weight. The
     penalty's gradient reaches both uses of the weight. A layer whose weight is used a second time

@@ -661,6 +661,25 @@ def test_a_layer_is_checked_when_it_is_first_called():
         evaluate(penalty, net, CE, X, y)
 
 
+def test_a_layer_with_its_own_forward_is_checked_again():
+    """Its gate is zero in the first step."""
+
+    class Gated(nn.Linear):
+        gate = 0.0
+
+        def forward(self, x):
+            z = super().forward(x)
+            return z + self.gate * z.tanh()
+
+    torch.manual_seed(0)
+    X, y, net = torch.randn(8, 5), torch.arange(8) % 3, nn.Sequential(Gated(5, 3))
+    penalty = published_penalty()
+    assert evaluate(penalty, net, CE, X, y) > 0
+    net[0].gate = 1.0
+    with pytest.raises(ValueError, match="layer '0' does not compute W x"):
+        evaluate(penalty, net, CE, X, y)
+
+
 # -- copies, and trainings that are resumed --------------------------------------------------------
 
 

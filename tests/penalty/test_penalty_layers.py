@@ -302,6 +302,32 @@ def test_ignored_labels_do_not_count_in_the_spread(layer):
     assert mean(X, y.where(kept, -100)) == pytest.approx(mean(X[kept], y[kept]), rel=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("inside", [False, True], ids=["after capture", "inside capture"])
+def test_dropout_in_adapters_that_are_loaded_is_noise_in_the_output(inside, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    config = peft.LoraConfig(target_modules=["2"], r=4, lora_dropout=0.5, init_lora_weights=False)
+    peft.get_peft_model(copy.deepcopy(base), config).save_pretrained(tmp_path)
+    net = peft.PeftModel.from_pretrained(base, tmp_path, is_trainable=True).double()
+    X, y = torch.randn(9, 4).double(), torch.arange(9) % 3
+    penalty, (first, activation, adapted) = published_penalty(), net.base_model.model
+    with penalty.capture(net.train()):
+        output = net(X)
+        value = penalty(CE, output, y) if inside else None
+    value = penalty(CE, output, y) if value is None else value
+    features = activation(first(X)).detach()
+    W = (adapted.base_layer.weight + adapted.get_delta_weight("default")).detach()
+    H = torch.autograd.functional.hessian(
+        lambda D: CE(output.detach() + features @ D.T, y), torch.zeros_like(W)
+    )
+    assert value.item() == pytest.approx(oracles.kappa_of(H, W) / (2 * 5), rel=EXACT)
+    value.backward()
+    assert all(p.grad.abs().sum() > 0 for p in net.parameters() if p.requires_grad)
+    assert adapted.lora_dropout["default"].training
+
+
 # -- normalisations with a forward method of a user -----------------------------------------------
 
 
