@@ -126,7 +126,8 @@ class MinimaObjective:
     Each network trains on all of X: skorch's default `train_split` is dropped, another one and the
     `early_stopping` of scikit-learn's estimators are refused.
 
-    ``study.enqueue_trial`` takes choices as they are in the space, or their labels.
+    ``study.enqueue_trial`` takes choices as they are in the space, or their labels; of objects that
+    a database cannot store, only the labels, such as ``"[StopAtLoss(0.3)]"``.
 
     Processes and machines share a study if each calls ``study.optimize`` with the same storage.
 

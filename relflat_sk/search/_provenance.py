@@ -20,6 +20,7 @@ import torch
 from optuna.trial import TrialState
 from sklearn.base import is_regressor
 
+from relflat_sk._warnings import warn
 from relflat_sk.minima._table import UNITS
 from relflat_sk.search._data import LR_SCALING
 from relflat_sk.search._measure import Measuring
@@ -157,8 +158,13 @@ def _hash(value: Any) -> str:
     """Return a checksum of a value's contents, or of its text if they cannot be read."""
     try:
         return str(joblib.hash(value))[:8]
-    except Exception:  # pickling runs code of any class
-        return str(joblib.hash(plain_repr(value)))[:8]
+    except Exception as error:  # pickling runs code of any class
+        text = plain_repr(value)
+        warn(
+            f"{text} cannot be pickled ({type(error).__name__}: {error}). So a search that is "
+            "resumed notices another one only if its repr is another one."
+        )
+        return str(joblib.hash(text))[:8]
 
 
 def _describe_code(code: Any) -> str:

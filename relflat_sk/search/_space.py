@@ -5,10 +5,13 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
+from pickle import PicklingError
 from typing import Any
 
+import joblib
 import numpy as np
 import optuna
+import torch
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -17,6 +20,7 @@ from optuna.distributions import (
 )
 from optuna.trial import FixedTrial, FrozenTrial, TrialState
 from skorch import NeuralNet
+from torch import Tensor
 
 from relflat_sk._checks import did_you_mean, is_number
 from relflat_sk._warnings import warn
@@ -137,6 +141,18 @@ class Space:
         return choices | functions | ({} if self.function is None else {"": self.function})
 
     def suggest(self, trial: Any) -> dict[str, Any]:
+        """Draw one value for each parameter, from functions that can be called again."""
+        params = self._draw(trial)
+        _, errors = self.draw_again(FixedTrial(trial.params, trial.number))
+        for name, error in errors.items():
+            raise ValueError(
+                f"the function of the space{f' for {name!r}' if name else ''} raises "
+                f"{type(error).__name__} when it is called again for the same trial: {error}. It "
+                "may use the trial's suggest_... methods, params and number only."
+            ) from error
+        return params
+
+    def _draw(self, trial: Any) -> dict[str, Any]:
         """Draw one value for each parameter."""
         if self.function is None:
             return {name: self._suggest(trial, name) for name in self.entries}
@@ -169,19 +185,26 @@ class Space:
         }
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the values that a finished trial had."""
-        return self.draw_again(FixedTrial(trial.params, trial.number))
+        """Return the values that a finished trial had; of a failed one, those that it drew."""
+        return self.draw_again(FixedTrial(trial.params, trial.number))[0]
 
-    def draw_again(self, trial: Any) -> dict[str, Any]:
-        """Draw the values of a trial of which all or some are known."""
-        found = {}
+    def draw_again(self, trial: Any) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Draw the values of a trial of which all or some are known, and return what fails.
+
+        A user's function may raise anything. The name of the function of a whole space is empty.
+        """
+        values, errors = dict[str, Any](), dict[str, Exception]()
         if self.function is not None:
-            with suppress(Exception):
-                return self.suggest(trial)
+            try:
+                values = self._draw(trial)
+            except Exception as error:
+                errors[""] = error
         for name in self.entries:
-            with suppress(Exception):  # a user's function may raise anything
-                found[name] = self._suggest(trial, name)
-        return found
+            try:
+                values[name] = self._suggest(trial, name)
+            except Exception as error:
+                errors[name] = error
+        return values, errors
 
     def grid(self) -> list[dict[str, Any]] | None:
         """List all combinations of the choices."""
@@ -193,7 +216,7 @@ class Space:
         if len(drawn) < len(self.entries):  # functions may draw more
             for point in points:
                 trial = _Point(dict(point))
-                self.draw_again(trial)
+                self.draw_again(trial)  # a candidate reports what its functions raise
                 if not trial.asked <= point.keys():
                     return None
         return points
@@ -210,11 +233,12 @@ class _Label(str):
         label.value = value
         return label
 
+    __array_ufunc__ = None  # so that an array leaves the comparison to the label
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):
             return str.__eq__(self, other)
-        value, other = _as_tuple(self.value), _as_tuple(other)  # a database stores lists
-        return value is other or (type(value) is type(other) and (value == other) is True)
+        return _is_copy(self.value, other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -228,8 +252,25 @@ class _Label(str):
         return self
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+def _is_copy(value: Any, other: Any) -> bool:
+    """Return whether two objects have the same contents.
+
+    A study in memory copies what is enqueued, and a database stores tuples as lists.
+    """
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(_is_copy, value, other))
+    if value is other or type(value) is not type(other):
+        return value is other
+    if isinstance(value, Mapping):
+        return value.keys() == other.keys() and all(_is_copy(value[k], other[k]) for k in value)
+    if isinstance(value, Tensor):
+        return torch.equal(value, other)
+    is_equal = False
+    with suppress(AttributeError, PicklingError, TypeError):  # it holds a function without a name
+        is_equal = joblib.hash(value) == joblib.hash(other)
+    if not is_equal and getattr(value, "__dict__", None):
+        is_equal = _is_copy(vars(value), vars(other))
+    return is_equal
 
 
 def labels_of(trial: Any) -> dict[str, Any]:
@@ -352,14 +393,15 @@ def _problem_with_trial(space: Space, trial: FrozenTrial) -> str:
         if not _continues(before, distribution):
             return f"{name!r} was drawn from {before}, and is now drawn from {distribution}"
     again = FixedTrial(trial.params, trial.number)
-    params = space.draw_again(again)
+    params, errors = space.draw_again(again)
     recorded = Minimum.from_trial(trial).params.items()
     # the search computes scaled learning rates itself
     then = trial.params | {n: x for n, x in recorded if not n.startswith("scaled_")}
     now = dict.fromkeys(space.entries, "no value") | again.params | space.computed(again, params)
     if then == now:
         return ""
-    return f"trial {trial.number} has {then}, but in this space it has {now}"
+    why = "".join(f" ({name}: {error})" for name, error in errors.items())
+    return f"trial {trial.number} has {then}, but in this space it has {now}{why}"
 
 
 def _continues(before: Any, now: Any) -> bool:

@@ -159,6 +159,8 @@ def load_weights(store: Any, trial: FrozenTrial) -> Weights:
     try:
         weights: Weights = torch.load(content, weights_only=True, map_location="cpu")
         checksum = _checksum(weights)
+    except MemoryError:
+        raise
     except Exception as error:  # whatever the damage makes of the file
         raise damaged from error
     if minimum.weights_hash not in (None, checksum):

@@ -340,3 +340,14 @@ def test_descriptions_are_those_of_other_processes():
     """Addresses and hashes differ there."""
     texts = Parallel(2)(delayed(describe)(values) for values in SAME_AND_OTHER.values())
     assert texts == [describe(values) for values in SAME_AND_OTHER.values()]
+
+
+def test_what_cannot_be_pickled_is_said():
+    class Slotted:
+        __slots__ = ()
+
+        def __reduce_ex__(self, protocol):
+            raise RuntimeError("the connection is open")
+
+    with pytest.warns(FlatnessWarning, match=r"Slotted.*\(RuntimeError: the connection is open\)"):
+        describe(Slotted())

@@ -11,7 +11,8 @@ import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FixedTrial, TrialState, create_trial
 from sklearn.linear_model import LogisticRegression
-from skorch.callbacks import EarlyStopping
+from skorch.callbacks import EarlyStopping, EpochScoring
+from torch import nn
 
 from relflat_sk import (
     MinimaObjective,
@@ -161,6 +162,16 @@ def test_one_function_of_the_trial_is_a_space():
         draw(Space(lambda trial: None))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["of a parameter", "of the space"])
+def test_a_function_that_cannot_be_called_again_is_refused(whole):
+    def draw_lr(trial):
+        return 0.1 * len(trial.study.trials)
+
+    space = Space((lambda trial: {"lr": draw_lr(trial)}) if whole else {"lr": draw_lr})
+    with pytest.raises(ValueError, match="AttributeError.*has no attribute 'study'"):
+        study_of(space)
+
+
 def test_search_over_one_function_of_the_trial():
     search = logistic(lambda trial: {"C": trial.suggest_float("C", 0.1, 1.0)}, n_trials=3)
     search.fit(X, Y)
@@ -229,6 +240,38 @@ def test_choices_are_enqueued_as_they_are_in_the_space(storage, labels, tmp_path
         space.suggest(study.ask())
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [[StopAtLoss(0.1)], [StopAtLoss(0.3)]],
+        [[("stop", StopAtLoss(0.1))], [("stop", EpochScoring(lambda net, X, y: 1.0))]],
+        [None, [StopAtLoss(0.3), EarlyStopping()]],
+        [nn.ReLU(), nn.Tanh()],
+        [nn.Linear(2, 2), nn.Linear(2, 2)],
+        [[nn.Tanh()], [nn.ReLU(), nn.Tanh()]],
+        [None, nn.CrossEntropyLoss(torch.tensor([1.0, 0.0]))],
+        [((8,), None), ((8, 4), None)],
+        [torch.zeros(2), torch.ones(2)],
+        [np.zeros(2), np.ones(2)],
+        [{"a": np.zeros(2)}, {"a": np.ones(2)}],
+        [functools.partial(max, 1), functools.partial(max, 2)],
+        [lambda x: x, lambda x: 2 * x],
+    ],
+)
+def test_objects_are_enqueued_as_they_are_in_the_space(choices):
+    """A study in memory copies them."""
+    study, space = optuna.create_study(), Space({"choice": choices})
+    for choice in reversed(choices):
+        study.enqueue_trial({"choice": choice})
+        trial = study.ask()
+        assert space.suggest(trial)["choice"] is choice
+        study.tell(trial, 1.0)
+        assert space.values(study.trials[-1])["choice"] is choice
+    study.enqueue_trial({"choice": [StopAtLoss(0.5)]})
+    with pytest.raises(ValueError, match="StopAtLoss.*not in"):
+        space.suggest(study.ask())
+
+
 def test_an_enqueued_candidate_is_trained_as_it_would_have_been(tmp_path):
     """By an objective, with the seed of its labels, and by a search, which trains it first."""
     net = make_net(callbacks=[StopAtLoss(0.6)])
@@ -278,7 +321,11 @@ FUNCTION = {"n": lambda trial: 3 + trial.suggest_int("m", 0, 1)}
         (COMPUTED, DRAWN, r"'n': 3\}, but in this space .* 'n': 'no value'\}"),
         (COMPUTED, CHOICES, r"'n': 3\}, but in this space it has \{'lr': 0\..\}"),
         (CHOICES, COMPUTED, r"but in this space it has \{'lr': 0\.., 'n': 3\}"),
-        (COMPUTED, {**DRAWN, "n": lambda trial: trial.params["m"]}, "'n': 'no value'"),
+        (
+            COMPUTED,
+            {**DRAWN, "n": lambda trial: trial.params["m"]},
+            r"'n': 'no value'\} \(n: 'm'\)",
+        ),
         (OTHER_NAME, COMPUTED, "'m': .* but in this space"),
         (FUNCTION, {"n": lambda trial: 5 + trial.suggest_int("m", 0, 1)}, "'n': [34]}, but in"),
     ],
