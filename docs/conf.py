@@ -22,12 +22,14 @@ extensions = [
     "sphinx.ext.autosummary",
     "numpydoc",
     "myst_parser",
+    "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
 ]
 templates_path = ["_templates"]
 exclude_patterns = ["README.md", "releasing.md"]
 
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
 numpydoc_show_class_members = False  # the class pages list them
 LEFT_OUT = [
     # scikit-learn adds these methods; their docstrings refer to its own site
@@ -89,7 +91,7 @@ html_theme_options = {
     "header_links_before_dropdown": 7,
     "navbar_persistent": ["search-button"],  # an icon, which leaves room for the links
 }
-html_sidebars = {"start": [], "does_it_help": [], "limits": []}  # pages without a section
+html_sidebars = {"start": []}  # a page without a section
 html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]

@@ -2,9 +2,10 @@
 A large penalty with and without its limit
 ==========================================
 
-The flattest network is a dead one. The published objective, the loss plus a multiple of relative
-flatness, therefore ruins the network if the multiple is large. By default, the nets limit the
-penalty (``flatness_clip=0.5``), so that weights can be searched freely.
+A dead network, whose output is constant, is perfectly flat. The published objective, the loss plus
+a multiple of relative flatness, ends there if the multiple is large. By default, the nets limit the
+penalty (``flatness_clip=0.5``): a weight that is far too large costs accuracy, and not the network.
+Choose weights from 0.1 to 10, by folds (``RelativeFlatnessPenaltyCV``).
 """
 
 import warnings
@@ -43,9 +44,10 @@ accuracy = {
 fig, ax = plt.subplots(layout="constrained")
 for clip, label in ((0.5, "flatness_clip=0.5, the default"), (None, "flatness_clip=None")):
     ax.semilogx(weights, accuracy[clip], "o-", label=label)
-ax.set(xlabel="flatness_weight", ylabel="accuracy on other images", ylim=(0, 1))
+ax.set(xlabel="flatness_weight", ylabel="test accuracy", ylim=(0, 1))
 ax.legend(loc="lower left")
 
-assert min(accuracy[0.5]) > 0.95
+assert min(accuracy[0.5][:3]) > 0.95
+assert min(accuracy[0.5]) > 0.8
 assert np.argmin(accuracy[None]) == len(weights) - 1
 assert min(accuracy[None]) < 0.9

@@ -151,16 +151,19 @@ def test_measures_of_your_own(tmp_path, capsys):
     assert found["search"].minima_["largest_weight"].is_monotonic_increasing
 
 
-TRAINING = blocks("docs/training.md")
-TRAINERS = {
-    library: next(block for block in TRAINING if f"from {library} import" in block)
-    for library in ("lightning", "transformers")
-}
+def test_a_net_is_saved_and_loaded(tmp_path, capsys, monkeypatch):
+    (block,) = blocks("docs/saving.md")
+    monkeypatch.chdir(tmp_path)
+    run_block(block, tmp_path)
+    assert_prints("docs/saving.md", capsys.readouterr().out)
+
+
+TRAINERS = dict(zip(("lightning", "transformers"), blocks("docs/trainers.md"), strict=True))
 
 
 @pytest.mark.parametrize(
     "block",
-    [block for block in TRAINING if block not in TRAINERS.values()],
+    blocks("docs/training.md"),
     ids=["penalty", "regression", "fleet", "torch", "sam"],
 )
 def test_examples_of_training_run(block, tmp_path, capsys):
