@@ -73,7 +73,7 @@ bench: $(READY)  ## measure what flatness costs, as ratios
 
 papers: $(READY)  ## quick runs of the papers' figures
 	rc=0; for one in p19_appendix_e p19_figures_2_to_4 p21_figures_3_4 p21_figure_5 \
-		n17_figures_1_to_4 n17_figure_5 regularised; do \
+		n17_figures_1_to_4 n17_figure_5 regularised against_flatness along_attacks; do \
 		$(BIN)/python -W ignore -m benchmarks.papers.$$one --quick || rc=1; done; exit $$rc
 
 gpu: $(READY)  ## run the tests and benchmarks of CUDA, and store what they print in benchmarks/results/
