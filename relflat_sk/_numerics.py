@@ -97,10 +97,15 @@ def transposed(array: Any) -> Any:
     return array.swapaxes(-1, -2)
 
 
+_vecdot = getattr(np, "vecdot", None)  # from NumPy 2 on; twice as fast for short rows
+
+
 def dots(left: Any, right: Any) -> Any:
     """Sum products along the last axis."""
     if isinstance(left, Tensor):
         return torch.linalg.vecdot(left, right)
+    if _vecdot is not None:
+        return _vecdot(left, right)
     return np.einsum("...i,...i->...", left, right)
 
 

@@ -161,9 +161,9 @@ class Chain:
         """Return whether NumPy computes steps with so many samples in less time than torch."""
         return all(n_samples * layer.size <= _MOST for layer in self.linear)
 
-    def bind(self, weights: Arrays, gradients: Arrays) -> None:
-        """Use the weights of networks, and write gradients to arrays. Shapes: (k, ...)."""
-        self.weights, self.gradients = weights, list(gradients.values())
+    def bind(self, weights: Arrays, gradients: Arrays, slopes: Any) -> None:
+        """Use the weights of networks, (k, ...), and write gradients, which are parts of slopes."""
+        self.weights, self.slopes = weights, slopes
         for layer in self.linear:
             layer.bind(weights, gradients)
 

@@ -146,6 +146,7 @@ def train_chain(jobs: Sequence[Job], stack: Any) -> list[Epoch]:
     chain.bind(
         {name: convert(weight) for name, weight in stack.weights.items()},
         {name: convert(gradient) for name, gradient in stack.gradients.items()},
+        convert(stack.slopes),
     )
     for layer in chain.dropout:
         layer.seed(make_generators(jobs, like.device), like, small=small)

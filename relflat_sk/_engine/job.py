@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 from torch.optim import Optimizer
+from torch.optim import optimizer as of_all_optimizers
 
 from relflat_sk._losses.loss import Loss
 from relflat_sk._network.layers import Layer, find_layer
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 
+# where torch keeps code of others that passes through a module, and steps, would call
 _HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+_OF_STEPS = ("pre_hooks", "post_hooks")
 # optimizers that treat every number alike, and need no second pass through the network
 _OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
@@ -151,6 +154,9 @@ def _obstacles(job: Job) -> Iterator[str]:
     if type(job.optimizer) not in _OPTIMIZERS:
         names = [kind.__name__ for kind in _OPTIMIZERS]
         yield f"its optimizer is {type(job.optimizer).__name__}, not one of {names}"
+    owners = (job.optimizer, "_optimizer_step_"), (of_all_optimizers, "_global_optimizer_")
+    if any(getattr(owner, f"{prefix}{name}") for owner, prefix in owners for name in _OF_STEPS):
+        yield "its optimizer has hooks"
     if isinstance(job.criterion, nn.Module):
         yield from _obstacles_of_criterion(Parts(job.criterion))
 

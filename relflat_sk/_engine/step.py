@@ -1,42 +1,60 @@
 """A training step of several networks: losses, penalties with their limits, gradients."""
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from relflat_sk._engine.job import Job
 from relflat_sk._losses.array_losses import ArrayLoss, namespace
+from relflat_sk._numerics import dots
 from relflat_sk._penalty.limit import Measured, PenaltyLimit, as_kind
 
 
 class StepBatch(NamedTuple):
-    """A batch of each network.
+    """A batch of each network."""
 
-    `shares` are the weights divided by their sum. Shapes: `inputs`, `targets` (k, n, ...),
-    `shares`, `weights` (k, n).
-    """
-
-    inputs: Any
-    targets: Any
-    shares: Any
-    weights: Any = None
+    inputs: Any  # (k, n, ...)
+    targets: Any  # (k, n, ...)
+    shares: Any  # (k, n), the weights divided by their sum
+    weights: Any = None  # (k, n)
 
 
 class Own:
     """The tensors of one network and its own optimizer."""
 
     def __init__(self, job: Job) -> None:
-        self.weights, self.gradients = {}, {}
-        for name, parameter in job.parts.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-            self.weights[name] = parameter.detach()[None]
-            self.gradients[name] = parameter.grad[None]
-        self.step: Callable[[], Any] = job.optimizer.step
+        parameters = job.parts.parameters
+        self.weights = {name: p.detach()[None] for name, p in parameters}
+        first = parameters[0][1]
+        self.slopes = first.new_zeros(1, sum(p.numel() for _, p in parameters))
+        self.gradients = split_rows(self.slopes, parameters)
+        for name, p in parameters:
+            p.grad = self.gradients[name][0]
+        self.step = _bare_step(job.optimizer)
 
     def hand_over(self) -> None:
         """Do nothing: these are the network's tensors."""
+
+
+def split_rows(rows: Tensor, named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return views of rows, (..., p), in the shapes of a network's parameters."""
+    pieces = torch.split(rows, [p.numel() for _, p in named], dim=-1)
+    return {
+        name: piece.view(*rows.shape[:-1], *p.shape)
+        for (name, p), piece in zip(named, pieces, strict=True)
+    }
+
+
+def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """Return the step of an optimizer, without what torch wraps around it for its profiler."""
+    if "step" in vars(optimizer):  # such as a scheduler's
+        return optimizer.step
+    return partial(inspect.unwrap(type(optimizer).step), optimizer)
 
 
 class Settings(NamedTuple):
@@ -84,7 +102,7 @@ class Body(Protocol):
     """Networks with their weights."""
 
     weights: dict[str, Any]
-    gradients: list[Any]
+    slopes: Any  # (k, p), the gradients of all weights
 
     def forward(self, x: Any) -> tuple[Any, Any, Any]:
         """Compute outputs, and return them with the features and the weight of the last layer."""
@@ -117,10 +135,11 @@ class Step:
 
     def __call__(self, batch: StepBatch, settings: Settings | None) -> tuple[Any, ...]:
         """Write the gradients of a batch; return losses, penalties and shares of them."""
-        z, phi, weight = self._body.forward(batch.inputs)
+        body = self._body
+        z, phi, weight = body.forward(batch.inputs)
         loss, of_z, p = self._loss.slopes(z, batch.targets, batch.shares)
         if settings is None:
-            self._body.backward(of_z)
+            body.backward(of_z)
             return (loss,)
         factors = settings.factors / self._loss.divisor(z.shape[-1])
         term = graph = None
@@ -133,62 +152,40 @@ class Step:
             term = self._loss.trace_term(p, phi, weight, scale[..., None])
             penalty = penalty + term.value
 
-        def differentiate(of_loss: float, of_penalty: Any) -> None:
-            others = [] if graph is None else [(graph, of_penalty)]
+        def differentiate(of_z: Any, shares: Any) -> None:
+            """Write the gradients of losses, given those in outputs, and of shares of penalties."""
+            others = [] if graph is None else [(graph, shares)]
             if term is None:
-                self._body.backward(of_loss * of_z, None, None, *others)
+                body.backward(of_z, None, None, *others)
                 return
-            each = of_penalty[:, None, None]
-            self._body.backward(
-                of_loss * of_z + each * term.z,
-                (each * term.of_phi) * phi,
-                each * term.weight,
-                *others,
-            )
+            each = shares[:, None, None]
+            of_phi = (each * term.of_phi) * phi
+            body.backward(of_z + each * term.z, of_phi, each * term.weight, *others)
 
+        ones = namespace(penalty).ones_like(penalty)
+        if settings.clips is None:
+            differentiate(of_z, ones)
+            return loss, penalty, ones
         losses = loss, self._loss.of_constant(z, batch.targets, batch.shares)
-        share = _limited(settings, self._body, differentiate, losses, penalty)
+        if not settings.limit.needs_measurement:
+            share = settings.share(losses, penalty, None)
+            differentiate(of_z, share)
+            return loss, penalty, share
+        differentiate(0 * of_z, ones)
+        of_penalty = 1 * body.slopes
+        body.backward(of_z)
+        measured = Measured(_norm(body.slopes), _norm(of_penalty), _rows(body.weights))
+        share = settings.share(losses, penalty, measured)
+        body.slopes += share[:, None] * of_penalty
         return loss, penalty, share
 
 
-def _limited(
-    settings: Settings,
-    body: Body,
-    differentiate: Callable[[float, Any], None],
-    losses: tuple[Any, Any],
-    penalty: Any,
-) -> Any:
-    """Write the gradients of the losses and of the shares of the penalties that the limit leaves.
-
-    `differentiate` writes those of given multiples of losses and penalties. `losses` are those of
-    the networks and of a constant. Shapes: each of `losses`, `penalty` (k,); returns shares (k,).
-    """
-    ones = namespace(penalty).ones_like(penalty)
-    if settings.clips is None:
-        differentiate(1.0, ones)
-        return ones
-    gradients, of_penalty, measured = body.gradients, None, None
-    if settings.limit.needs_measurement:
-        differentiate(0.0, ones)
-        of_penalty = [1 * gradient for gradient in gradients]
-        differentiate(1.0, 0 * ones)
-        weights = namespace(penalty).concatenate(_rows(body.weights.values()), axis=1)
-        measured = Measured(_norm(gradients), _norm(of_penalty), weights)
-    share = settings.share(losses, penalty, measured)
-    if of_penalty is None:
-        differentiate(1.0, share)
-        return share
-    for gradient, other in zip(gradients, of_penalty, strict=True):
-        gradient[...] += share.reshape(-1, *[1] * (other.ndim - 1)) * other
-    return share
+def _rows(weights: Mapping[str, Any]) -> Any:
+    """Join the weights of each network in a row: (k, p)."""
+    rows = [array.reshape(len(array), -1) for array in weights.values()]
+    return namespace(rows[0]).concatenate(rows, axis=1)
 
 
-def _rows(arrays: Iterable[Any]) -> list[Any]:
-    """Flatten each network's arrays: (k, ...) to (k, p)."""
-    return [array.reshape(len(array), -1) for array in arrays]
-
-
-def _norm(gradients: Iterable[Any]) -> Any:
-    """Compute the norms of each network's gradients: (k,)."""
-    rows = _rows(gradients)
-    return namespace(rows[0]).sqrt(sum((row * row).sum(-1) for row in rows))
+def _norm(rows: Any) -> Any:
+    """Compute the norms of rows: (k, p) to (k,)."""
+    return namespace(rows).sqrt(dots(rows, rows))

@@ -74,7 +74,7 @@ class ArrayLoss(ABC):
         """Compute the losses of networks, and their gradients in the outputs."""
         losses, p = self.each(z, target)
         scale = shares * (self.slope / self.divisor(z.shape[-1]))
-        return Slopes((losses * shares).sum(-1), (p - target) * scale[..., None], p)
+        return Slopes(dots(losses, shares), (p - target) * scale[..., None], p)
 
     @abstractmethod
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
@@ -82,7 +82,7 @@ class ArrayLoss(ABC):
 
     def of_constant(self, z: Any, target: Any, shares: Any) -> Any:
         """Compute the losses of the networks' mean output, the same for all samples."""
-        losses = (self.each(shares[..., None, :] @ z, target)[0] * shares).sum(-1)
+        losses = dots(self.each(shares[..., None, :] @ z, target)[0], shares)
         return losses + np.inf if z.shape[-2] == 1 else losses
 
 
@@ -104,7 +104,7 @@ class CrossEntropy(ArrayLoss):
         shifted = z - xp.amax(z, -1)[..., None]
         p = xp.exp(shifted)
         total = p.sum(-1)[..., None]
-        return -(target * (shifted - xp.log(total))).sum(-1), p / total
+        return xp.log(total)[..., 0] - dots(target, shifted), p / total
 
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         # Tr(W^T B W) = sum_k Var_p(W_k) = 1/2 sum_st p_s p_t |w_s - w_t|^2: no term is negative,
@@ -116,8 +116,8 @@ class CrossEntropy(ArrayLoss):
         else:
             distances = dots(gaps, gaps)
         slope = p @ distances
-        forms = (slope * p).sum(-1, keepdims=True)  # twice the variances
-        norms = (phi * phi).sum(-1, keepdims=True) * scale
+        forms = dots(slope, p)[..., None]  # twice the variances
+        norms = dots(phi, phi)[..., None] * scale
         weighted = p * norms
         pairs = transposed(p) @ weighted
         if gaps is None:
@@ -126,7 +126,7 @@ class CrossEntropy(ArrayLoss):
             of_weight = 2 * (pairs.sum(-1)[..., None] * rows - pairs @ rows)
         else:
             of_weight = 2 * (pairs[..., None, :] @ gaps)[..., 0, :]
-        value = (forms * norms).sum((-2, -1)) / 2
+        value = dots(forms[..., 0], norms[..., 0]) / 2
         return TraceTerm(value, weighted * (slope - forms), forms * scale, of_weight)
 
 
@@ -140,10 +140,10 @@ class _OutputLoss(ArrayLoss):
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         second, third = self.derivatives(p)
         squares = dots(weight, weight)[..., None, :]
-        norms = (phi * phi).sum(-1, keepdims=True) * scale
-        forms = (second * squares).sum(-1, keepdims=True)
+        norms = dots(phi, phi)[..., None] * scale
+        forms = dots(second, squares)[..., None]
         of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
-        value = (forms * norms).sum((-2, -1))
+        value = dots(forms[..., 0], norms[..., 0])
         return TraceTerm(value, third * squares * norms, 2 * forms * scale, of_weight)
 
 

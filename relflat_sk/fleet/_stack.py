@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._engine.job import Job, NeedsOwnLoop, Parts
+from relflat_sk._engine.step import split_rows
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 
 
@@ -28,9 +29,9 @@ class Stack:
         with torch.no_grad():
             rows = [torch.cat([p.reshape(-1) for _, p in own]) for own in self._own]
             self._rows = torch.stack(rows)
-            self._slopes = torch.zeros_like(self._rows)
+            self.slopes = torch.zeros_like(self._rows)
             self.weights, self.gradients = (
-                self._split(array, self._own[0]) for array in (self._rows, self._slopes)
+                split_rows(array, self._own[0]) for array in (self._rows, self.slopes)
             )
             parts = [one.parts for one in jobs]
             self.fixed = {
@@ -40,14 +41,6 @@ class Stack:
             }
             self.buffers = stack_tensors([one.buffers for one in parts])
         self._make_optimizer()
-
-    def _split(self, array: Tensor, own: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return views of the parameters in rows."""
-        pieces = torch.split(array, [p.numel() for _, p in own], dim=-1)
-        return {
-            name: piece.view(*piece.shape[:-1], *p.shape)
-            for (name, p), piece in zip(own, pieces, strict=True)
-        }
 
     def _make_optimizer(self) -> None:
         """Make an optimizer with a group for each run of jobs with the same settings.
@@ -76,7 +69,7 @@ class Stack:
             places = list(run)
             rows = slice(places[0], places[-1] + 1)
             some = nn.Parameter(self._rows[rows])
-            some.grad = self._slopes[rows]
+            some.grad = self.slopes[rows]
             self._runs.append((some, places))
         self._optimizer = type(optimizers[0])(
             [{"params": [some], **settings[places[0]]} for some, places in self._runs],
@@ -126,7 +119,7 @@ class Stack:
     def hand_over(self) -> None:
         """Give the values of the stack to the jobs' own networks and optimizers."""
         for k, (job, own) in enumerate(zip(self._jobs, self._own, strict=True)):
-            rows, slopes = (self._split(one[k], own) for one in (self._rows, self._slopes))
+            rows, slopes = (split_rows(one[k], own) for one in (self._rows, self.slopes))
             for name, parameter in own:
                 parameter.copy_(rows[name])
                 parameter.grad = slopes[name].clone()  # that of the last step
@@ -143,7 +136,7 @@ class Stack:
         """Give a job's optimizer one kind of its state."""
         own, state = self._own[k], self._jobs[k].optimizer.state
         is_row = name != "step" and isinstance(value, Tensor)
-        pieces = self._split(value[row], own) if is_row else {}
+        pieces = split_rows(value[row], own) if is_row else {}
         for key, parameter in own:
             piece = pieces.get(key, value)
             state[parameter][name] = piece.clone() if isinstance(piece, Tensor) else piece
@@ -234,8 +227,6 @@ def _optimizer_key(optimizer: Any) -> type:
     """Return the kind of an optimizer, whose settings may be each net's own."""
     if len(optimizer.param_groups) > 1:
         raise NeedsOwnLoop("its optimizer has several groups of parameters")
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise NeedsOwnLoop("its optimizer has hooks")
     if any(isinstance(value, Tensor) for value in optimizer.param_groups[0].values()):
         raise NeedsOwnLoop("its optimizer has a setting that is a tensor")
     return type(optimizer)

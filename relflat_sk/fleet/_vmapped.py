@@ -275,8 +275,7 @@ class Vmapped:
     def bind(self, stack: Stack) -> None:
         """Use the weights of a stack, and write gradients to it. Shapes: (k, ...)."""
         self.weights, self._buffers = {**stack.weights, **stack.fixed}, stack.buffers
-        self._to = stack.gradients
-        self.gradients = list(stack.gradients.values())
+        self._to, self.slopes = stack.gradients, stack.slopes
 
     def _call(
         self, weights: Tensors, buffers: Tensors, x: Tensor, moves: Tensors, masks: Tensors
@@ -327,7 +326,7 @@ class Vmapped:
             retain_graph=True,
             materialize_grads=True,
         )
-        for to, gradient in zip(self.gradients, found, strict=True):
+        for to, gradient in zip(self._to.values(), found, strict=True):
             to.copy_(gradient)
         if weight is not None:
             self._to[f"{self._last}.weight"].add_(weight)

@@ -13,6 +13,7 @@ from sklearn.base import clone
 from skorch.callbacks import Callback
 from threadpoolctl import threadpool_info
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss
 from relflat_sk._engine import epoch
@@ -138,6 +139,12 @@ def test_hooks_of_all_modules_and_of_the_optimizer_are_called(steps):
 
     classifier(optimizer=hooked).fit(*data())
     assert seen.count(2) == 16
+    handle = register_optimizer_step_pre_hook(lambda *args: seen.append(3))
+    try:
+        classifier().fit(*data())
+    finally:
+        handle.remove()
+    assert seen.count(3) == 16
 
 
 def test_mixed_precision_is_left_to_the_nets_loop(steps):
