@@ -15,49 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["add_data_argument", "load_images"]
-
-VARIABLE = "RELFLAT_SK_CIFAR10"
-
 
 def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--data``, the path of the file, with the environment variable as its default.
+    """Add ``--data``, the path of the file, with the environment variable as its default."""
+    parser.add_argument("--data", default=os.environ.get("RELFLAT_SK_CIFAR10") or None)
 
-    Parameters
-    ----------
-    parser : argparse.ArgumentParser
-        The parser of the benchmark's command line.
-    """
-    parser.add_argument(
-        "--data",
-        default=os.environ.get(VARIABLE) or None,
-        metavar="NPZ",
-        help=f"CIFAR-10 as .npz (default: ${VARIABLE}, or random images without it)",
-    )
+
+def cache_folder() -> Path:
+    """Return the folder of what benchmarks keep from run to run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relflat_sk"
 
 
 def load_images(n: int, path: str | Path | None = None) -> tuple[Tensor, Tensor]:
-    """Load images with their classes, each channel with mean 0 and standard deviation 1.
-
-    Parameters
-    ----------
-    n : int
-        Number of images; CIFAR-10's training set has 50,000.
-    path : str or Path, optional
-        The .npz file of CIFAR-10. Random images if None.
-
-    Returns
-    -------
-    X : Tensor of shape (n, 3, 32, 32)
-        The images, float32.
-    y : Tensor of shape (n,)
-        Their classes, 0 to 9, int64.
-
-    Raises
-    ------
-    ValueError
-        If the file has fewer than n training images.
-    """
+    """Load images (n, 3, 32, 32), each channel with mean 0 and deviation 1, and their classes."""
     if path is None:
         return _random_images(n)
     images, classes = _decoded(Path(path))
@@ -84,8 +54,7 @@ def _decoded(path: Path) -> tuple[np.ndarray, np.ndarray]:
     stat = path.stat()
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     name = f"cifar10_{hashlib.sha256(key.encode()).hexdigest()[:12]}.npz"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cached = root / "relflat_sk" / name
+    cached = cache_folder() / name
     if not cached.exists():
         images, classes = _decode(path)
         cached.parent.mkdir(parents=True, exist_ok=True)
@@ -99,10 +68,8 @@ def _decoded(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _decode(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Decode the training images of the file."""
-    try:
-        from PIL import Image  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("reading CIFAR-10 needs Pillow: pip install pillow") from error
+    from PIL import Image  # noqa: PLC0415  (not a dependency)
+
     with np.load(path) as data:
         jpeg, offsets, y, is_train = (data[k] for k in ("jpeg", "offsets", "y", "is_train"))
     images = np.empty((int(is_train.sum()), 32, 32, 3), dtype=np.uint8)

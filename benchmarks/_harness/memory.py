@@ -15,12 +15,10 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-__all__ = ["in_fresh_process", "peak_growth"]
 
 # fixed thresholds in bytes; by default glibc adapts them, up to 32 MiB
 _GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -28,20 +26,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_growth(call: Callable[[], object], device: str = "cpu") -> int:
-    """Run a call and return the growth of memory at its peak.
-
-    Parameters
-    ----------
-    call : callable
-        Called without arguments.
-    device : str, default="cpu"
-        "cpu" for resident memory, or a CUDA device for the tensors on it.
-
-    Returns
-    -------
-    int
-        Bytes above the memory at the start of the call.
-    """
+    """Return how many bytes a call takes at its peak: of a CUDA device, or of resident memory."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -67,26 +52,12 @@ def _peak() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def in_fresh_process(module: str, arguments: Sequence[str]) -> int:
-    """Run ``python -m module arguments`` and return the number that it prints.
+def in_fresh_process(module: str, *options: str, **variables: str) -> float:
+    """Run a benchmark with this command line and further options; return the number it prints."""
+    command = [sys.executable, "-m", module, *sys.argv[1:], *options]
+    return float(subprocess.check_output(command, env=os.environ | variables, text=True))
 
-    Parameters
-    ----------
-    module : str
-        Dotted name of a module that prints one integer.
-    arguments : sequence of str
-        Its command line.
 
-    Returns
-    -------
-    int
-        The printed number.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        env=os.environ | _GLIBC,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout)
+def peak_in_fresh_process(module: str, *options: str) -> float:
+    """Do the same where the number is a peak of memory."""
+    return in_fresh_process(module, *options, **_GLIBC)

@@ -6,7 +6,6 @@ optional: ``pip install -c constraints.txt pyhessian==0.1 curvlinops-for-pytorch
 """
 
 import copy
-import importlib
 import math
 import time
 import warnings
@@ -16,55 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "DEFLATED",
-    "PIP",
-    "MissingPeer",
-    "Operator",
-    "curvlinops_operator",
-    "curvlinops_probes",
-    "deflated_trace",
-    "load",
-    "pyhessian_probes",
-]
-
-PIP = {"pyhessian": "pyhessian==0.1", "curvlinops": "curvlinops-for-pytorch==3.0.1"}
 # method -> function of curvlinops, and the number that its number of products is a multiple of
 DEFLATED = {"Hutch++": ("hutchpp_trace", 3), "XTrace": ("xtrace", 2)}
 # numbers of vectors that curvlinops multiplies at once; the fastest is chosen
 WIDTHS = (1, 4, 8)
 
 Batches = Sequence[tuple[Tensor, Tensor]]
-
-
-class MissingPeer(ImportError):
-    """A library to compare with is not installed; the message says how to install it."""
-
-
-def load(package: str) -> Any:
-    """Import pyhessian or curvlinops.
-
-    Parameters
-    ----------
-    package : {"pyhessian", "curvlinops"}
-        Name of the package.
-
-    Returns
-    -------
-    module
-        The imported package.
-
-    Raises
-    ------
-    MissingPeer
-        If the package is not installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingPeer(
-            f"{package} is missing ({error}): pip install -c constraints.txt {PIP[package]}"
-        ) from error
 
 
 def _only(module: nn.Module, layer: str) -> tuple[nn.Module, nn.Parameter]:
@@ -78,60 +34,33 @@ def _only(module: nn.Module, layer: str) -> tuple[nn.Module, nn.Parameter]:
 def pyhessian_probes(
     module: nn.Module, criterion: nn.Module, layer: str, batches: Batches
 ) -> Callable[[int], list[float]]:
-    """Set up PyHessian's Hutchinson estimator.
+    """Return a function that draws a number of PyHessian's Hutchinson probes.
 
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    criterion : nn.Module
-        The loss, with mean reduction.
-    layer : str
-        Name of the layer; the Hessian is taken in its weight.
-    batches : sequence of (Tensor, Tensor)
-        Inputs and targets. A single batch is passed as `data`, where PyHessian keeps the
-        graph of the gradient between probes; several batches are passed as `dataloader`.
-
-    Returns
-    -------
-    callable
-        Takes a number of probes, draws them, and returns their values.
-
-    Raises
-    ------
-    MissingPeer
-        If PyHessian is not installed.
+    A single batch is passed as `data`, where PyHessian keeps the graph of the gradient between
+    probes; several batches are passed as `dataloader`.
     """
-    hessian = load("pyhessian").hessian
+    from pyhessian import hessian  # noqa: PLC0415
+
     module, _ = _only(module, layer)
+    data = {"data": batches[0]} if len(batches) == 1 else {"dataloader": batches}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of reference cycles
-        if len(batches) == 1:
-            found = hessian(module, criterion, data=batches[0], cuda=False)
-        else:
-            found = hessian(module, criterion, dataloader=batches, cuda=False)
+        operator = hessian(module, criterion, cuda=False, **data)
 
     def draw(n: int) -> list[float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # without the tolerance it would stop where two means are close by chance
-            return [float(value) for value in found.trace(maxIter=n, tol=-math.inf)]
+            return [float(value) for value in operator.trace(maxIter=n, tol=-math.inf)]
 
     return draw
 
 
 class Operator:
-    """A Hessian of curvlinops that multiplies a few vectors at a time and keeps their forms.
+    """A Hessian of curvlinops that multiplies `width` vectors at a time.
 
-    The quadratic forms ``v^T H v`` of the latest product are in `forms`.
-
-    Parameters
-    ----------
-    operator : curvlinops.HessianLinearOperator
-        The Hessian.
-    width : int
-        Number of vectors that are multiplied at once; all of them together would need too
-        much memory.
+    The quadratic forms ``v^T H v`` of the latest product are in `forms`. All vectors of a product
+    together would need too much memory.
     """
 
     def __init__(self, operator: Any, width: int) -> None:
@@ -152,41 +81,19 @@ def curvlinops_operator(
     batches: Batches,
     width: int | None = None,
 ) -> Operator:
-    """Set up curvlinops' Hessian in the weight of one layer.
+    """Make curvlinops' Hessian in the weight of a layer, of the fastest width if none is given."""
+    from curvlinops import HessianLinearOperator  # noqa: PLC0415
 
-    Parameters
-    ----------
-    module : nn.Module
-        The network.
-    criterion : nn.Module
-        The loss, with mean reduction.
-    layer : str
-        Name of the layer.
-    batches : sequence of (Tensor, Tensor)
-        Inputs and targets.
-    width : int, optional
-        Number of vectors that are multiplied at once. If None, 1, 4 and 8 are tried on one
-        batch and the fastest is taken.
-
-    Returns
-    -------
-    Operator
-        The Hessian of the mean loss.
-
-    Raises
-    ------
-    MissingPeer
-        If curvlinops is not installed.
-    """
-    make = load("curvlinops").HessianLinearOperator
     module, weight = _only(module, layer)
 
     def operator(batches: Batches) -> Any:
-        return make(module, criterion, [weight], list(batches), check_deterministic=False)
+        return HessianLinearOperator(
+            module, criterion, [weight], list(batches), check_deterministic=False
+        )
 
     if width is None:
-        one = operator(batches[:1])
-        width = min(WIDTHS, key=lambda k: _seconds(one, k) / k)
+        of_a_batch = operator(batches[:1])
+        width = min(WIDTHS, key=lambda k: _seconds(of_a_batch, k) / k)
     return Operator(operator(batches), width)
 
 
@@ -200,43 +107,18 @@ def _seconds(operator: Any, width: int) -> float:
 
 
 def curvlinops_probes(operator: Operator) -> Callable[[int], list[float]]:
-    """Set up curvlinops' Hutchinson estimator.
-
-    Parameters
-    ----------
-    operator : Operator
-        The Hessian.
-
-    Returns
-    -------
-    callable
-        Takes a number of probes, draws them, and returns their values.
-    """
-    trace = load("curvlinops").hutchinson_trace
+    """Return a function that draws a number of curvlinops' Hutchinson probes."""
+    from curvlinops import hutchinson_trace  # noqa: PLC0415
 
     def draw(n: int) -> list[float]:
-        trace(operator, n)
+        hutchinson_trace(operator, n)
         return operator.forms
 
     return draw
 
 
 def deflated_trace(operator: Operator, method: str, n_products: int) -> float:
-    """Estimate the trace once by Hutch++ or XTrace.
+    """Estimate the trace by "Hutch++" or "XTrace", with a number of products with the Hessian."""
+    import curvlinops  # noqa: PLC0415
 
-    Parameters
-    ----------
-    operator : Operator
-        The Hessian.
-    method : {"Hutch++", "XTrace"}
-        The estimator.
-    n_products : int
-        Number of products with the Hessian.
-
-    Returns
-    -------
-    float
-        The estimate.
-    """
-    function, _ = DEFLATED[method]
-    return float(getattr(load("curvlinops"), function)(operator, n_products))
+    return float(getattr(curvlinops, DEFLATED[method][0])(operator, n_products))

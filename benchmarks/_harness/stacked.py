@@ -16,36 +16,22 @@ from torch.nn.functional import cross_entropy
 
 from relflat_sk import MLP
 
-__all__ = ["Candidate", "criterion_of", "mean_losses", "outputs", "to_module", "train"]
-
 MOMENTUM = 0.9
 Weights = list[Tensor]  # weight and bias of each layer in turn, (inputs, outputs) and (1, outputs)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The settings of one training.
+    """The settings of one training."""
 
-    Parameters
-    ----------
-    hidden : tuple of int
-        Widths of the hidden layers.
-    batch_size, lr, weight_decay, dropout, epochs
-        As usual; weight decay as in `torch.optim.SGD`, dropout behind each hidden layer.
-    seed : int
-        Of initial weights and shuffling.
-    goal : float
-        Training loss at which training ends before its last epoch; 0 for none.
-    """
-
-    hidden: tuple[int, ...]
+    hidden: tuple[int, ...]  # widths
     batch_size: int
     lr: float
-    seed: int
+    seed: int  # of initial weights and shuffling
     weight_decay: float = 0.0
-    dropout: float = 0.0
+    dropout: float = 0.0  # behind each hidden layer
     epochs: int = 30
-    goal: float = 0.0
+    goal: float = 0.0  # training loss at which training ends before its last epoch
 
 
 def train(candidates: Sequence[Candidate], data: Sequence[tuple[Tensor, Tensor]]) -> list[Weights]:

@@ -1,19 +1,17 @@
 """A table of finished runs in a CSV file, from which the next call goes on."""
 
-import argparse
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 from joblib import Parallel, delayed
 
-__all__ = ["Minima"]
-
 
 class Minima:
     """A table of finished minima in a CSV file, one row each, which a later run continues."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: Namespace) -> None:
         self.path, self.limit = arguments.results, arguments.limit
         self.jobs = arguments.jobs
         known = self.path is not None and self.path.exists()

@@ -25,11 +25,8 @@ from sklearn.preprocessing import OneHotEncoder
 from torch import Tensor
 
 from benchmarks._harness.data import load_images
+from benchmarks._harness.problems import mislabel
 from benchmarks._harness.stacked import Candidate
-
-__all__ = [
-    "CHOSEN_ON", "FURTHER", "SPACES", "TASKS", "Split", "Task", "candidates", "constant_loss",
-]  # fmt: skip
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 N_TEST = 2000  # of data that are drawn, or plentiful
@@ -48,21 +45,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Task:
-    """A data set: how training and test data are drawn, and how deep it is trained.
+    """A data set: how training and test data are drawn, and how deep it is trained."""
 
-    Parameters
-    ----------
-    draw : callable
-        Takes a seed and the path of the images; returns X, y, X_test and y_test.
-    goal : float
-        Training loss of the candidates of equal loss, a share of the best constant's.
-    worst : float
-        Candidates of a larger share have not been trained, and no way may choose them.
-    """
-
+    # takes a seed and the path of the images; returns X, y, X_test and y_test
     draw: Callable[[int, str | None], Arrays]
-    goal: float = 0.05
-    worst: float = 0.5
+    goal: float = 0.05  # training loss of candidates of equal loss, a share of a constant's
+    worst: float = 0.5  # candidates of a larger share have not been trained, and may not be chosen
     needs_images: bool = False
 
     def split(self, seed: int, images: str | None = None) -> Split:
@@ -85,7 +73,7 @@ def _table(load: Any, n: int, wrong: float = 0.0) -> Callable[[int, str | None],
         X, X_test, y, y_test = train_test_split(
             X, y, train_size=n, stratify=stratify, random_state=seed
         )
-        return X, _mislabel(y, wrong, seed), X_test, y_test
+        return X, mislabel(y, wrong, seed), X_test, y_test
 
     return draw
 
@@ -97,7 +85,7 @@ def _generated(make: Any, n: int, wrong: float = 0.0, shift: float = 0.0, **argu
             y = (y > 0).astype(np.int64)
         rng = np.random.default_rng(seed)
         move = shift * X.std(axis=0) * rng.choice([-1, 1], X.shape[1])
-        return X[:n], _mislabel(y[:n], wrong, seed), X[n:] + move, y[n:]
+        return X[:n], mislabel(y[:n], wrong, seed), X[n:] + move, y[n:]
 
     return draw
 
@@ -109,17 +97,6 @@ def _images(seed: int, path: str | None) -> Arrays:
     order = np.random.default_rng(seed).permutation(IMAGES)
     train, test = order[:800], order[800 : 800 + N_TEST]
     return X[train].numpy(), y[train].numpy(), X[test].numpy(), y[test].numpy()
-
-
-def _mislabel(y: NDArray[Any], share: float, seed: int) -> NDArray[Any]:
-    """Replace a share of the labels by another class, drawn at random."""
-    if not share:
-        return y
-    rng, n_classes = np.random.default_rng(seed), int(y.max()) + 1
-    rows = rng.permutation(len(y))[: round(share * len(y))]
-    y = y.copy()
-    y[rows] = (y[rows] + rng.integers(1, n_classes, len(rows))) % n_classes
-    return y
 
 
 def _make_categories(n_samples: int, random_state: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -174,17 +151,10 @@ N_MIXED = 64
 
 
 def candidates(space: str, split: int, goal: float) -> list[Candidate]:
-    """Return the candidates of a space: one architecture to equal loss, or a bit of everything.
+    """Return the candidates of a space and a split, from whose number the seeds follow.
 
-    Parameters
-    ----------
-    space : {"equal", "mixed"}
-        60 of batch sizes, rates and seeds, which train to the goal; or 64 of other widths, depths,
-        weight decays, dropouts, epochs, batch sizes and rates, which train without a goal.
-    split : int
-        Number of the split, from which the seeds follow.
-    goal : float
-        Training loss.
+    "equal" has 60 of batch sizes, rates and seeds, which train to the goal. "mixed" has 64 of other
+    widths, depths, weight decays, dropouts, epochs, batch sizes and rates, without a goal.
     """
     if space == "equal":
         grid = [(size, lr) for size in (16, 32, 64, 128) for lr in (0.02, 0.05, 0.1)]

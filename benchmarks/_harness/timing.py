@@ -19,34 +19,14 @@ import torch
 
 import relflat_sk
 
-__all__ = [
-    "Budget", "Ratio", "environment", "interleave", "ratio", "table", "verdict", "wait_for_device",
-]  # fmt: skip
-
 Times = dict[str, list[float]]
 
 
 def interleave(ways: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1) -> Times:
-    """Time every way in each round, in an order that is drawn anew for each round.
+    """Time every way in each round, with its work on an accelerator, after rounds of warm-up.
 
-    The time of a way includes its work on an accelerator.
-
-    A run leaves its own data in the caches of the processor. In a fixed order, the same way
-    would always pay for what its predecessor left there.
-
-    Parameters
-    ----------
-    ways : dict of str to callable
-        Name -> what to time, called without arguments.
-    rounds : int
-        Number of timed rounds.
-    warmup : int, default=1
-        Number of rounds before them that are not timed.
-
-    Returns
-    -------
-    dict of str to list of float
-        Name -> seconds of its runs, in order of the rounds.
+    The order is drawn anew for each round. A run leaves its own data in the caches of the
+    processor: in a fixed order, the same way would always pay for what its predecessor left there.
     """
     times: Times = {name: [] for name in ways}
     wait_for_device()
@@ -90,36 +70,13 @@ class Ratio:
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
-    """Divide the times of two ways, run by run, and take the median.
-
-    Parameters
-    ----------
-    over, under : sequence of float
-        Seconds of the runs in the numerator and in the denominator, in the same order.
-
-    Returns
-    -------
-    Ratio
-        Median and quartiles of the ratios.
-    """
+    """Divide the times of two ways, run by run, and take median and quartiles."""
     low, value, high = np.quantile(np.divide(over, under), [0.25, 0.5, 0.75])
     return Ratio(float(value), float(low), float(high), len(over))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows of text in columns.
-
-    Parameters
-    ----------
-    rows : sequence of sequence of str
-        The cells; the first row is the header. The first column is aligned to the left, all
-        others to the right.
-
-    Returns
-    -------
-    str
-        The table, with a line under the header.
-    """
+    """Lay out rows of text in columns, the first row as a header with a line under it."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -147,20 +104,7 @@ class Budget:
 
 
 def verdict(budgets: Sequence[Budget], *, judged: bool) -> int:
-    """Print one line per budget and return the exit code.
-
-    Parameters
-    ----------
-    budgets : sequence of Budget
-        The numbers with their limits.
-    judged : bool
-        Whether missed budgets count. False for smoke runs, which are too short for a verdict.
-
-    Returns
-    -------
-    int
-        1 if budgets are judged and one of them is missed, else 0.
-    """
+    """Print one line per budget; return 1 if they are judged and one of them is missed, else 0."""
     print()
     for budget in budgets:
         outcome = ("ok" if budget.met else "OVER BUDGET") if judged else "not judged (quick)"
@@ -170,13 +114,7 @@ def verdict(budgets: Sequence[Budget], *, judged: bool) -> int:
 
 
 def environment() -> str:
-    """Describe versions, machine, threads and load, in two lines of text.
-
-    Returns
-    -------
-    str
-        The description.
-    """
+    """Describe versions, machine, threads and load, in two lines of text."""
     device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     load = f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown"
     return (

@@ -18,8 +18,6 @@ from relflat_sk import rank_minima
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._results import is_averaged
 
-__all__ = ["FORMS", "SHARES", "Fits", "Way", "judge", "test_errors", "ways"]
-
 Floats = NDArray[np.float64]
 SHARES = (0.02, 0.05, 0.1, 0.2)
 # forms of flatness at equal loss: the library's measure, and whether it is per feature already
@@ -39,39 +37,20 @@ FEW = 5
 
 @dataclass
 class Fits:
-    """What is known of the candidates of a unit of the study; arrays have a row per candidate.
+    """What is known of the k candidates of a unit of the study."""
 
-    Parameters
-    ----------
-    y, y_test : ndarray
-        Training and test targets, classes or values.
-    losses : ndarray of shape (k,)
-        Training losses of the fits to all training data.
-    constant : float
-        Training loss of the best constant.
-    outputs, test_outputs, noisy_outputs : list of ndarray
-        Outputs on the training data, the test data, and training inputs with noise.
-    widths : ndarray of shape (k,)
-        Number of features that the last layer receives.
-    converged : ndarray of bool
-        Which candidates may be chosen.
-    measures : DataFrame
-        Measures of the library, by name.
-    held_out : dict of str to tuple
-        "5%", "20%", "5-fold" and "10-fold" -> held-out log loss (or squared error) and held-out
-        error of each candidate, and the test outputs of fits to the rest (None for folds).
-    """
-
-    y: Floats
+    y: Floats  # training targets, classes or values
     y_test: Floats
-    losses: Floats
-    constant: float
-    outputs: list[Floats]
+    losses: Floats  # (k,), training losses of the fits to all training data
+    constant: float  # training loss of the best constant
+    outputs: list[Floats]  # on the training data
     test_outputs: list[Floats]
-    noisy_outputs: list[Floats]
-    widths: Floats
-    converged: NDArray[np.bool_]
-    measures: pd.DataFrame
+    noisy_outputs: list[Floats]  # on training inputs with noise
+    widths: Floats  # (k,), number of features that the last layer receives
+    converged: NDArray[np.bool_]  # (k,), which candidates may be chosen
+    measures: pd.DataFrame  # of the library, by name
+    # "5%", "20%", "5-fold" and "10-fold" -> held-out log loss (or squared error) and held-out error
+    # of each candidate, and the test outputs of fits to the rest (None for folds)
     held_out: dict[str, tuple[Floats, Floats, list[Floats] | None]] = field(default_factory=dict)
 
     @property
@@ -82,25 +61,13 @@ class Fits:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to choose: scores of the candidates, small is good, and what is taken of them.
+    """A way to choose: scores of the candidates, small is good, and what is taken of them."""
 
-    Parameters
-    ----------
-    scores : ndarray of shape (k,)
-        nan for candidates that the way cannot judge: they rank last, at random.
-    cost : float
-        Training, in fits of all candidates to all training data.
-    outputs, errors
-        Test outputs and test errors of the fits that the way takes.
-    size : int
-        Number of fits whose predictions are averaged.
-    """
-
-    scores: Floats
-    cost: float
-    outputs: list[Floats]
-    errors: Floats
-    size: int = 1
+    scores: Floats  # (k,), nan for candidates that it cannot judge: they rank last, at random
+    cost: float  # training, in fits of all candidates to all training data
+    outputs: list[Floats]  # of the fits that it takes, on the test data
+    errors: Floats  # of these
+    size: int = 1  # number of fits whose predictions are averaged
 
 
 # -- what a choice is worth -----------------------------------------------------------------

@@ -8,12 +8,9 @@ written by hand, cuts its batches out of tensors and records nothing.
     python -m benchmarks.costs.fitting --quick    # a smoke run without verdict
 """
 
-import argparse
-import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,21 +24,14 @@ from sklearn.preprocessing import scale
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from benchmarks._harness.timing import (
-    Budget,
-    Times,
-    environment,
-    interleave,
-    ratio,
-    table,
-    verdict,
-)
+from benchmarks._harness.networks import epochs
+from benchmarks._harness.options import read_options
+from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
 
 BATCH_SIZE = 32
 LEARNING_RATE = 0.01
 OURS = "defaults"
-OTHERS = ("scikit-learn", "torch loop", "skorch")
 # method -> largest ratio of our time to its time
 LIMITS = {"scikit-learn": 1.5, "torch loop": 1.0, "skorch": 1.0}
 
@@ -99,11 +89,12 @@ def fit_loop(data: Data) -> None:
     X, y = torch.from_numpy(data.X), torch.from_numpy(data.y)
     net = Network(X.dtype, **_sizes(data))
     optimizer = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
+    cross_entropy = nn.functional.cross_entropy
+    training = epochs(
+        lambda rows: cross_entropy(net(X[rows]), y[rows]), optimizer, len(X), BATCH_SIZE
+    )
     for _ in range(data.epochs):
-        for rows in torch.randperm(len(X)).split(BATCH_SIZE):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(X[rows]), y[rows]).backward()
-            optimizer.step()
+        next(training)
 
 
 def fit_skorch(data: Data) -> None:
@@ -147,74 +138,30 @@ METHODS: dict[str, Callable[[Data], None]] = {
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    arguments = _parse()
+    options = read_options(__doc__, rounds=(11, 1))
     torch.set_num_threads(1)
-    if arguments.first:
-        print(_first_fit(arguments.first))
-        return 0
-    rounds = 1 if arguments.quick else arguments.rounds
-    print(f"Fits with batches of {BATCH_SIZE} samples, {rounds} of each method")
+    print(f"Fits with batches of {BATCH_SIZE} samples, {options.rounds} of each method")
     print(environment())
-    header = [f"/ {other} [quartiles]" for other in OTHERS]
+    header = [f"/ {other} [quartiles]" for other in LIMITS]
     rows = [["fit", "median ms", "ms per epoch", *header]]
     budgets = []
     problems = load_data()
-    measured = [replace(problems[2], epochs=1)] if arguments.quick else problems
+    measured = [replace(problems[2], epochs=1)] if options.quick else problems
     for data in measured:
         ways = {name: partial(fit, data) for name, fit in METHODS.items()}
-        times = interleave(ways, rounds)
-        rows += _rows(data.name, times, data.epochs)
+        times = interleave(ways, options.rounds)
+        for name, seconds in times.items():
+            median = 1000 * float(np.median(seconds))
+            ratios = [str(ratio(seconds, times[other])) for other in LIMITS]
+            cells = [f"{median:.1f}", f"{median / data.epochs:.2f}", *ratios]
+            rows.append([f"{data.name}, {name}", *cells])
         budgets += [
-            Budget(
-                f"{data.name}, defaults / {other}", ratio(times[OURS], times[other]).value, limit
-            )
+            Budget(f"{data.name}, {OURS} / {other}", ratio(times[OURS], times[other]).value, limit)
             for other, limit in LIMITS.items()
         ]
-    iris = problems[0]
-    first = _first_fits([OURS], 1) if arguments.quick else _first_fits(METHODS, 3)
-    rows += _rows("iris, first in a process", first, iris.epochs)
     print()
     print(table(rows))
-    return verdict(budgets, judged=not arguments.quick)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--rounds", type=int, default=11, help="fits of each method (default: 11)")
-    parser.add_argument("--first", choices=METHODS, help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def _rows(title: str, times: Times, epochs: int) -> list[list[str]]:
-    """Make a row for each method."""
-    rows = []
-    for name, seconds in times.items():
-        median = 1000 * float(np.median(seconds))
-        ratios = [str(ratio(seconds, times[other])) if other in times else "" for other in OTHERS]
-        rows.append([f"{title}, {name}", f"{median:.1f}", f"{median / epochs:.2f}", *ratios])
-    return rows
-
-
-def _first_fits(methods: Iterable[str], rounds: int) -> Times:
-    """Time the first fit in a process, without the imports, by some methods in turn."""
-    times: Times = {name: [] for name in methods}
-    for _ in range(rounds):
-        for name, seconds in times.items():
-            command = [sys.executable, "-m", "benchmarks.costs.fitting", "--first", name]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            seconds.append(float(done.stdout))
-    return times
-
-
-def _first_fit(name: str) -> float:
-    """Return the seconds of one fit on iris."""
-    data = load_data()[0]
-    start = time.perf_counter()
-    METHODS[name](data)
-    return time.perf_counter() - start
+    return verdict(budgets, judged=not options.quick)
 
 
 if __name__ == "__main__":

@@ -1,138 +1,111 @@
 """Minima per minute of a search that trains many nets as one stacked model, and its memory.
 
-Every way finds minima of a training loss of 0.05 in a process of its own, in turns: the fleet,
-the search as it was before there was a fleet (read from the repository, at commit e84b214), and
-a torch loop of a few lines, which only trains. All use the same number of threads.
+Every way finds minima of a training loss of 0.05 in a process of its own, in turns: the search
+with a fleet and one by one, and a torch loop of a few lines, which only trains. All use the same
+number of threads.
 
     python -m benchmarks.costs.fleet            # 20 minutes
     python -m benchmarks.costs.fleet --quick    # a smoke run without verdict
 """
 
-import argparse
-import os
-import subprocess
 import sys
-import tarfile
-import tempfile
-from io import BytesIO
-from pathlib import Path
+import time
+import warnings
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import torch
 from sklearn.base import clone
+from sklearn.datasets import load_digits
+from torch import nn
 
-from benchmarks._harness.memory import in_fresh_process, peak_growth
-from benchmarks._harness.minima import PROBLEMS, load
+from benchmarks._harness.memory import in_fresh_process, peak_growth, peak_in_fresh_process
+from benchmarks._harness.networks import epochs
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import Budget, environment, ratio, table, verdict
-from relflat_sk import FleetTrainer, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import (
+    FlatMinimaSearch,
+    FleetTrainer,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+)
 
-ROOT = Path(__file__).parents[2]
-BEFORE = "e84b214"  # the last commit whose search trains one by one only
-FLEET = 32
-# problem -> least ratio of minima per minute to the search before, and to the loop
-TARGETS = {
-    "64-128-64-10, batch 8": (6.0, 3.0),
-    "64-128-64-10, batch 32": (6.0, 3.0),
-    "784-50-50-50-30-10, batch 16": (3.0, 2.0),
+GOAL = 0.05  # training loss
+EPOCHS = 60
+# hidden layers, batch size, and the least ratio of minima per minute to those of the loop
+PROBLEMS = {
+    "64-128-64-10, batch 8": ((128, 64), 8, 3.0),
+    "64-128-64-10, batch 32": ((128, 64), 32, 3.0),
+    "784-50-50-50-30-10, batch 16": ((50, 50, 50, 30), 16, 2.0),
 }
 MOST_MEMORY = 1.2  # of the memory that one net takes, times the number of nets
 
 
-def main() -> int:
-    """Measure, print, and return the exit code."""
-    arguments = _parse()
-    if arguments.memory:
-        print(_peak(arguments.memory))
-        return 0
-    n = 2 if arguments.quick else FLEET
-    rounds = 1 if arguments.quick else arguments.rounds
-    problems = list(PROBLEMS)[1:2] if arguments.quick else list(PROBLEMS)
-    print(f"Minima of {n} nets at a time, {rounds} rounds")
-    print(environment())
-    rows = [["problem", "fleet, minima per minute", "before", "torch loop"]]
-    budgets = []
-    with tempfile.TemporaryDirectory() as folder:
-        before = _check_out(Path(folder))
-        for problem in problems:
-            seconds = _seconds(problem, n, rounds, before)
-            rates = {way: 60 / float(np.median(times)) for way, times in seconds.items()}
-            rows.append([problem, *(f"{rate:.1f}" for rate in rates.values())])
-            for (way, times), least in zip(
-                list(seconds.items())[1:], TARGETS[problem], strict=True
-            ):
-                found = ratio(times, seconds["fleet"])
-                budgets.append(Budget(f"{problem}, fleet / {way}", found.value, least, True))
-    if not arguments.quick:
-        budgets.append(Budget(f"memory of {n} nets / {n} x one", memory_of(n), MOST_MEMORY))
-    print()
-    print(table(rows))
-    return verdict(budgets, judged=not arguments.quick)
+def load(problem: str) -> tuple[Any, Any]:
+    """Load the digits, or draw clusters of the size of images."""
+    if problem.startswith("64"):
+        X, y = load_digits(return_X_y=True)
+        return (X / 16).astype(np.float32), y
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 10, 2000)
+    centres = rng.normal(size=(10, 784))
+    return (0.15 * centres[y] + rng.normal(size=(2000, 784))).astype(np.float32), y
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def search(problem: str, n: int, **arguments: Any) -> None:
+    """Find minima by a search over seeds and learning rates, without a penalty."""
+    hidden, size, _ = PROBLEMS[problem]
+    net = RelativeFlatnessRegularizedClassifier(
+        module__hidden_layer_sizes=hidden,
+        flatness_weight=0,
+        batch_size=size,
+        max_epochs=EPOCHS,
+        callbacks=[StopAtLoss(GOAL)],
+        verbose=0,
     )
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each way (default: 5)")
-    parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args()
+    space = {"lr": [0.001, 0.002], "random_state": list(range(n // 2))}
+    FlatMinimaSearch(net, space, refit=False, random_state=0, **arguments).fit(*load(problem))
 
 
-def _check_out(folder: Path) -> Path:
-    """Write the package as it was before into a folder; return today's without its history."""
-    command = ["git", "archive", BEFORE, "relflat_sk"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    if done.returncode:
-        print(f"commit {BEFORE} is not at hand: today's search one by one stands in for it")
-        return ROOT
-    with tarfile.open(fileobj=BytesIO(done.stdout)) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+def loop(problem: str, n: int) -> None:
+    """Find minima by a loop of a few lines, which measures nothing."""
+    hidden, size, _ = PROBLEMS[problem]
+    X, y = (torch.from_numpy(np.asarray(part)) for part in load(problem))
+    cross_entropy = nn.functional.cross_entropy
+    for seed in range(n):
+        torch.manual_seed(seed // 2)
+        layers: list[nn.Module] = []
+        for n_in, n_out in pairwise([X.shape[1], *hidden, 10]):
+            layers += [nn.Linear(n_in, n_out), nn.ReLU()]
+        net = nn.Sequential(*layers[:-1])
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.001 * (1 + seed % 2), fused=True)
+        training = epochs(
+            lambda rows, net=net: cross_entropy(net(X[rows]), y[rows]), optimizer, len(X), size
+        )
+        for epoch in training:
+            with torch.no_grad():
+                if epoch + 1 == EPOCHS or cross_entropy(net(X), y) <= GOAL:
+                    break
 
 
-def _seconds(problem: str, n: int, rounds: int, before: Path) -> dict[str, list[float]]:
-    """Time all ways in turns; return seconds per minimum."""
-    few = max(2, n // 8)  # nets of the ways that train one by one
-    runs = {"fleet": (ROOT, "fleet", n), "before": (before, "one by one", few)}
-    runs["torch loop"] = (ROOT, "torch loop", few)
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, (root, way, number) in runs.items():
-            seconds[name].append(_run(root, way, problem, number) / number)
-    return seconds
+WAYS = {
+    "fleet": lambda problem, n: search(problem, n, fleet=n, n_threads=None),
+    "one by one": search,
+    "torch loop": loop,
+}
 
 
-def _run(root: Path, way: str, problem: str, n: int) -> float:
-    """Return the seconds that one way takes in a process of its own."""
-    script = ROOT / "benchmarks" / "_harness" / "minima.py"
-    done = subprocess.run(
-        [sys.executable, script, way, problem, str(n)],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout)
+def seconds_of(way: str, problem: str, n: int) -> float:
+    """Find minima in this process; return the seconds for one of them."""
+    warnings.simplefilter("ignore")
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])  # the first one loads much of torch
+    started = time.perf_counter()
+    WAYS[way](problem, n)
+    return (time.perf_counter() - started) / n
 
 
-def memory_of(n: int) -> float:
-    """Compare the peak memory of many nets with that of one.
-
-    Parameters
-    ----------
-    n : int
-        Number of nets.
-
-    Returns
-    -------
-    float
-        The ratio to `n` times the memory of one.
-    """
-    many, one = (in_fresh_process("benchmarks.costs.fleet", ["--memory", str(k)]) for k in (n, 1))
-    return many / (n * one)
-
-
-def _peak(n: int) -> int:
+def peak_of(n: int) -> int:
     """Return the bytes that nets with large layers need at most, a single one without a fleet."""
     net = RelativeFlatnessRegularizedClassifier(
         module__hidden_layer_sizes=(500, 500),
@@ -145,6 +118,42 @@ def _peak(n: int) -> int:
     nets = [clone(net).set_params(random_state=seed) for seed in range(n)]
     trainer = FleetTrainer(nets, fleet=n if n > 1 else None)
     return peak_growth(lambda: trainer.fit(X, y))
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    options = read_options(__doc__, rounds=(5, 1), way=str, problem=str, n=int)
+    if options.n:  # in a fresh process
+        in_time = options.way is not None
+        print(
+            seconds_of(options.way, options.problem, options.n) if in_time else peak_of(options.n)
+        )
+        return 0
+    n = 2 if options.quick else 32
+    few = max(2, n // 8)  # nets of the ways that train one by one
+    print(f"Minima of {n} nets at a time, {options.rounds} rounds")
+    print(environment())
+    rows = [["problem", *(f"{way}, minima per minute" for way in WAYS)]]
+    budgets = []
+    for problem in list(PROBLEMS)[1:2] if options.quick else PROBLEMS:
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(options.rounds):
+            for way, times in seconds.items():
+                number = str(n if way == "fleet" else few)
+                more = ("--way", way, "--problem", problem, "--n", number)
+                times.append(in_fresh_process("benchmarks.costs.fleet", *more))
+        rows.append([problem, *(f"{60 / np.median(times):.1f}" for times in seconds.values())])
+        faster = ratio(seconds["torch loop"], seconds["fleet"]).value
+        least = PROBLEMS[problem][-1]
+        budgets.append(Budget(f"{problem}, fleet / torch loop", faster, least, at_least=True))
+    if not options.quick:
+        peaks = [peak_in_fresh_process("benchmarks.costs.fleet", "--n", str(k)) for k in (n, 1)]
+        budgets.append(
+            Budget(f"memory of {n} nets / {n} x one", peaks[0] / (n * peaks[1]), MOST_MEMORY)
+        )
+    print()
+    print(table(rows))
+    return verdict(budgets, judged=not options.quick)
 
 
 if __name__ == "__main__":

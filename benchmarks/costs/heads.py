@@ -11,7 +11,6 @@ python -m benchmarks.costs.heads --device cuda
 python -m benchmarks.costs.heads --quick    # a smoke run without verdict
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -20,11 +19,13 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from benchmarks._harness.memory import in_fresh_process, peak_growth
+from benchmarks._harness.memory import peak_growth, peak_in_fresh_process
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
 from relflat_sk import RelativeFlatnessPenalty, measure
 
 CRITERION = nn.CrossEntropyLoss()
+N_BATCHES, BATCH_SIZE = 2, 64
 FORWARD, PLAIN = "forward", "training step"
 # most forward passes: 1.25 for each product of the head's size. Two are the logits and the sums of
 # rows over the classes; squares that are summed column by column are the third
@@ -39,31 +40,27 @@ MEASURES = {
 class Problem:
     """A linear head with random weights, and random features."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, n_features: int, n_classes: int, device: str) -> None:
         torch.manual_seed(0)
-        device = torch.device(arguments.device)
-        self.head = nn.Sequential(nn.Linear(arguments.features, arguments.classes)).to(device)
-        n = arguments.batches * arguments.batch_size
-        self.X = torch.randn(n, arguments.features).to(device)
-        self.y = torch.randint(arguments.classes, (n,)).to(device)
-        self.batch_size = arguments.batch_size
+        self.head = nn.Sequential(nn.Linear(n_features, n_classes)).to(device)
+        n = N_BATCHES * BATCH_SIZE
+        self.X = torch.randn(n, n_features).to(device)
+        self.y = torch.randint(n_classes, (n,)).to(device)
 
     def forward(self) -> None:
         """Run the head on all batches."""
         with torch.no_grad():
-            for x in self.X.split(self.batch_size):
+            for x in self.X.split(BATCH_SIZE):
                 self.head(x)
 
     def measure(self, name: str) -> float:
         """Compute a measure of the head."""
-        return measure(
-            name, self.head, self.X, self.y, criterion=CRITERION, batch_size=self.batch_size
-        )
+        return measure(name, self.head, self.X, self.y, criterion=CRITERION, batch_size=BATCH_SIZE)
 
     def step(self, weight: float, clip: float | None = 0.5, *, normalize: bool = False) -> None:
         """Compute the gradients of one training batch, with a penalty if it has a weight."""
         self.head.zero_grad()
-        x, y = self.X[: self.batch_size].clone(), self.y[: self.batch_size]
+        x, y = self.X[:BATCH_SIZE].clone(), self.y[:BATCH_SIZE]
         x.requires_grad_()  # as behind a network that is trained, too
         penalty = RelativeFlatnessPenalty(normalize=normalize, weight=weight, clip=clip)
         with penalty.capture(self.head) if weight else nullcontext():
@@ -101,28 +98,26 @@ class Problem:
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    arguments = _parse()
-    problem = Problem(arguments)
+    options = read_options(
+        __doc__, classes=(128_000, 500), features=(1024, 64), device="cpu", rounds=(5, 1),
+        peak_of=str,
+    )  # fmt: skip
+    problem = Problem(options.features, options.classes, options.device)
     ways = problem.ways()
-    if arguments.peak_of:  # in a fresh process
-        print(peak_growth(ways[arguments.peak_of], arguments.device))
+    if options.peak_of:  # in a fresh process
+        print(peak_growth(ways[options.peak_of], options.device))
         return 0
     print(
-        f"A head of {arguments.classes:,} classes and {arguments.features:,} features, "
-        f"{arguments.batches} batches of {arguments.batch_size}; training steps are of one batch; "
-        f"on {arguments.device}"
+        f"A head of {options.classes:,} classes and {options.features:,} features, "
+        f"{N_BATCHES} batches of {BATCH_SIZE}; training steps are of one batch; "
+        f"on {options.device}"
     )
     print(environment())
-    times = interleave(ways, arguments.rounds)
-    options = [
-        part
-        for name in ("classes", "features", "batches", "batch_size", "device")
-        for part in (f"--{name.replace('_', '-')}", str(getattr(arguments, name)))
-    ]
+    times = interleave(ways, options.rounds)
     peaks = {
-        name: in_fresh_process("benchmarks.costs.heads", ["--peak-of", name, *options]) / 2**20
+        name: peak_in_fresh_process("benchmarks.costs.heads", "--peak-of", name) / 2**20
         for name in ways
-        if not arguments.quick or name in {"relative_flatness", PLAIN}
+        if not options.quick or name in {"relative_flatness", PLAIN}
     }
     rows = [
         ["", "median ms", "compared with", "ratio [quartiles]", "MiB above model", "above step"]
@@ -155,28 +150,7 @@ def main() -> int:
         for name in peaks
         if "penalty" in name
     ]
-    return verdict(budgets, judged=not arguments.quick)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--classes", type=int, help="default: 128,000")
-    parser.add_argument("--features", type=int, help="default: 1,024")
-    parser.add_argument("--batches", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--rounds", type=int, help="timed rounds (default: 5)")
-    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    usual = {"classes": 128_000, "features": 1024, "rounds": 5}
-    quick = {"classes": 500, "features": 64, "rounds": 1}
-    for name, value in (quick if arguments.quick else usual).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    return arguments
+    return verdict(budgets, judged=not options.quick)
 
 
 if __name__ == "__main__":

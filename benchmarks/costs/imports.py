@@ -4,7 +4,6 @@ python -m benchmarks.costs.imports            # 2 minutes
 python -m benchmarks.costs.imports --quick    # a smoke run
 """
 
-import argparse
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import Budget, environment, interleave, ratio, verdict
 
 README = Path(__file__).parents[2] / "README.md"
@@ -20,9 +20,7 @@ OTHERS = "import torch, pandas, scipy.optimize, sklearn.pipeline, skorch"
 
 def main() -> None:
     """Print the times, and judge their ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--quick", action="store_true", help="smoke run")
-    quick = parser.parse_args().quick
+    options = read_options(__doc__, rounds=(7, 1))
     print(environment())
     first_example = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)[0]
     programs = {
@@ -39,7 +37,7 @@ def main() -> None:
         )
         for name, program in programs.items()
     }
-    times = interleave(ways, rounds=1 if quick else 7)
+    times = interleave(ways, options.rounds)
     for name, seconds in times.items():
         print(f"{name}: {median(seconds):.2f} s")
     of_torch = ratio(times["import relflat_sk"], times["import torch"])
@@ -54,7 +52,7 @@ def main() -> None:
             "seconds to the README's first number", median(times["the README's first number"]), 60
         ),
     ]
-    sys.exit(verdict(budgets, judged=not quick))
+    sys.exit(verdict(budgets, judged=not options.quick))
 
 
 if __name__ == "__main__":

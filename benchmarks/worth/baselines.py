@@ -10,7 +10,6 @@ the next call goes on.
     python -m benchmarks.worth.baselines --quick --splits 1   # two data sets, a minute
 """
 
-import argparse
 import time
 import warnings
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.svm import SVC, SVR
 
-from benchmarks._harness.data import add_data_argument
+from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.stored import Minima
 from benchmarks._harness.tasks import FURTHER, TASKS, Split
 from benchmarks._harness.timing import environment, table
@@ -168,22 +167,11 @@ def report(rows: pd.DataFrame) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do the missing runs and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--splits", type=int, default=5, help="train-test splits (default: 5)")
-    parser.add_argument("--only", nargs="+", choices=ALL_TASKS, metavar="DATASET")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="CSV")
-    parser.add_argument("--report", action="store_true", help="print tables only")
-    parser.add_argument("--limit", type=int, help="new runs at most")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument("--quick", action="store_true", help="wine and diabetes, not stored")
-    add_data_argument(parser)
-    arguments = parser.parse_args(argv)
-    names = arguments.only or [
-        name for name, task in ALL_TASKS.items() if arguments.data or not task.needs_images
-    ]
+    arguments = read_options(
+        __doc__, argv, splits=5, only=ALL_TASKS, methods=dict.fromkeys(METHODS), results=RESULTS,
+        report=False, limit=int, jobs=1, data=IMAGES,
+    )  # fmt: skip
+    names = [name for name in arguments.only if arguments.data or not ALL_TASKS[name].needs_images]
     if arguments.quick:
         names, arguments.results = ["wine", "diabetes"], None
     print(environment(), flush=True)

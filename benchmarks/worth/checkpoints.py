@@ -22,13 +22,12 @@ accuracy, and in loss.
     python -m benchmarks.worth.checkpoints --quick    # a smoke run
 """
 
-import argparse
 import copy
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -38,6 +37,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks._harness.networks import epochs
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessScorer, FlatnessWarning, rank_minima, rank_models
 
@@ -68,20 +69,17 @@ def logits(output: Any) -> Tensor:
 
 
 def train(
-    net: nn.Module, X: Tensor, y: Tensor, lr: float, batch_size: int, epochs: int, seed: int
+    net: nn.Module, X: Tensor, y: Tensor, lr: float, batch_size: int, n_epochs: int, seed: int
 ) -> list[dict[str, Tensor]]:
     """Train by Adam, and return the weights after each epoch."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam([one for one in net.parameters() if one.requires_grad], lr=lr)
-    saved = []
-    for _ in range(epochs):
-        net.train()
-        for batch in torch.randperm(len(y), generator=generator).split(batch_size):
-            optimizer.zero_grad()
-            CRITERION(logits(net(X[batch])), y[batch]).backward()
-            optimizer.step()
-        saved.append(copy.deepcopy(net.state_dict()))
-    return saved
+    net.train()
+    training = epochs(
+        lambda rows: CRITERION(logits(net(X[rows])), y[rows]),
+        optimizer, len(y), batch_size, generator,
+    )  # fmt: skip
+    return [copy.deepcopy(net.state_dict()) for _ in islice(training, n_epochs)]
 
 
 # -- tasks -----------------------------------------------------------------------------------------
@@ -188,12 +186,12 @@ def reachable_share(net: nn.Module, saved: list[dict[str, Tensor]], X: Tensor, y
     return min(max(0.1, math.ceil(100 * half) / 100), 0.99)
 
 
-def run(name: str, seed: int, epochs: int) -> dict[str, Any]:
+def run(name: str, seed: int, n_epochs: int) -> dict[str, Any]:
     """Train once, and return the regret of each way: points of accuracy, and loss."""
     torch.manual_seed(seed)
     task = TASKS[name](seed)
     start = copy.deepcopy(task.net.state_dict())
-    saved = train(task.net, task.X, task.y, task.lr, task.batch_size, epochs, seed)
+    saved = train(task.net, task.X, task.y, task.lr, task.batch_size, n_epochs, seed)
     at_loss = reachable_share(task.net, saved, task.X, task.y)
     comparable = FlatnessScorer("comparable_flatness", measure_params={"at_loss": at_loss})
     with warnings.catch_warnings():
@@ -206,14 +204,14 @@ def run(name: str, seed: int, epochs: int) -> dict[str, Any]:
     test = losses_of(task.net, saved, task.X_test, task.y_test)
     n = len(task.y) * 4 // 5
     task.net.load_state_dict(start)
-    parts = train(task.net, task.X[:n], task.y[:n], task.lr, task.batch_size, epochs, seed)
+    parts = train(task.net, task.X[:n], task.y[:n], task.lr, task.batch_size, n_epochs, seed)
     held_out = losses_of(task.net, parts, task.X[n:], task.y[n:])[:, 0]
-    tail = epochs * 2 // 3
+    tail = n_epochs * 2 // 3
     picks = {
         "comparable flatness": pick(ranked, "comparable_flatness"),
         "relative flatness": pick(ranked, "relative_flatness"),
         "head gradient": tail + int(along["gradient_norm"][tail:].to_numpy().argmin()),
-        "last": epochs - 1,
+        "last": n_epochs - 1,
         "training loss": int(along["train_loss"].argmin()),
         "held-out loss": int(held_out.argmin()),
     }
@@ -249,19 +247,13 @@ def summarize(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="one seed and three epochs")
-    options = parser.parse_args()
-    seeds, epochs = (1, 3) if options.quick else (options.seeds, options.epochs)
+    options = read_options(__doc__, tasks=TASKS, seeds=(5, 1), epochs=(40, 3))
     print(environment())
-    runs = list(product(options.tasks, range(seeds)))
-    rows = [run(*one, epochs) for one in tqdm(runs, desc="runs")]
-    print(f"{len(rows)} runs with {epochs} checkpoints each; columns of tasks are in points")
+    runs = list(product(options.tasks, range(options.seeds)))
+    rows = [run(*one, options.epochs) for one in tqdm(runs, desc="runs")]
+    print(
+        f"{len(rows)} runs with {options.epochs} checkpoints each; columns of tasks are in points"
+    )
     print(summarize(rows))
     for task in dict.fromkeys(row["task"] for row in rows):
         some = [row for row in rows if row["task"] == task]

@@ -11,7 +11,6 @@ below 0.5, the error of a coin: here for at least 95 of 100 seeds, though some t
     python -m benchmarks.worth.pac_bayes --quick          # a few seeds, no verdict
 """
 
-import argparse
 import copy
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from benchmarks._harness.networks import epochs
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import environment, table
 from relflat_sk import MLP
 from relflat_sk.theory import PacBayesBound, pac_bayes_bound
@@ -53,13 +54,15 @@ def train(net: nn.Module, X: Tensor, y: Tensor) -> nn.Module:
     trained = copy.deepcopy(net)
     before = [parameter.detach() for parameter in net.parameters()]
     optimizer = torch.optim.Adam(trained.parameters(), lr=LEARNING_RATE)
+
+    def loss(rows: Tensor) -> Tensor:
+        pairs = zip(trained.parameters(), before, strict=True)
+        apart = sum((now - then).square().sum() for now, then in pairs)
+        return CRITERION(trained(X[rows]), y[rows]) + DECAY / 2 * apart
+
+    training = epochs(loss, optimizer, len(X), BATCH_SIZE)
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(X)).split(BATCH_SIZE):
-            optimizer.zero_grad()
-            pairs = zip(trained.parameters(), before, strict=True)
-            apart = sum((now - then).square().sum() for now, then in pairs)
-            (CRITERION(trained(X[rows]), y[rows]) + DECAY / 2 * apart).backward()
-            optimizer.step()
+        next(training)
     return trained.eval()
 
 
@@ -113,12 +116,8 @@ def describe(rows: pd.DataFrame) -> str:
 
 def main() -> int:
     """Train, bound, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a few seeds, no verdict")
-    parser.add_argument("--seeds", type=int, help="number of tasks (default: 100)")
-    parser.add_argument("--samples", type=int, default=500, help="size of each sample")
-    arguments = parser.parse_args()
-    seeds = arguments.seeds or (3 if arguments.quick else 100)
+    arguments = read_options(__doc__, seeds=(100, 3), samples=500)
+    seeds = arguments.seeds
     print(f"MLPs {N_FEATURES}-{N_HIDDEN}-2 on {arguments.samples} samples, {seeds} seeds")
     print(environment())
     rows = pd.DataFrame([judge(seed, arguments.samples) for seed in range(seeds)])

@@ -9,9 +9,9 @@ al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
     python -m benchmarks.worth.random_labels --quick          # a smoke run without verdict
 """
 
-import argparse
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from benchmarks._harness.networks import epochs
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import MLP, flatness_report
 
@@ -43,21 +45,12 @@ def draw_data(n: int, labels: str, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(X: Tensor, y: Tensor, seed: int) -> nn.Module:
-    """Train an MLP with SGD until it fits all labels.
-
-    Raises
-    ------
-    RuntimeError
-        If it does not fit them within `MOST_EPOCHS` epochs; it would have no positive margin.
-    """
+    """Train an MLP with SGD until it fits all labels; otherwise it has no positive margin."""
     torch.manual_seed(seed)
     net = MLP(X.shape[1], 10, hidden_layer_sizes=(256, 256))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for _ in range(MOST_EPOCHS):
-        for rows in torch.randperm(len(X)).split(BATCH_SIZE):
-            optimizer.zero_grad()
-            CRITERION(net(X[rows]), y[rows]).backward()
-            optimizer.step()
+    training = epochs(lambda rows: CRITERION(net(X[rows]), y[rows]), optimizer, len(X), BATCH_SIZE)
+    for _ in islice(training, MOST_EPOCHS):
         with torch.no_grad():
             output = net(X)
         if CRITERION(output, y) <= LOSS and bool((output.argmax(dim=1) == y).all()):
@@ -131,13 +124,8 @@ def draw(minima: pd.DataFrame, names: list[str], path: Path) -> None:
 
 def main() -> int:
     """Train, measure, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--seeds", type=int, help="networks of each kind (default: 5)")
-    parser.add_argument("--figure", type=Path, help="where to save a figure")
-    arguments = parser.parse_args()
-    sizes = [30, 60] if arguments.quick else SIZES
-    seeds = arguments.seeds or (1 if arguments.quick else 5)
+    arguments = read_options(__doc__, seeds=(5, 1), figure=Path)
+    sizes, seeds = [30, 60] if arguments.quick else SIZES, arguments.seeds
     print(f"MLPs 64-256-256-10 on digits, SGD until cross-entropy {LOSS}, {seeds} seeds each")
     print(environment())
     start = time.perf_counter()

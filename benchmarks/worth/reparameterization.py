@@ -11,7 +11,6 @@ correlation of a good measure stays the same, too.
     python -m benchmarks.worth.reparameterization --quick              # no verdict
 """
 
-import argparse
 import copy
 import itertools
 import sys
@@ -26,6 +25,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import environment, table
 from relflat_sk import correlate_measures, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
@@ -154,8 +154,10 @@ def draw(before: pd.DataFrame, after: pd.DataFrame, path: Path) -> None:
 
 def main() -> int:
     """Train, measure, print, and return the exit code."""
-    arguments = _parse()
-    names = arguments.measures or get_measure_names()
+    arguments = read_options(
+        __doc__, seeds=(8, 1), n_train=400, max_epochs=2000, measures=[*get_measure_names()],
+        figure=Path,
+    )  # fmt: skip
     print(f"Digits, {arguments.n_train} for training; measures at the last layer")
     print(environment())
     data = load_data(arguments.n_train)
@@ -170,6 +172,7 @@ def main() -> int:
         for which, one in (("before", net), ("after", same)):
             report = measure_all(one, X, y, arguments.measures)
             tables[which].append({**row, **report["value"]})
+    names = arguments.measures
     invariant = {
         name for name, kinds in report["invariance"].items() if "layer" in kinds.split(", ")
     }
@@ -194,21 +197,6 @@ def main() -> int:
         return 0
     print(f"\n{'as the table of invariances says' if fine else 'NOT AS PROMISED'}")
     return int(not fine)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="smoke run without verdict")
-    parser.add_argument("--seeds", type=int, help="networks for each batch size (8)")
-    parser.add_argument("--n-train", type=int, default=400, help="training images (400)")
-    parser.add_argument("--max-epochs", type=int, default=2000)
-    parser.add_argument("--measures", nargs="+", help="names of measures (default: all)")
-    parser.add_argument("--figure", type=Path, metavar="PATH", help="draw to this file")
-    arguments = parser.parse_args()
-    arguments.seeds = arguments.seeds or (1 if arguments.quick else 8)
-    return arguments
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ Rows are stored in ``benchmarks/results/selection.csv``, the trained networks in
 folder, from which ``--again`` judges them anew without training.
 """
 
-import argparse
 import os
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,8 @@ import torch
 from joblib import Parallel, delayed
 from sklearn.model_selection import KFold, StratifiedKFold
 
-from benchmarks._harness.data import add_data_argument
+from benchmarks._harness.data import cache_folder
+from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.rivals import RIVALS
 from benchmarks._harness.stacked import (
     Candidate,
@@ -297,16 +298,16 @@ def array(tensor: torch.Tensor) -> Any:
 # -- the study ------------------------------------------------------------------------------
 
 
-def schedule(arguments: argparse.Namespace, store: Path) -> Iterator[tuple[Unit, str]]:
+def schedule(arguments: Namespace, store: Path) -> Iterator[tuple[Unit, str]]:
     """Yield the work in its order: all data sets first, then the next split, dear parts late."""
     few = 12 if arguments.quick else None
-    parts = ["held out"] if arguments.quick else arguments.parts or [*ORDER]
+    parts = ["held out"] if arguments.quick else arguments.parts
     steps = [(at, part) for at in range(arguments.splits) for part in parts]
     for at, part in sorted(steps, key=lambda step: ORDER[step[1]](step[0])):
-        for name in arguments.only or TASKS:
+        for name in arguments.only:
             if TASKS[name].needs_images and not arguments.data:
                 continue
-            for space in arguments.space or SPACES:
+            for space in arguments.space:
                 yield Unit(name, space, at, arguments.data, store, few), part
 
 
@@ -352,7 +353,7 @@ def train_together(units: Sequence[Unit], parts: Sequence[str], device: str) -> 
         print(f"{units[0].data}, {units[0].space}, {part}: {len(missing)} splits", flush=True)
 
 
-def study(arguments: argparse.Namespace, store: Path) -> None:
+def study(arguments: Namespace, store: Path) -> None:
     """Do the missing work."""
     rows = read(arguments.results)
     work = [
@@ -387,26 +388,12 @@ def timed(unit: Unit, part: str) -> tuple[list[dict[str, Any]], float]:
 
 def main() -> int:
     """Do the missing work and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    names = str([*TASKS]).replace("%", "%%")
-    parser.add_argument("--only", nargs="+", choices=TASKS, metavar="DATASET", help=names)
-    parser.add_argument("--space", nargs="+", choices=SPACES)
-    parser.add_argument("--parts", nargs="+", choices=ORDER, help="parts of the work")
-    parser.add_argument("--splits", type=int, default=20, help="train-test splits (default: 20)")
-    parser.add_argument("--processes", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--device", default="cpu", help="where to train (default: cpu)")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="CSV", help="stored rows")
-    parser.add_argument("--store", type=Path, metavar="FOLDER", help="stored networks")
-    parser.add_argument("--report", action="store_true", help="print tables only")
-    parser.add_argument("--again", action="store_true", help="judge stored networks anew")
-    parser.add_argument("--figure", metavar="PATH", help="draw a critical-difference diagram")
-    parser.add_argument("--quick", action="store_true", help="12 candidates of wine, one split")
-    add_data_argument(parser)
-    arguments = parser.parse_args()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    store = arguments.store or cache / "relflat_sk" / "selection"
+    arguments = read_options(
+        __doc__, only=TASKS, space=dict.fromkeys(SPACES), parts=ORDER, splits=20, processes=1,
+        device="cpu", results=RESULTS, store=cache_folder() / "selection", report=False,
+        again=False, figure=str, data=IMAGES,
+    )  # fmt: skip
+    store = arguments.store
     if arguments.quick:
         arguments.only, arguments.splits = ["wine"], 1
         if arguments.results == RESULTS:
@@ -416,7 +403,7 @@ def main() -> int:
     if not arguments.report:
         study(arguments, store)
     rows = read(arguments.results)
-    rows = rows[rows["data"].isin(arguments.only or TASKS)]
+    rows = rows[rows["data"].isin(arguments.only)]
     selection_report.report(rows, arguments.figure)
     return 0
 

@@ -11,8 +11,6 @@ from benchmarks._harness.tasks import CHOSEN_ON, SPACES, TASKS
 from benchmarks._harness.timing import table
 from benchmarks._harness.ways import FEW, FORM, FORMS, SHARE, SHARES
 
-__all__ = ["compare", "critical_difference", "report"]
-
 BASE = "20%, log loss, refit"
 IF_MOST_FIT = "flattest if most fit, else 20%"
 REGRESSIONS = ("friedman", "diabetes")
@@ -80,22 +78,11 @@ RULES = {
 
 
 def compare(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
-    """Compare each way with another on the splits that have both.
+    """Compare each way with another on the splits that have both; a row for each way, best first.
 
-    Parameters
-    ----------
-    rows : DataFrame
-        The stored rows of some data sets and one space.
-    base : str, default=BASE
-        The other way.
-
-    Returns
-    -------
-    DataFrame
-        A row for each way, best first: means over data sets of the means over splits; the
-        difference to the other way with the half width of its 95% interval over splits, the data
-        sets given, or over data sets if each has one split; the largest difference of a data set;
-        and the numbers of data sets and splits.
+    Means are over data sets of the means over splits. The interval of 95% around the difference to
+    the other way, of which the half width is given, is over splits, the data sets given, or over
+    data sets if each has one split. "worst" is the largest difference of a data set.
     """
     wide = rows.pivot_table(index=["data", "split"], columns="way", values="error")
     found = []

@@ -18,7 +18,6 @@ passes     seconds of the prediction over those of measuring all layers
     python -m benchmarks.worth.sensitivity --quick    # a smoke run
 """
 
-import argparse
 import sys
 import time
 
@@ -29,6 +28,8 @@ from scipy.stats import kendalltau
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from benchmarks._harness.networks import epochs
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import environment, table
 from relflat_sk import layer_sensitivity
 
@@ -72,14 +73,12 @@ def make_networks() -> dict[str, nn.Module]:
     return {**networks, "transformer": Transformer()}
 
 
-def train(net: nn.Module, X: Tensor, y: Tensor, epochs: int) -> float:
+def train(net: nn.Module, X: Tensor, y: Tensor, n_epochs: int) -> float:
     """Train a network, and return its mean loss."""
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(X)).split(64):
-            optimizer.zero_grad()
-            CRITERION(net(X[rows]), y[rows]).backward()
-            optimizer.step()
+    training = epochs(lambda rows: CRITERION(net(X[rows]), y[rows]), optimizer, len(X), 64)
+    for _ in range(n_epochs):
+        next(training)
     with torch.no_grad():
         return float(CRITERION(net.eval()(X), y))
 
@@ -129,9 +128,7 @@ def summarize(found: pd.DataFrame) -> list[str]:
 
 def main() -> int:
     """Train, predict, measure, print, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Judge predicted rises under rounding.")
-    parser.add_argument("--quick", action="store_true", help="a smoke run")
-    quick = parser.parse_args().quick
+    quick = read_options(__doc__).quick
     print(environment())
     X, y = (torch.as_tensor(one) for one in load_digits(return_X_y=True))
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))

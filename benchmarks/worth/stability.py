@@ -15,23 +15,21 @@ taken at the same training loss, interpolated between the epochs before and afte
     python -m benchmarks.worth.stability --clip none                  # as published
     python -m benchmarks.worth.stability --quick                      # a smoke run
 
-With ``--results FILE`` each training is saved, and an interrupted run can be continued. Runs with
-different ``--seeds`` can share a file.
+With ``--store FOLDER`` each training is saved, and an interrupted run can be continued.
 """
 
-import argparse
-import json
 import warnings
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from joblib import Memory
 from skorch.callbacks import Callback
 
-from benchmarks._harness.problems import Arrays, Problem, add_problem_arguments, load_problem
+from benchmarks._harness.options import IMAGES, read_options
+from benchmarks._harness.problems import Arrays, Problem, load_problem, mislabel
 from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier, flatness_report
 from relflat_sk._models.network_of import open_model
@@ -50,28 +48,8 @@ LAYERS = {"last": -1, "first": 0, "all": "all"}
 WEIGHTS = [0.1, 1.0, 3.0, 10.0, 30.0]
 
 
-def with_wrong_labels(problem: Problem, share: float) -> Problem:
-    """Give a share of the training samples another class, drawn at random."""
-    X, y = problem.train
-    random = np.random.default_rng(0)
-    rows = random.permutation(len(y))[: round(share * len(y))]
-    labels, n_classes = y.copy(), y.max() + 1
-    labels[rows] = (labels[rows] + random.integers(1, n_classes, len(rows))) % n_classes
-    return replace(problem, name=f"{problem.name}, {share:.0%} wrong labels", train=(X, labels))
-
-
 class FlatnessAtLoss(Callback):
-    """Measures a net where its training loss comes down to a target.
-
-    Parameters
-    ----------
-    data : tuple of ndarray
-        The training data.
-    layer : int, str
-        The penalised layers; their flatnesses are added.
-    loss : float
-        The target.
-    """
+    """Measures the penalised layers of a net, added up, where its training loss meets a target."""
 
     def __init__(self, data: Arrays, layer: Any, loss: float) -> None:
         self.data = data
@@ -132,55 +110,28 @@ def train(
     return [100 * float(net.score(*problem.test)), callback.value]
 
 
-class Results:
-    """Test accuracies and flatnesses by setting, saved line by line.
-
-    Parameters
-    ----------
-    path : str, optional
-        File to read and to append to.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        self.path = path
-        self.known: dict[str, list[float]] = {}
-        if path and Path(path).exists():
-            for line in Path(path).read_text().splitlines():
-                key, value = json.loads(line)
-                self.known[json.dumps(key)] = value
-
-    def get(self, key: list[Any], compute: Any) -> list[float]:
-        """Return a saved value, or compute and save it."""
-        text = json.dumps(key)
-        if text not in self.known:
-            self.known[text] = compute()
-            if self.path:
-                with Path(self.path).open("a") as file:
-                    file.write(json.dumps([key, self.known[text]]) + "\n")
-        return self.known[text]
-
-
 def main() -> None:
     """Train, print two lines for each optimizer, learning rate and layer, and the worst cells."""
-    arguments = _parse()
+    arguments = read_options(
+        __doc__, problem="digits", data=IMAGES, n_train=(int, 80), epochs=(30, 2),
+        seeds=(range(3), [0]), layers=LAYERS, weights=(WEIGHTS, [0.1, 1000.0]), loss=0.03,
+        wrong=0.0, clip="0.5", store=str,
+    )  # fmt: skip
     problem = load_problem(arguments.problem, arguments.n_train, arguments.data)
     if arguments.wrong:
-        problem = with_wrong_labels(problem, arguments.wrong)
-    clip, epochs, seeds, loss = arguments.clip, arguments.epochs, arguments.seeds, arguments.loss
-    results = Results(arguments.results)
+        X, y = problem.train
+        name = f"{problem.name}, {arguments.wrong:.0%} wrong labels"
+        problem = replace(problem, name=name, train=(X, mislabel(y, arguments.wrong, 0)))
+    epochs, seeds, loss = arguments.epochs, arguments.seeds, arguments.loss
+    clip = None if arguments.clip == "none" else float(arguments.clip)
+    fit = Memory(arguments.store, verbose=0).cache(train)
     print(f"{problem.name}, {len(problem.test[1])} to test, {epochs} epochs, {len(seeds)} seeds")
     print(f"flatness_clip={clip}; flatness at a loss of {loss:g}; {environment()}", flush=True)
 
     def found(*cell: Any) -> np.ndarray:
         limit = clip if cell[-1] else None
         return np.array([
-            results.get(
-                [problem.name, epochs, limit, loss, *cell, seed],
-                lambda seed=seed: train(
-                    problem, cell, seed, loss, max_epochs=epochs, flatness_clip=limit
-                ),
-            )
-            for seed in seeds
+            fit(problem, cell, seed, loss, max_epochs=epochs, flatness_clip=limit) for seed in seeds
         ]).T
 
     kind = problem.network["module"].__name__
@@ -236,34 +187,6 @@ def _interval(differences: np.ndarray) -> str:
         return f"{differences.mean():+.1f}"
     error = differences.std(ddof=1) / np.sqrt(len(differences))
     return f"{differences.mean():+.1f} +- {error:.1f}"
-
-
-def _parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_problem_arguments(parser)
-    parser.add_argument("--epochs", type=int, default=30, help="of each training (default: 30)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=range(3), help="(default: 0 to 2)")
-    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
-    parser.add_argument("--weights", nargs="+", type=float, default=WEIGHTS)
-    parser.add_argument("--loss", type=float, default=0.03, help="to compare flatness at (nats)")
-    parser.add_argument(
-        "--wrong", type=float, default=0.0, help="share of wrong labels (default: 0)"
-    )
-    parser.add_argument("--clip", type=_number_or_none, default=0.5, help="(default: 0.5)")
-    parser.add_argument("--results", metavar="FILE", help="JSON lines, to continue later")
-    parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.n_train, arguments.epochs = 80, 2
-        arguments.seeds, arguments.weights = [0], [0.1, 1000.0]
-    return arguments
-
-
-def _number_or_none(text: str) -> float | None:
-    return None if text == "none" else float(text)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ representativeness from refits on random splits.
     python -m benchmarks.worth.synthetic --quick                      # few draws, no verdict
 """
 
-import argparse
 import sys
 import warnings
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import log_loss
 from sklearn.neural_network import MLPClassifier
 
+from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import environment, table
 from relflat_sk import (
     correlate_measures,
@@ -40,6 +40,7 @@ from relflat_sk import (
 SEPARATIONS = (0.5, 1.0, 1.5, 2.0, 3.0)
 N_TRAIN, N_TEST = 500, 4500
 N_SPLITS = 5
+HIDDEN, ALPHA = 8, 0.5
 # smallest separation at which classes count as separated
 APART = 1.5
 
@@ -62,7 +63,7 @@ class Draw:
         )
 
 
-def make_draw(separation: float, seed: int, *, hidden: int, alpha: float) -> Draw:
+def make_draw(separation: float, seed: int) -> Draw:
     """Draw Gaussians, samples and initial weights, and train."""
     X, y = make_classification(
         n_samples=N_TRAIN + N_TEST,
@@ -76,7 +77,7 @@ def make_draw(separation: float, seed: int, *, hidden: int, alpha: float) -> Dra
     )
     # weight decay, because separated classes have no minimum without it
     network = MLPClassifier(
-        (hidden,), solver="lbfgs", alpha=alpha, max_iter=1000, random_state=seed
+        (HIDDEN,), solver="lbfgs", alpha=ALPHA, max_iter=1000, random_state=seed
     )
     network.fit(X[:N_TRAIN], y[:N_TRAIN])
     return Draw(X[:N_TRAIN], y[:N_TRAIN], X[N_TRAIN:], y[N_TRAIN:], network)
@@ -193,18 +194,19 @@ def draw_figure(found: pd.DataFrame, bounds: pd.DataFrame, path: Path) -> None:
 
 def main() -> int:
     """Train, measure, print, and return the exit code."""
-    arguments = _parse()
+    arguments = read_options(__doc__, draws=(100, 4), bounds=(20, 1), figure=Path)
+    separations = SEPARATIONS[2:4] if arguments.quick else SEPARATIONS
     print(
         f"Two classes of two Gaussians, {N_TRAIN} samples, {arguments.draws} draws; "
-        f"{arguments.hidden} hidden neurons, alpha={arguments.alpha:g}"
+        f"{HIDDEN} hidden neurons, alpha={ALPHA:g}"
     )
     print(environment())
     measured, bounds = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        for separation in arguments.separations:
+        for separation in separations:
             for seed in range(arguments.draws):
-                draw = make_draw(separation, seed, hidden=arguments.hidden, alpha=arguments.alpha)
+                draw = make_draw(separation, seed)
                 measured.append(measure_draw(draw, separation, seed))
                 if seed < arguments.bounds:
                     bounds.append(bound(draw, separation, seed))
@@ -228,23 +230,6 @@ def verdict(found: pd.DataFrame, bounds: pd.DataFrame, *, judged: bool) -> int:
     outcome = ("yes" if holds else "NO") if judged else "not judged (quick)"
     print(f"relative flatness orders the gaps of classes {APART} or more apart: {outcome}")
     return int(judged and not holds)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="few draws, no verdict")
-    parser.add_argument("--draws", type=int, help="draws of each separation (default: 100)")
-    parser.add_argument("--bounds", type=int, help="draws with a bound (default: 20)")
-    parser.add_argument("--hidden", type=int, default=8, help="hidden neurons (8)")
-    parser.add_argument("--alpha", type=float, default=0.5, help="weight decay (0.5)")
-    parser.add_argument("--figure", type=Path, metavar="PATH", help="draw to this file")
-    arguments = parser.parse_args()
-    arguments.separations = SEPARATIONS[2:4] if arguments.quick else SEPARATIONS
-    arguments.draws = arguments.draws or (4 if arguments.quick else 100)
-    arguments.bounds = arguments.bounds or (1 if arguments.quick else 20)
-    return arguments
 
 
 if __name__ == "__main__":

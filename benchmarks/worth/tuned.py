@@ -13,29 +13,32 @@ and left out: on digits, nine parts chose a setting of SAM with which two of ten
     python -m benchmarks.worth.tuned --quick                          # a smoke run, 2 minutes
 
 With ``--jobs 10`` the networks of a trial, and of a judgement, are trained at the same time. With
-``--storage FILE`` trials and results are saved, and an interrupted run can be continued.
+``--store FOLDER`` results are saved, and an interrupted run can be continued.
 """
 
-import argparse
+import time
 import warnings
-from collections.abc import Iterator
+from argparse import Namespace
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import optuna
 import torch
-from joblib import Parallel, delayed
+from joblib import Memory, Parallel, delayed
 from scipy import stats
 from sklearn.model_selection import StratifiedShuffleSplit
 from skorch.callbacks import GradientNormClipping, LRScheduler
 
 from benchmarks._harness.networks import SharpnessAwareClassifier
-from benchmarks._harness.problems import Arrays, Problem, add_problem_arguments, load_problem
+from benchmarks._harness.options import IMAGES, read_options
+from benchmarks._harness.problems import Arrays, load_problem
 from benchmarks._harness.timing import environment, table
 from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier
 
 Params = dict[str, Any]
+Part = tuple[Arrays, Arrays, int]  # training data, test data and a seed
 # parts that score a trial, the number of trials that are scored again, and on how many parts
 N_SPLITS, N_FINALISTS, N_FURTHER = 3, 3, 6
 # The norm that gradients are clipped to, for all methods alike. Where trials chose it, chance
@@ -84,67 +87,58 @@ METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class Training:
-    """The settings that all methods share."""
+def fit_and_score(
+    network: Params,
+    n_epochs: int,
+    batch_size: int,
+    method: Method,
+    params: Params,
+    train: Arrays,
+    test: Arrays,
+    seed: int,
+) -> tuple[float, float]:
+    """Train by SGD with momentum and a cosine schedule; return the accuracy, and the seconds."""
+    started = time.perf_counter()
+    net = method.kind(
+        **network,
+        **(method.fixed or {}),
+        **params,
+        optimizer=torch.optim.SGD,
+        optimizer__momentum=0.9,
+        callbacks=[LRScheduler("CosineAnnealingLR", T_max=n_epochs), GradientNormClipping(CLIP)],
+        batch_size=batch_size,
+        max_epochs=n_epochs,
+        random_state=seed,
+        verbose=0,
+    )
+    with warnings.catch_warnings():
+        # networks that diverge or die count as results
+        warnings.simplefilter("ignore", FlatnessWarning)
+        net.fit(*train)
+    return float(net.score(*test)), time.perf_counter() - started
 
-    network: Params
-    epochs: int
-    batch_size: int
-    jobs: int = 1
 
-    def score(
-        self, method: Method, params: Params, parts: list[tuple[Arrays, Arrays, int]]
-    ) -> Iterator[float]:
-        """Yield the accuracies of networks: for each, training data, test data and a seed."""
+class Trainings:
+    """Trainings with the settings that all methods share, of which a folder keeps the results."""
 
-        def one(train: Arrays, test: Arrays, seed: int) -> float:
-            return float(self.fit(method, params, train, seed).score(*test))
+    def __init__(self, options: Namespace, network: Params) -> None:
+        shared = network, options.epochs, options.batch_size
+        self.run = partial(Memory(options.store, verbose=0).cache(fit_and_score), *shared)
+        self.jobs = options.jobs
+        self.seconds: list[float] = []
 
-        return Parallel(self.jobs, return_as="generator")(delayed(one)(*part) for part in parts)
-
-    def fit(self, method: Method, params: Params, data: Arrays, seed: int) -> Any:
-        """Train a network by SGD with momentum and a cosine schedule of the learning rate."""
-        net = method.kind(
-            **self.network,
-            **(method.fixed or {}),
-            **params,
-            optimizer=torch.optim.SGD,
-            optimizer__momentum=0.9,
-            callbacks=[
-                LRScheduler("CosineAnnealingLR", T_max=self.epochs),
-                GradientNormClipping(CLIP),
-            ],
-            batch_size=self.batch_size,
-            max_epochs=self.epochs,
-            random_state=seed,
-            verbose=0,
-        )
-        with warnings.catch_warnings():
-            # networks that diverge or die count as results
-            warnings.simplefilter("ignore", FlatnessWarning)
-            return net.fit(*data)
+    def score(self, method: Method, params: Params, parts: list[Part]) -> np.ndarray:
+        """Return the accuracy of a network for each part."""
+        calls = (delayed(self.run)(method, params, *part) for part in parts)
+        accuracies, seconds = zip(*Parallel(self.jobs)(calls), strict=True)
+        self.seconds += seconds
+        return np.array(accuracies)
 
 
 # -- tuning and judging ------------------------------------------------------------------
 
 
-def tune(study: optuna.Study, method: Method, training: Training, data: Arrays, n: int) -> None:
-    """Run the trials that are missing to `n`; the score is a mean accuracy on validation images."""
-
-    def objective(trial: optuna.Trial) -> float:
-        parts = _parts(data, N_SPLITS, random_state=1, first_seed=N_SPLITS * trial.number)
-        return float(np.mean(list(training.score(method, method.suggest(trial), parts))))
-
-    done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
-    # a seed of its own, or a continued run would repeat the draws of the interrupted one
-    study.sampler = optuna.samplers.TPESampler(seed=done, n_startup_trials=max(4, n // 4))
-    study.optimize(objective, n_trials=max(0, n - done))
-
-
-def _parts(
-    data: Arrays, n: int, *, random_state: int, first_seed: int
-) -> list[tuple[Arrays, Arrays, int]]:
+def draw_parts(data: Arrays, n: int, *, random_state: int, first_seed: int) -> list[Part]:
     """Draw parts of the training data: what to train on, the rest, and a seed."""
     X, y = data
     splits = StratifiedShuffleSplit(n, test_size=0.2, random_state=random_state).split(X, y)
@@ -154,52 +148,32 @@ def _parts(
     ]
 
 
-def _saved(
-    study: optuna.Study,
-    keys: list[str],
-    training: Training,
-    method: Method,
-    params: Params,
-    parts: list[tuple[Arrays, Arrays, int]],
-) -> np.ndarray:
-    """Return the accuracy of each part by its key, and save those that are new with the study."""
-    left = [
-        (key, part) for key, part in zip(keys, parts, strict=True) if key not in study.user_attrs
-    ]
-    found = training.score(method, params, [part for _, part in left])
-    for (key, _), accuracy in zip(left, found, strict=True):
-        study.set_user_attr(key, accuracy)
-    return np.array([study.user_attrs[key] for key in keys])
+def tune(method: Method, trainings: Trainings, data: Arrays, n: int) -> optuna.Study:
+    """Run n trials, whose score is a mean accuracy on validation images."""
+
+    def objective(trial: optuna.Trial) -> float:
+        parts = draw_parts(data, N_SPLITS, random_state=1, first_seed=N_SPLITS * trial.number)
+        return float(trainings.score(method, method.suggest(trial), parts).mean())
+
+    sampler = optuna.samplers.TPESampler(seed=0, n_startup_trials=max(4, n // 4))
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    study.optimize(objective, n_trials=n)
+    return study
 
 
 def choose(
-    study: optuna.Study, method: Method, training: Training, data: Arrays
-) -> tuple[optuna.trial.FrozenTrial, float]:
-    """Score the best trials again; return the best of them, and its mean over all parts."""
-    trials = study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
-    finalists = sorted(trials, key=lambda trial: -(trial.value or 0.0))[:N_FINALISTS]
+    study: optuna.Study, method: Method, trainings: Trainings, data: Arrays
+) -> tuple[Params, float]:
+    """Score the best trials again; return the parameters of the best, and its mean of all parts."""
+    finalists = sorted(study.trials, key=lambda trial: -(trial.value or 0.0))[:N_FINALISTS]
     scores = []
     for trial in finalists:
-        keys = [f"trial {trial.number} part {i}" for i in range(N_FURTHER)]
-        parts = _parts(data, N_FURTHER, random_state=2, first_seed=500 + N_FURTHER * trial.number)
-        further = _saved(study, keys, training, method, trial.params, parts)
+        first_seed = 500 + N_FURTHER * trial.number
+        parts = draw_parts(data, N_FURTHER, random_state=2, first_seed=first_seed)
+        further = trainings.score(method, trial.params, parts)
         scores.append((N_SPLITS * (trial.value or 0.0) + further.sum()) / (N_SPLITS + N_FURTHER))
     best = int(np.argmax(scores))
-    return finalists[best], float(scores[best])
-
-
-def judge(
-    study: optuna.Study,
-    best: optuna.trial.FrozenTrial,
-    method: Method,
-    training: Training,
-    problem: Problem,
-    seeds: int,
-) -> np.ndarray:
-    """Return the test accuracies of a setting, one per seed, saved with the study."""
-    keys = [f"trial {best.number} seed {seed}" for seed in range(seeds)]
-    parts = [(problem.train, problem.test, 1000 + seed) for seed in range(seeds)]
-    return _saved(study, keys, training, method, best.params, parts)
+    return finalists[best].params, float(scores[best])
 
 
 def interval(values: np.ndarray, sign: str = "") -> str:
@@ -216,38 +190,32 @@ def interval(values: np.ndarray, sign: str = "") -> str:
 
 def main() -> None:
     """Tune, judge, print."""
-    arguments = _parse()
-    trials, seeds, epochs = arguments.trials, arguments.seeds, arguments.epochs
-    n_train = arguments.n_train
-    problem = load_problem(arguments.problem, n_train, arguments.data)
-    network = problem.network | {"device": arguments.device}
-    training = Training(network, epochs, arguments.batch_size, arguments.jobs)
+    options = read_options(
+        __doc__, problem="digits", data=IMAGES, n_train=(int, 100), trials=(25, 3), seeds=(5, 2),
+        epochs=(60, 8), batch_size=32, methods=METHODS, jobs=1, device="cpu", store=str,
+    )  # fmt: skip
+    problem = load_problem(options.problem, options.n_train, options.data)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    print(f"{problem.name} samples, {len(problem.test[1])} to test; {trials} trials a method,")
-    print(f"{seeds} seeds, {epochs} epochs, batches of {arguments.batch_size}")
+    print(
+        f"{problem.name} samples, {len(problem.test[1])} to test; {options.trials} trials a method,"
+    )
+    print(f"{options.seeds} seeds, {options.epochs} epochs, batches of {options.batch_size}")
     print(environment(), flush=True)
 
     largest_class = np.unique(problem.test[1], return_counts=True)[1].max() / len(problem.test[1])
     rows = [["method", "test accuracy", "dead", "validation", "best setting", "s/training"]]
     results: dict[str, np.ndarray] = {}
-    for name in arguments.methods:
+    for name in options.methods:
         method = METHODS[name]
-        study = optuna.create_study(
-            direction="maximize",
-            storage=f"sqlite:///{arguments.storage}" if arguments.storage else None,
-            study_name=f"{problem.name}, {epochs} epochs of {arguments.batch_size}, {name}",
-            load_if_exists=True,
-        )
-        tune(study, method, training, problem.train, trials)
-        best, validation = choose(study, method, training, problem.train)
-        found = judge(study, best, method, training, problem, seeds)
-        results[name] = np.where(found > DEAD * largest_class, found, np.nan)
+        trainings = Trainings(options, problem.network | {"device": options.device})
+        study = tune(method, trainings, problem.train, options.trials)
+        params, validation = choose(study, method, trainings, problem.train)
+        tests = [(problem.train, problem.test, 1000 + seed) for seed in range(options.seeds)]
+        accuracies = trainings.score(method, params, tests)
+        results[name] = np.where(accuracies > DEAD * largest_class, accuracies, np.nan)
         n_dead = int(np.isnan(results[name]).sum())
-        # an interrupted trial has none
-        durations = [trial.duration for trial in study.trials if trial.duration]
-        seconds = np.mean([one.total_seconds() / N_SPLITS for one in durations])
         row = [name, interval(results[name]), str(n_dead), f"{100 * validation:.1f}"]
-        rows.append([*row, _setting(best.params), f"{seconds:.1f}"])
+        rows.append([*row, _setting(params), f"{np.mean(trainings.seconds):.1f}"])
         print("  ".join(rows[-1]), flush=True)
     print()
     print(table(rows))
@@ -263,30 +231,6 @@ def _compare_with_sam(results: dict[str, np.ndarray]) -> None:
     print("Difference to SAM with the same seeds, in points:")
     for name in [name for name in results if name != "SAM"]:
         print(f"  {name}: {interval(results[name] - results['SAM'], sign='+')}")
-
-
-def _parse() -> argparse.Namespace:
-    """Read the command line; what is not given depends on ``--quick``."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_problem_arguments(parser)
-    parser.add_argument("--trials", type=int, help="trials of each method (default: 25)")
-    parser.add_argument("--seeds", type=int, help="trainings of the best setting (default: 5)")
-    parser.add_argument("--epochs", type=int, help="epochs of each training (default: 60)")
-    parser.add_argument("--batch-size", type=int, default=32, help="(default: 32)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--jobs", type=int, default=1, help="networks at the same time")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--storage", metavar="FILE", help="SQLite file, to continue later")
-    parser.add_argument("--quick", action="store_true", help="smoke run without meaning")
-    arguments = parser.parse_args()
-    usual = {"n_train": None, "trials": 25, "seeds": 5, "epochs": 60}
-    quick = {"n_train": 100, "trials": 3, "seeds": 2, "epochs": 8}
-    for name, value in (quick if arguments.quick else usual).items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, value)
-    return arguments
 
 
 def _setting(params: Params) -> str:

@@ -10,7 +10,7 @@ from tests.benchmarks.commands import run
 # a ratio, or a count, that each benchmark prints
 RATIOS = [
     ("scoring", "torch.func.hessian / scoring, the measure by itself"),
-    ("training", "MLP, first layer / no penalty"),
+    ("training", "MLP 784-256-128-10, first layer / no penalty"),
     ("layers", "flatness_report / forward-backward"),
     ("heads", "relative_flatness / forward"),
     ("fitting", "digits, defaults / scikit-learn"),
@@ -40,12 +40,11 @@ def test_quick_run_prints_ratios_and_budgets(module, ratio):
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("scoring", ["--peak-of", "forward", "--cold", "--n-samples", "64"]),
+        ("scoring", ["--peak-of", "forward", "--n-samples", "64"]),
         ("heads", ["--quick", "--peak-of", "training step"]),
-        ("fitting", ["--first", "scikit-learn"]),
-        ("fitting", ["--first", "skorch"]),
+        ("fleet", ["--n", "2"]),
     ],
-    ids=lambda value: value if isinstance(value, str) else value[-1],
+    ids=["scoring", "heads", "fleet"],
 )
 def test_parts_that_quick_runs_leave_out(module, arguments):
     """Each of them runs in a process of its own, and prints a number."""
