@@ -190,7 +190,7 @@ def test_the_penalty_flattens_in_the_trainers_of_other_libraries(
 
 # scaling
 
-ON_DISK, DISTRIBUTED, ON_DASK, ON_RAY = blocks("docs/scaling.md")
+ON_DISK, ON_DASK, ON_RAY, DISTRIBUTED = blocks("docs/scaling.md")
 
 
 def run_as_script(block, folder, *options):
