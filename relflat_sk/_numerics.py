@@ -47,6 +47,8 @@ def native(array: NDArray[Any]) -> NDArray[Any]:
 
 def native_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return a type of numbers that torch knows, and that holds those of another type."""
+    if dtype.kind not in "biuf":  # dates would become numbers, complex ones lose a part
+        raise TypeError(f"expected an array of real numbers, got one of {dtype}.")
     return np.dtype(np.float64) if dtype.char == "g" else dtype.newbyteorder("=")
 
 

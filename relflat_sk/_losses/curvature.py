@@ -379,10 +379,7 @@ class _Products(Curvature):
     def product(self, vectors: Tensor) -> Tensor:
         products = None
         if self.gradient is not None:
-            many = vectors.ndim > self.z.ndim
-            (products,) = pull_back(
-                [self.gradient], [self.z], [vectors], create_graph=False, many=many
-            )
+            (products,) = pull_back([self.gradient], [self.z], [vectors], create_graph=False)
         # where the gradient does not depend on z, there is no curvature
         return torch.zeros_like(vectors) if products is None else products
 
@@ -393,7 +390,6 @@ def pull_back(
     vectors: Sequence[Tensor] | None = None,
     *,
     create_graph: bool,
-    many: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Compute products of vectors with a Jacobian by one backward pass, which keeps the graph."""
     if create_graph and vectors is None:
@@ -406,7 +402,6 @@ def pull_back(
             retain_graph=True,
             create_graph=create_graph,
             allow_unused=True,
-            is_grads_batched=many,
         )
     except RuntimeError as error:
         if "not implemented" not in str(error):

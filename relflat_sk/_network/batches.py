@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from relflat_sk._checks import check_integer
-from relflat_sk._numerics import native
+from relflat_sk._numerics import native, native_type
 from relflat_sk._warnings import warn
 
-# -- arrays in memory-mapped files ------------------------------------------------------------
-
 Array = NDArray[Any]
+
+# -- arrays in memory-mapped files ------------------------------------------------------------
 
 
 def copy_rows(array: Any, rows: Any) -> Array:
@@ -28,8 +28,6 @@ def copy_rows(array: Any, rows: Any) -> Array:
 
     Without that, every page that was read would count into the memory of the process until the
     system needs it.
-
-    Shapes: `rows` (m,); returns (m, ...).
     """
     part = np.asarray(array[rows])
     mapped = mapped_file(array)
@@ -48,106 +46,6 @@ def mapped_file(array: Any) -> "np.memmap[Any, Any] | None":
             return array
         array = array.base
     return None
-
-
-# -- inputs that hold no numbers, or cannot be cut into batches ----------------------------
-
-# how many columns or samples an error message names
-_NAMED = 5
-
-
-def check_kind(X: Any) -> None:
-    """Refuse inputs that would fail, or become wrong numbers, further on."""
-    if isinstance(X, Tensor):
-        _check_tensor(X)
-    elif isinstance(X, pd.DataFrame):
-        _check_columns(X)
-    elif hasattr(X, "__arrow_c_stream__") and hasattr(X, "columns"):
-        names = X.column_names if hasattr(X, "column_names") else X.columns  # pyarrow, polars
-        _check_columns(pd.DataFrame({name: np.asarray(X[name]) for name in names}, copy=False))
-    elif isinstance(X, np.ndarray | pd.Series) and X.dtype.kind in "mM":
-        raise TypeError(
-            f"X holds dates or times, of type {X.dtype}, but a network takes numbers. Turn them "
-            "into numbers, such as days since the first date."
-        )
-    elif isinstance(X, Mapping | tuple) and not issparse(X):  # a dok_matrix is a Mapping
-        for part in X.values() if isinstance(X, Mapping) else X:
-            check_kind(part)
-    elif isinstance(X, list):
-        _check_list(X)
-    elif isinstance(X, Iterator):
-        raise TypeError(
-            f"X is a {type(X).__name__}, which can be read only once. Pass arrays, or a torch "
-            "IterableDataset whose __iter__ returns a new iterator each time."
-        )
-
-
-def _check_tensor(X: Tensor) -> None:
-    """Refuse tensors of which no rows can be taken."""
-    if X.is_meta:
-        raise TypeError("X is a tensor on the meta device, which holds no values. Pass data.")
-    if X.layout is not torch.strided:
-        raise TypeError(
-            f"X is a sparse tensor ({X.layout}), of which no batches can be cut. Pass "
-            "X.to_dense(), or a matrix of scipy.sparse, of which one batch at a time is made dense."
-        )
-    if X.is_complex():
-        raise TypeError(
-            f"X holds complex numbers ({X.dtype}), but networks are measured and trained with real "
-            "numbers. Pass torch.view_as_real(X), for example."
-        )
-
-
-def _check_columns(X: pd.DataFrame) -> None:
-    """Refuse columns that hold no numbers."""
-    # most frames hold nothing but numbers, which their types tell; booleans are numeric, too
-    other = [i for i, kind in enumerate(X.dtypes) if not pd.api.types.is_numeric_dtype(kind)]
-    reasons = {X.columns[i]: _without_numbers(X.iloc[:, i]) for i in other}
-    bad = {name: reason for name, reason in reasons.items() if reason}
-    if bad:
-        named = ", ".join(f"{name!r} ({reason})" for name, reason in list(bad.items())[:_NAMED])
-        more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-        raise TypeError(
-            f"X has columns that hold no numbers: {named}{more}. Encode categories, for instance "
-            "with sklearn.preprocessing.OneHotEncoder, and turn dates into numbers, both in a "
-            "ColumnTransformer in front of the network."
-        )
-
-
-def _without_numbers(column: pd.Series) -> str:
-    """Say of which type a column is if it holds no numbers; nothing otherwise."""
-    kind = column.dtype
-    if not (getattr(kind, "kind", "O") in "mM" or isinstance(kind, pd.PeriodDtype)):
-        try:
-            column.to_numpy(dtype=np.float64, na_value=np.nan)
-        except (TypeError, ValueError):
-            pass
-        else:
-            return ""
-    example = column.dropna().head(1).tolist()
-    return f"{kind}, such as {example[0]!r}" if example else str(kind)
-
-
-def _check_list(X: list[Any]) -> None:
-    """Refuse lists of batches, and lists of samples with their labels."""
-    first = X[0] if X else None
-    if isinstance(first, Mapping) or (isinstance(first, tuple | list) and _differ(first)):
-        what = f"{len(X)} {type(first).__name__}s, like the batches or samples of a loader"
-    elif _differ(X):
-        shapes = list(dict.fromkeys(tuple(part.shape) for part in X))
-        what = f"arrays of different shapes, such as {shapes[0]} and {shapes[1]}"
-    else:
-        return
-    raise TypeError(
-        f"X is a list of {what}. Expected one array with a row for each sample: put batches "
-        "together with torch.cat or numpy.concatenate, or pass a torch Dataset of pairs (x, y)."
-    )
-
-
-def _differ(parts: Any) -> bool:
-    """Return whether these are arrays or tensors of more than one shape."""
-    are_arrays = all(isinstance(part, Tensor | np.ndarray) for part in parts)
-    return are_arrays and len({tuple(part.shape) for part in parts}) > 1
 
 
 # -- inputs of a network, which may be dicts or tuples of arrays ---------------------------
@@ -210,6 +108,16 @@ def floating_parameter(module: nn.Module) -> nn.Parameter | None:
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
+def check_tensor(X: Tensor) -> None:
+    """Refuse a tensor of which no rows can be taken, or whose imaginary part would be left out."""
+    if X.layout is not torch.strided or X.is_complex():
+        raise TypeError(
+            f"X is a tensor of {X.dtype} in the layout {X.layout}; expected real numbers in a "
+            "dense tensor. Pass X.to_dense() or torch.view_as_real(X); of a matrix of "
+            "scipy.sparse, one batch at a time is made dense."
+        )
+
+
 def check_finite(x: Any) -> None:
     """Refuse NaN and infinity anywhere in the inputs."""
     for part in arrays_of(x):
@@ -225,11 +133,11 @@ def check_finite(x: Any) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some samples of the data. Shapes: `weight` (n,)."""
+    """Some samples of the data."""
 
     x: Any
     y: Tensor | None
-    weight: Tensor | None
+    weight: Tensor | None  # (n,)
 
 
 class LoadedBatches(IterableDataset[Any]):
@@ -260,7 +168,7 @@ def make_batches(
     sample_weight: Any = None,
     in_order: bool = False,
 ) -> Batches:
-    """Prepare passes over the data. Shapes: `sample_weight` (n,)."""
+    """Prepare passes over the data."""
     check_integer("batch_size", batch_size, minimum=1)
     if isinstance(X, LoadedBatches):
         X = X.loader
@@ -274,7 +182,6 @@ def make_batches(
             _check_order(loader)
         _warn_of_dropped(loader)
         return lambda: _from_loader(loader)
-    check_kind(X)
     inputs = _sliceable(X)
     n = count_samples(inputs)
     if n == 0:
@@ -342,7 +249,7 @@ def _check_finite_labels(y: Any) -> None:
 
 
 def check_weights(sample_weight: Any, n: int) -> np.ndarray:
-    """Return sample weights as an array of n numbers. Shapes: returns (n,)."""
+    """Return sample weights as an array of n numbers: (n,)."""
     weights = np.asarray(sample_weight, dtype=np.float64)
     if weights.shape != (n,):
         raise ValueError(
@@ -365,18 +272,20 @@ def _sliceable(X: Any) -> Any:
     if isinstance(X, tuple):
         return tuple(_sliceable(value) for value in X)
     if isinstance(X, Tensor):
+        check_tensor(X)
         return X
-    array = X.to_numpy() if isinstance(X, pd.DataFrame | pd.Series) else np.asarray(X)
-    if array.dtype.kind not in "biuf":
-        try:
+    try:
+        array = X.to_numpy() if isinstance(X, pd.DataFrame | pd.Series) else np.asarray(X)
+        if array.dtype.kind in "OSU":
             array = array.astype(np.float64)
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"X must hold numbers, got {type(X).__name__} of {array.dtype}: {error}. Encode "
-                "categories first, for instance with sklearn.preprocessing.OneHotEncoder."
-            ) from error
-    if array.ndim == 0:
-        raise TypeError(f"X must be an array of samples, got {type(X).__name__} {X!r}.")
+        native_type(array.dtype)
+        len(array)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"X must hold a row of numbers for each sample, got {type(X).__name__}: {error}. "
+            "Encode categories and turn dates into numbers, both in a ColumnTransformer in front "
+            "of the network; put batches together with np.concatenate, or pass a torch Dataset."
+        ) from error
     return array
 
 

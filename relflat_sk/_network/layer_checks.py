@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from relflat_sk._network.layers import adapted_layer, weight_layers
+from relflat_sk._network.layers import adapted_layer
 from relflat_sk._network.recording import LayerRecord, Recorder
 from relflat_sk._network.tail import (
     find_link,
@@ -30,10 +29,7 @@ Pull = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Tensor]], Sequence[Te
 
 
 def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Select inputs and outputs of a layer that suffice for `is_linear`.
-
-    Shapes: returns (k, ...).
-    """
+    """Select inputs and outputs of a layer that suffice for `is_linear`."""
     layer = record.map
     if layer.channels_last:
         features, z = (array.reshape(-1, array.shape[-1]) for array in (features, z))
@@ -42,10 +38,7 @@ def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, 
 
 
 def is_linear(record: LayerRecord, features: Tensor, z: Tensor) -> bool:
-    """Return whether a layer computes ``W x + b`` with its weight.
-
-    Shapes: `features`, `z` (k, ...).
-    """
+    """Return whether a layer computes ``W x + b`` with its weight."""
     layer, bias = record.map, getattr(record.layer, "bias", None)
     with torch.no_grad():
         rows = layer.apply(features, layer.weight.to(features.dtype))
@@ -57,10 +50,7 @@ def is_linear(record: LayerRecord, features: Tensor, z: Tensor) -> bool:
 
 
 def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
-    """Refuse a layer that does not compute ``W x + b`` with its weight.
-
-    Shapes: `features`, `z` (k, ...).
-    """
+    """Refuse a layer that does not compute ``W x + b`` with its weight."""
     if not is_linear(record, features, z) and not _is_linear_without_noise(record, features):
         raise ValueError(
             f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
@@ -131,9 +121,9 @@ def find_mixed_rows(
         )
         if any(map(normalises_batch, behind)):
             reasons[record.name] = (
-                f"behind layer {record.name!r}, F.batch_norm mixes the samples of the batch, "
-                "called as a function outside of a layer of batch norm. Use one, such as "
-                "nn.BatchNorm2d, or name a layer behind it."
+                f"behind layer {record.name!r}, batch norm mixes the samples of the batch: it is "
+                "called as a function, or has no running statistics. Use a layer such as "
+                "nn.BatchNorm2d with track_running_stats=True, or name a layer behind it."
             )
     return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}, reasons
 
@@ -280,41 +270,4 @@ def check_uses(name: str, elsewhere: Collection[str]) -> None:
             "autoencoder does with F.linear(h, encoder.weight.T); the curvature in a shared weight "
             "is not that of one layer. Measure another layer; or detach the weight there, if it is "
             "only read, as for a log."
-        )
-
-
-# -- batch norm without running statistics, which mixes samples in evaluation mode ---------
-
-
-def find_mixed(run: Callable[[], object], module: nn.Module) -> set[str]:
-    """Find the layers behind which batch norm mixes the samples of a batch."""
-    norms = {
-        name: part
-        for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm) and part.running_mean is None
-    }
-    if not norms:
-        return set()
-    layers = weight_layers(module)
-    with torch.no_grad(), Recorder({**layers, **norms}, None) as recorder:
-        run()
-    calls = recorder.calls
-    last = max((at for at, name in enumerate(calls) if name in norms), default=-1)
-    if last >= 0:
-        warn(
-            f"batch norm without running statistics ({', '.join(map(repr, norms))}) mixes the "
-            "samples of a batch, so that losses and flatness depend on batch_size. Train with "
-            "track_running_stats=True."
-        )
-    return {name for name in calls[: last + 1] if name in layers}
-
-
-def check_unmixed(name: str, mixed: Collection[str]) -> None:
-    """Refuse a layer behind which the samples of a batch are mixed."""
-    if name in mixed:
-        raise ValueError(
-            f"behind layer {name!r} there is a batch norm without running statistics, so that the "
-            "losses of samples depend on each other, and the curvature in the weight is not that "
-            "of single samples. Measure a layer behind the batch norm, or train with "
-            "track_running_stats=True."
         )

@@ -26,42 +26,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# numbers of the patches that are copied at a time
+_PATCHES = 2**22
+
 
 class LayerMap(ABC):
-    """A layer as a linear map of its weight matrix.
+    """A layer as a linear map of its weight matrix; each kind of layer has a subclass."""
 
-    Parameters
-    ----------
-    layer : nn.Module
-        The layer. Each kind of layer has a subclass, see `relflat_sk._network.layers.layer_map`.
-    weight : Tensor of shape (...), optional
-        Its weight in one of its calls, if each read computes another one, as in spectral norm.
-
-    Attributes
-    ----------
-    channels_last : bool
-        Whether channels are on the last axis of inputs and outputs, with samples and positions
-        before them. Otherwise, they are on axis 1.
-    inputs_first : bool
-        Whether the first axis of the weight is that of the inputs, instead of the outputs.
-    n_inputs, n_outputs : int
-        Numbers of input and output features, or channels.
-    groups : int
-        Number of blocks of rows, each of which is applied to patches of its own.
-    n_offsets : int
-        Number of columns that read the same input channel.
-    """
-
+    # whether channels are on the last axis of inputs and outputs, with samples and positions
+    # before them; otherwise, they are on axis 1
     channels_last = False
-    inputs_first = False
-    n_inputs: int
+    inputs_first = False  # whether the first axis of the weight is that of the inputs
+    n_inputs: int  # features, or channels
     n_outputs: int
-    groups = 1
-    n_offsets = 1
+    groups = 1  # blocks of rows, each of which is applied to patches of its own
+    n_offsets = 1  # columns that read the same input channel
 
     def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
         self.layer = layer
-        self._weight = weight
+        self._weight = weight  # that of one call, if each computes another one, as spectral norm
 
     @property
     def kernel(self) -> Tensor:
@@ -80,206 +63,65 @@ class LayerMap(ABC):
 
     @abstractmethod
     def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
-        """Select what columns of the weight matrix are multiplied with at all positions.
+        """Select what columns of the weight are multiplied with: (n, groups, k, P).
 
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input, of n samples.
-        channels : Tensor of shape (n, k) or None
-            Input channels for each sample, counted within a group; all of them if None.
-        offset : int
-            Which of the columns that read a channel, from 0 to ``n_offsets - 1``.
-
-        Returns
-        -------
-        Tensor of shape (n, groups, k, P)
-            The numbers that the columns are multiplied with.
+        They are the columns at one offset that read some channels (n, k), or all, of each group.
         """
+
+    @abstractmethod
+    def patches(self, features: Tensor) -> Iterator[Tensor]:
+        """Copy ``phi_ip`` of some samples at a time: (n, groups, m, P)."""
 
     @abstractmethod
     def to_rows(self, z: Tensor) -> Tensor:
-        """Rearrange an array of the shape of the output.
-
-        Parameters
-        ----------
-        z : Tensor of shape (n, ...)
-            Of the shape of the layer's output.
-
-        Returns
-        -------
-        Tensor of shape (n, d, P)
-            One row for each output channel.
-        """
+        """Rearrange an array of the shape of the output: (n, d, P)."""
 
     @abstractmethod
     def from_rows(self, rows: Tensor, z: Tensor) -> Tensor:
-        """Undo `to_rows`.
-
-        Parameters
-        ----------
-        rows : Tensor of shape (n, d, P)
-            The array.
-        z : Tensor of shape (n, ...)
-            Of the shape of the layer's output.
-
-        Returns
-        -------
-        Tensor of shape (n, ...)
-            Of the shape of `z`.
-        """
+        """Undo `to_rows`; z has the shape of the output."""
 
     @abstractmethod
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
-        """Apply matrices in place of the weight, without bias.
-
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input, of n samples.
-        matrices : Tensor of shape (n, d, m) or (d, m)
-            One for each sample, or one for all.
-
-        Returns
-        -------
-        Tensor of shape (n, d, P)
-            Products with the layer's input, rearranged as by `to_rows`.
-        """
+        """Apply matrices, or one for all samples, in place of the weight, without bias: rows."""
 
     def apply_signed(
         self, features: Tensor, left: Tensor, outer: Tensor, right: Tensor, inner: Tensor
     ) -> Tensor:
-        """Apply ``L diag(s_i) R diag(t_i)`` to each sample i, whose own signs are s and t.
-
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input, of n samples.
-        left : Tensor of shape (d, k)
-            The matrix L.
-        outer : Tensor of shape (n, k)
-            The signs s.
-        right : Tensor of shape (k, m)
-            The matrix R.
-        inner : Tensor of shape (n, m)
-            The signs t.
-
-        Returns
-        -------
-        Tensor of shape (n, d, P)
-            Products with the layer's input, rearranged as by `to_rows`.
-        """
+        """Apply ``L diag(s_i) R diag(t_i)``, L (d, k), s (n, k), R (k, m), t (n, m): rows."""
         return self.apply(features, (left * outer[:, None]) @ (right * inner[:, None]))
 
     @abstractmethod
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
-        """Sum ``g_p phi_p^T`` over the positions of each sample.
-
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input, of n samples.
-        rows : Tensor of shape (n, ..., d, P)
-            The vectors g.
-
-        Returns
-        -------
-        Tensor of shape (n, ..., d, m)
-            One matrix of the weight's shape for each sample.
-        """
+        """Sum ``g_p phi_p^T`` over the positions of each sample, g (n, ..., d, P): matrices."""
 
     def total(self, features: Tensor, rows: Tensor) -> Tensor:
-        """Sum ``g_p phi_p^T`` over positions and samples.
-
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input, of n samples.
-        rows : Tensor of shape (n, d, P)
-            The vectors g.
-
-        Returns
-        -------
-        Tensor of shape (d, m)
-            A matrix of the weight's shape.
-        """
+        """Sum ``g_p phi_p^T`` over positions and samples: (d, m)."""
         return self.transpose(features, rows).sum(dim=0)
 
     @abstractmethod
     def channels(self, features: Tensor) -> Tensor:
-        """Arrange features in one column for each input channel.
-
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input.
-
-        Returns
-        -------
-        Tensor of shape (n_values, c)
-            All samples and positions below each other.
-        """
+        """Arrange features in one column for each input channel: (n_values, c)."""
 
     @abstractmethod
     def column_channels(self) -> Tensor:
-        """Return the input channel that each column of the weight matrix reads.
-
-        Returns
-        -------
-        Tensor of shape (m,) or (d, m)
-            (d, m) where rows read channels of their own group.
-        """
-
-    def is_flat(self, features: Tensor) -> bool:
-        """Return whether each sample has one position only.
-
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input.
-
-        Returns
-        -------
-        bool
-            Whether the input has shape (n, m).
-        """
-        return features.ndim == 2
+        """Return the input channel of each column: (m,), or (d, m) if rows read their group's."""
 
     def by_position(self, features: Tensor, z: Tensor) -> "tuple[LayerMap, Tensor, Tensor] | None":
-        """Return the layer as one whose samples are the positions, if each has its own input.
-
-        Parameters
-        ----------
-        features : Tensor of shape (n, ...)
-            The layer's input, of n samples.
-        z : Tensor of shape (n, ...)
-            The layer's output.
-
-        Returns
-        -------
-        tuple of LayerMap, Tensor of shape (n * P, m) and Tensor of shape (n * P, d), or None
-            The map, its inputs and its outputs. None if positions share inputs.
-        """
+        """Return the layer, inputs (n * P, m) and outputs of positions that share no inputs."""
         return None
 
 
 def select_channels(features: Tensor, channels: Tensor | None) -> Tensor:
-    """Select channels of each sample.
-
-    Shapes: `features` (n, c, ...), `channels` (n, k); returns (n, k, ...).
-    """
+    """Select channels (n, k) of each sample in an array (n, c, ...)."""
     if channels is None:
         return features
     rows = torch.arange(len(features), device=features.device)[:, None]
-    found: Tensor = features[rows, channels]
-    return found
+    selected: Tensor = features[rows, channels]
+    return selected
 
 
 class LinearMap(LayerMap):
-    """The map of `nn.Linear`, for inputs (n, m) or with positions on axes in between.
-
-    Shapes: `weight` (...).
-    """
+    """The map of `nn.Linear`, for inputs (n, m) or with positions on axes in between."""
 
     channels_last = True
 
@@ -313,6 +155,11 @@ class LinearMap(LayerMap):
         """Select features of each sample at all positions."""
         return select_channels(self.to_rows(features), channels)[:, None]
 
+    def patches(self, features: Tensor) -> Iterator[Tensor]:
+        """Return the vectors of all positions of some samples at a time."""
+        size = max(1, _PATCHES // max(1, features[:1].numel()))
+        yield from torch.split(self.to_rows(features)[:, None], size)
+
     def total(self, features: Tensor, rows: Tensor) -> Tensor:
         """Sum outer products over samples and positions."""
         return rows.transpose(0, 1).flatten(1) @ self.to_rows(features).transpose(1, 2).flatten(
@@ -338,10 +185,7 @@ class LinearMap(LayerMap):
 
 
 class TransposedLinearMap(LinearMap):
-    """The map of a linear layer whose weight has shape (inputs, outputs).
-
-    Shapes: `weight` (...).
-    """
+    """The map of a linear layer whose weight has shape (inputs, outputs)."""
 
     inputs_first = True
 
@@ -372,15 +216,9 @@ class PixelMap(LinearMap):
 
 # -- convolutions --------------------------------------------------------------------------
 
-# numbers of the patches that are copied at a time
-_PATCHES = 2**22
-
 
 class ConvolutionMap(LayerMap):
-    """The map of convolutions, transposed ones too, with any stride, padding, dilation, groups.
-
-    Shapes: `weight` (...).
-    """
+    """The map of convolutions, transposed ones too, with any stride, padding, dilation, groups."""
 
     def __init__(self, layer: Any, weight: Tensor | None = None) -> None:
         super().__init__(layer, weight)
@@ -435,7 +273,7 @@ class ConvolutionMap(LayerMap):
         if self.inputs_first or self.groups > 1 or self._has_more_positions(features, len(left)):
             return super().apply_signed(features, left, outer, right, inner)
         found, start = [], 0
-        for columns in self._columns(features):
+        for columns in self.patches(features):
             part = slice(start, start := start + len(columns))
             between = right @ (columns[:, 0] * inner[part, :, None])
             found.append(left @ (between * outer[part, :, None]))
@@ -454,7 +292,7 @@ class ConvolutionMap(LayerMap):
     def transpose(self, features: Tensor, rows: Tensor) -> Tensor:
         """Multiply rows with copies of the patches, for some samples at a time."""
         groups, found, start = self.groups, [], 0
-        for columns in self._columns(features):
+        for columns in self.patches(features):
             many = rows[start : (start := start + len(columns))]
             grouped = many.reshape(len(many), -1, groups, many.shape[-2] // groups, many.shape[-1])
             sums = grouped @ columns.transpose(2, 3)[:, None]
@@ -479,8 +317,8 @@ class ConvolutionMap(LayerMap):
         positions = self._patches(features[:1]).shape[2 : -len(self.layer.kernel_size)]
         return self.n_offsets > 1 and prod(positions) > n
 
-    def _columns(self, features: Tensor) -> Iterator[Tensor]:
-        """Copy the patches of some samples at a time: (n, groups, m, P)."""
+    def patches(self, features: Tensor) -> Iterator[Tensor]:
+        """Copy the patches of some samples at a time."""
         n_axes, n_offsets = len(self.layer.kernel_size), self.n_offsets
         if self.inputs_first:  # by kernels that are one at an offset each
             kernels = torch.eye(n_offsets).to(features).reshape(1, -1, *self.layer.kernel_size)

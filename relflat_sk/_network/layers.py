@@ -65,7 +65,7 @@ def _merged_weight(layer: Any) -> Tensor:
 
 
 def layer_map(layer: nn.Module, weight: Tensor | None = None) -> LayerMap:
-    """Return a layer as a linear map of its weight matrix. Shapes: `weight` (...)."""
+    """Return a layer as a linear map of its weight matrix."""
     base = adapted_layer(layer)
     if base is not None:
         return layer_map(base, _merged_weight(layer) if weight is None else weight)
@@ -175,16 +175,10 @@ def sharing_modules(name: str, named: Mapping[str, nn.Module]) -> list[str]:
 
 
 def check_stored(module: nn.Module) -> None:
-    """Refuse a network whose parameters have no values: lazy ones, and those on the meta device."""
+    """Refuse a network with lazy layers, which a measure would fill with random weights."""
     if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
         raise ValueError(
             "the network has lazy layers, which have no weights yet; run it once on data first."
-        )
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise ValueError(
-            "the network, or a part of it, is on the meta device, where tensors have shapes but "
-            "no values. Give it memory and its weights first, for example by "
-            "module.to_empty(device='cpu') and module.load_state_dict(...)."
         )
 
 

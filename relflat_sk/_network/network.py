@@ -23,10 +23,7 @@ from relflat_sk._warnings import warn
 
 @dataclass(frozen=True)
 class Source:
-    """The model and the data that a network was made of, for measures of your own.
-
-    Shapes: `sample_weight` (n,).
-    """
+    """The model and the data that a network was made of, for measures of your own."""
 
     model: Any
     X: Any
@@ -135,52 +132,41 @@ def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> bool:
 
     Return whether the samples could show it: weights of classes need samples of several.
     """
-    n = len(output)
+    n, name = len(output), name_criterion(loss.criterion)
     if loss.row is not None or n < 2:
         return loss.row is not None
-    with (
-        torch.no_grad(),
-        without_autocast(output),
-        fork_rng(output.device),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore")  # of the shape of a single sample, for example
-        try:
+    try:
+        with (
+            torch.no_grad(),
+            without_autocast(output),
+            fork_rng(output.device),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # of the shape of a single sample, for example
             # in the order of targets or one-hot classes, whose parts differ most in their classes
             columns = target.reshape(n, -1).float()
             place = columns @ torch.arange(1, columns.shape[1] + 1).to(columns)
             values, order = place.sort()
             apart = Loss(copy.deepcopy(loss.criterion))  # it may count its calls
-            # pairs of a few samples show batch statistics, all samples the weights of rare classes
-            for rows in (order[:: -(-n // 8)], order):
-                parts = rows.tensor_split(max(2, min(8, len(rows) // 2)))
-                together, *each = (
-                    float(full_precision(apart.losses(output[part], target[part])).sum())
-                    for part in (rows, *parts)
-                )
-                size = max(map(abs, (together, *each)))
-                equal = abs(together - sum(each)) <= _ROUNDING * size
-                if not equal and math.isfinite(together):
-                    break
-            else:
-                return bool(values[0] < values[-1])
-        except Exception as raised:  # a user's criterion may raise anything
-            error: Exception | None = raised
-        else:
-            error = None
-    name = name_criterion(loss.criterion)
-    if error is not None:
+            together, *each = (
+                float(full_precision(apart.losses(output[rows], target[rows])).sum())
+                for rows in (order, *order.tensor_split(max(2, min(8, n // 2))))
+            )
+    except Exception as error:  # a user's criterion may raise anything
         warn(
             f"it could not be checked that {name} is a mean of losses of single samples, as "
             f"flatness needs: for some of {n} samples it raised {type(error).__name__}: {error}"
         )
         return True
+    equal = abs(together - sum(each)) <= _ROUNDING * max(map(abs, (together, *each)))
+    if equal or not math.isfinite(together):
+        return bool(values[0] < values[-1])
     warn(
-        f"{name} is no mean of losses of single samples: for "
-        f"{len(rows)} samples it is {together / len(rows):.6g}, and {sum(each) / len(rows):.6g} as "
-        f"the mean of {len(each)} parts. Flatness counts the curvature of each sample's loss in "
-        "its own output alone, so that the value is not that of this criterion, and depends on "
-        "batch_size. Use a criterion that averages over samples."
+        f"{name} is no mean of losses of single samples: for {n} samples it is "
+        f"{together / n:.6g}, and {sum(each) / n:.6g} as the mean of {len(each)} parts. Flatness "
+        "counts the curvature of each sample's loss in its own output alone, so that the value is "
+        "not that of this criterion, and depends on batch_size. Use a criterion that averages over "
+        "samples."
     )
     return True
 
@@ -248,18 +234,18 @@ class Network:
         return self.loss.row is None and not self._checked
 
     def check_criterion(self, output: Tensor, target: Tensor) -> None:
-        """Check on the first batches, after they were run, that a user's criterion can be measured.
+        """Check on the first batches that a user's criterion can be measured.
 
         One is enough, unless it has one sample or one class.
         """
         if not (self._must_check and self._whole):
             return
         check_part(self.loss, self._whole.pop(), target, "measure")
-        rows = [output, target]
-        if [one.shape[1:] for one in self._held] == [one.shape[1:] for one in rows]:
-            rows = [torch.cat(both) for both in zip(self._held, rows, strict=True)]
-        self._held[:] = [one[:1].detach() for one in rows]
-        if warn_unless_mean(self.loss, rows[0], rows[1]):
+        rows = output, target
+        if [part.shape[1:] for part in self._held] == [part.shape[1:] for part in rows]:
+            output, target = (torch.cat(both) for both in zip(self._held, rows, strict=True))
+        self._held[:] = output[:1].detach(), target[:1]
+        if warn_unless_mean(self.loss, output, target):
             self._checked.add(True)
 
     def prepare(self, x: Any) -> Any:
@@ -300,19 +286,16 @@ def layer_names(network: Network) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outputs and targets of one batch of n samples, for which losses can be computed.
-
-    Shapes: `weight` (n,).
-    """
+    """Outputs and targets of one batch of n samples, for which losses can be computed."""
 
     output: Tensor
     target: Tensor
     loss: Loss
-    weight: Tensor
+    weight: Tensor  # (n,)
     weighted: bool
 
     def each(self) -> tuple[Tensor, Tensor]:
-        """Compute each sample's own loss. Shapes: returns losses (n,), divisors (n,)."""
+        """Compute each sample's own loss, and its divisor: (n,) each."""
         if self.loss.row is not None:
             return self.loss.terms(self.output, self.target, each=True)
         # an unknown criterion may return nothing but means: give it one sample at a time
@@ -322,7 +305,7 @@ class Outcome:
         return torch.cat(losses), torch.cat(divisors)
 
     def divisors(self) -> Tensor:
-        """Return what each sample adds to the divisor of the mean loss. Shapes: returns (n,)."""
+        """Return what each sample adds to the divisor of the mean loss: (n,)."""
         return self.loss.divisors(self.output, self.target).detach().double()
 
     def total(self) -> tuple[Tensor, Tensor]:
@@ -361,7 +344,7 @@ def mean_loss(network: Network) -> float:
 
 
 def sample_weight(batch: Batch, n: int, device: torch.device) -> Tensor:
-    """Return the weights of a batch's samples, ones where there are none. Shapes: returns (n,)."""
+    """Return the weights of a batch's samples, ones where there are none: (n,)."""
     if batch.weight is None:
         return torch.ones(n, dtype=torch.float64, device=device)
     return batch.weight.to(device)

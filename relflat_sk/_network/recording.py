@@ -29,7 +29,7 @@ from relflat_sk._numerics import constant
 
 @dataclass(slots=True)
 class LayerRecord:
-    """Input and output of a layer in one forward pass. Shapes: `weight` (...)."""
+    """Input and output of a layer in one forward pass."""
 
     name: str
     layer: nn.Module

@@ -46,7 +46,7 @@ _SAME_NUMBERS = {
     "SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0", "UnsafeViewBackward0",
     "UnsqueezeBackward0", "ViewBackward0",
 }  # fmt: skip
-_SAME_BUT_FOR_AXES = _SAME_NUMBERS | {"TransposeBackward0", "PermuteBackward0"}
+SAME_BUT_FOR_AXES = _SAME_NUMBERS | {"TransposeBackward0", "PermuteBackward0"}
 _LINKS = {
     "SigmoidBackward0": "sigmoid",
     "SoftmaxBackward0": "softmax",
@@ -65,7 +65,7 @@ def find_link(output: Tensor, node: Any) -> str | None:
 
 def find_ending(output: Tensor) -> str | None:
     """Return the function that a network ends in, if it makes probabilities or their logarithms."""
-    step = _first_other(output.grad_fn, _SAME_BUT_FOR_AXES)
+    step = _first_other(output.grad_fn, SAME_BUT_FOR_AXES)
     return None if step is None else _LINKS.get(step.name())
 
 
@@ -84,14 +84,11 @@ def _over_outputs(step: Any) -> bool:
 
 
 def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
-    """Return whether the network's output is the layer's, with axes moved at most.
-
-    Shapes: `output` (n, d, ...), `z` (n * P, d).
-    """
+    """Return whether the network's output is the layer's, with axes moved at most."""
     # the graph shows that the numbers are the same, a comparison that they are in order
     return (
         node is not None
-        and _first_other(output.grad_fn, _SAME_BUT_FOR_AXES, node) is node
+        and _first_other(output.grad_fn, SAME_BUT_FOR_AXES, node) is node
         and output.ndim > 2
         and torch.equal(output.detach().movedim(1, -1).flatten(0, -2), z)
     )
@@ -270,7 +267,7 @@ def find_faster_step(output: Tensor, x: Tensor, n_layers: int, n_folded: int = 0
             n_affine += 1
         elif kind in _BATCH_NORMS:
             n_norms += 1
-        elif not (step.name() in _SAME_BUT_FOR_AXES or (kind in _SLOW and _SLOW[kind](step))):
+        elif not (step.name() in SAME_BUT_FOR_AXES or (kind in _SLOW and _SLOW[kind](step))):
             return f"{step.name()} may change faster than its input"
     if (n_affine, n_norms) != (n_layers, n_folded):
         return "matrices or batch norms are applied by functions, outside of layers"

@@ -110,7 +110,7 @@ class RandomChanges:
         self.features = features
         self.weight = weight if spread is None else weight * spread[layer.column_channels()]
         self.inverse = None if spread is None else inverse_spread(spread)
-        self.is_flat = layer.is_flat(features)
+        self.is_flat = features.ndim == 2
         if self.is_flat and self.inverse is not None:
             self.features = features * self.inverse
 

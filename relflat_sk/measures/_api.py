@@ -7,7 +7,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from torch import nn
 
 from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.layers import Layer
@@ -17,20 +16,20 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import MAX_PASSES
 from relflat_sk.measures._measure_network import (
     OF_DATA,
-    check_layers,
-    counts_decay,
-    find_measure,
-    is_of_network,
     measure_network,
     measure_opened,
-    takes_loss,
     warn_of_non_finite,
 )
 from relflat_sk.measures._minimum import warn_of_vanished
 from relflat_sk.measures._names import (
+    check_layers,
+    counts_decay,
     describe_invariance,
+    find_measure,
     find_measures,
     get_measure_names,
+    is_of_network,
+    takes_loss,
 )
 from relflat_sk.measures._results import Measure, Measured, NotApplicableError, Results, name_of
 
@@ -125,15 +124,10 @@ def flatness_report(  # noqa: PLR0913
     [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
     """
     columns = find_measures(get_measure_names() if measures is None else measures)
-    if "layer" in params:
+    for name in {"layer", "per_sample"} & params.keys():
         raise TypeError(
-            f"flatness_report has no argument layer={params['layer']!r}: pass "
-            f"layers={params['layer']!r}, which takes a layer or a list of layers."
-        )
-    if "per_sample" in params:
-        raise TypeError(
-            "flatness_report has no argument per_sample: it has one row for each layer and "
-            "measure. Use measure(name, ..., per_sample=True) for the terms of the samples."
+            f"flatness_report has no argument {name}: it takes layers=..., and has one row for "
+            "each layer and measure. measure(name, ..., per_sample=True) gives terms of samples."
         )
     check_layers([*columns.values()], layers)
     layers = name_layers(model, layers)
@@ -147,12 +141,13 @@ def flatness_report(  # noqa: PLR0913
         criterion=criterion, batch_size=batch_size, device=device, sample_weight=sample_weight,
         output=output,
     )  # fmt: skip
+    tolerated = (TypeError, ValueError) if measures is None else NotApplicableError
     with alone():
         results = measure_network(
             network,
             list(columns.values()),
             layers,
-            tolerated=(TypeError, ValueError) if measures is None else (NotApplicableError,),
+            tolerates=lambda name, error: isinstance(error, tolerated),
             **params,
         )
     _warn_of_doubtful(network, results)
@@ -176,7 +171,7 @@ def _warn_of_doubtful(network: Network, results: Results) -> None:
     reasons = [(measured.reason, name) for (_, name), measured in results.items()]
     for reason in dict.fromkeys(reason for reason, _ in reasons if reason):
         names = dict.fromkeys(name for why, name in reasons if why == reason)
-        warn(f"{', '.join(names)} is nan: {reason}{'' if reason.endswith('.') else '.'}")
+        warn(f"{', '.join(names)} is nan: {reason}.")
     warn_of_non_finite(network, results)
     warn_of_vanished(network, results)
 
@@ -336,11 +331,6 @@ def measure(
     refusal: Any = _refuse_scoring(model, name, "measure")
     if refusal is not None:
         return refusal  # type: ignore[no-any-return]
-    if isinstance(model, str) or (_may_be_model(name) and not _may_be_model(model)):
-        raise TypeError(
-            "measure takes the name first: measure('relative_flatness', model, X, y); got a model "
-            f"of type {type(name).__name__} as the name."
-        )
     if aggregate is None:
         checked = find_measure(name)
         of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}
@@ -362,10 +352,6 @@ def measure(
         )
     report = flatness_report(model, X, y, measures=[checked], **params)
     return float(_AGGREGATES[aggregate](report["value"].to_numpy()))
-
-
-def _may_be_model(value: Any) -> bool:
-    return isinstance(value, nn.Module) or hasattr(value, "fit")
 
 
 class _Options(TypedDict, total=False):

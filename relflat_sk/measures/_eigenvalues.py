@@ -132,7 +132,7 @@ class EigenvalueMeasures:
             square = float(column_squares(weight).sum())
             for name, factor in zip(EIGENVALUE_LIKE, (1.0, square), strict=True):
                 value, stderr = factor * (largest + weight_decay), factor * error
-                results[layer, name] = Measured(value, passes, stderr=stderr, method="lanczos")
+                results[layer, name] = Measured(value, stderr, "lanczos", passes=passes)
         return results
 
     def _largest(self, layer: str, summary: Summary) -> tuple[float, float]:

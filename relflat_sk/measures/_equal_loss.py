@@ -16,9 +16,7 @@ A squared error is, up to constants, the negative logarithm of a normal density 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,15 +29,14 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network, best_constant_loss, outcomes
 from relflat_sk.measures._results import Summary
-from relflat_sk.measures._scan import ForwardPass, RecordedNetwork, scan
+from relflat_sk.measures._scan import ForwardPass, scan
 
-# numbers of features and logits that are stored, to spare passes
+# numbers of logits that are stored, to spare passes
 _MOST_STORED = 2**27
 # numbers of logits that are computed with at a time
 _TOGETHER = 2**20
-# a share of the target loss, and of beta, that is rounding, and the precision on part of the data
+# a share of the target loss, and of beta, that is rounding
 _ROUNDING = 1e-13
-_ROUGHLY = 1e-4
 _MAX_STEPS = 500
 # logits of classes that are masked out, in place of minus infinity, which has no derivative
 _MASKED = -1e30
@@ -78,39 +75,26 @@ class EqualLoss:
     """A network with its loss at a temperature, or the reason why there is none."""
 
     network: Network
-    recorded: Network  # with the recorded passes at its layers, if these could be stored
     own: Summary  # totals of the pass at temperature 1
     reason: str = ""
 
 
 def at_equal_loss(
-    network: Network, layers: Sequence[Layer] | str, share: float, *, checked: bool, refuse: bool
+    network: Network, layers: Sequence[Layer] | str, share: float, *, checked: bool
 ) -> EqualLoss:
-    """Find the temperature at which a network's loss is a share of the best constant's.
-
-    One pass over the data records outputs, and layers of which nothing but those is needed. A
-    criterion without a temperature raises an error, or is the reason why there is no value.
-    """
+    """Find the temperature at which a network's loss is a share of the best constant's."""
     problem = _explain_criterion(network.loss)
-    if problem and refuse:
-        raise ValueError(f"{problem}.")
     recording = _Recording(network)
     with borrowed(network.module):
         if problem:
-            own = scan(network, layers, checked=checked)
-            return EqualLoss(network, network, own, problem)
+            return EqualLoss(network, scan(network, layers, checked=checked), problem)
         own = scan(network, layers, recording.add, checked=checked)
         constant = best_constant_loss(network, own.output_shape, own.link, recording.labels)
         try:
             temperature = recording.temperature(own, share, constant)
         except _NotReachedError as error:
-            return EqualLoss(network, network, own, str(error))
-    tempered = {one.name: getattr(network, one.name) for one in fields(network) if one.init}
-    tempered["loss"] = network.loss.at_temperature(temperature)
-    kept = recording.has_all("passes")
-    recorded = RecordedNetwork(**tempered, passes=recording.passes, order=own.order)
-    plain = Network(**tempered)
-    return EqualLoss(plain, recorded if kept else plain, own)
+            return EqualLoss(network, own, str(error))
+    return EqualLoss(replace(network, loss=network.loss.at_temperature(temperature)), own)
 
 
 class _NotReachedError(Exception):
@@ -119,7 +103,7 @@ class _NotReachedError(Exception):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Logits of some samples, with what their losses need. Shapes: `weight` (n,)."""
+    """Logits of some samples, with what their losses need."""
 
     loss: Loss
     logits: Tensor
@@ -153,43 +137,27 @@ class _Recording:
         self.network = network
         self.labels: list[tuple[Tensor, Tensor]] = []
         self.rows: list[_Rows] = []
-        self.passes: list[Callable[[Network], ForwardPass]] = []
         self.largest = 0.0  # of all logits
-        self._room: dict[str, float] = {"rows": _MOST_STORED, "passes": _MOST_STORED}
+        self._room = _MOST_STORED
 
     def add(self, forward: ForwardPass) -> None:
         if forward.target is None:
             raise ValueError("y is needed: at_loss measures at a given mean loss. Pass y.")
         self.labels.append((forward.target, forward.sample_weight))
-        layers = forward.layers.values()
-        closed = all(layer.curvature is not None for layer in layers)
-        stored = sum(layer.features.numel() + layer.offset.numel() for layer in layers)
-        if self._has_room("passes", stored if closed else math.inf):
-            self.passes.append(forward.again)
-        else:
-            self.passes.clear()
-        if self.network.loss.divides_logits:
-            logits = self._logits(forward)
-            largest = logits.abs().where(logits > _MASKED, 0).amax()
-            self.largest = max(self.largest, float(largest))
-            if self.largest > -_MASKED:
-                raise ValueError(
-                    f"at_loss needs logits below {-_MASKED:g}, got {self.largest:.3g}. Rescale the "
-                    "last layer: the value does not depend on it."
-                )
-            if self._has_room("rows", logits.numel()):
-                known = forward.target, forward.sample_weight, float(forward.divisor)
-                self.rows.append(_Rows(self.network.loss, logits, *known))
-
-    def has_all(self, what: str) -> bool:
-        """Return whether there was room for rows, or passes, for the whole data."""
-        return self._room[what] >= 0
-
-    def _has_room(self, what: str, size: float) -> bool:
-        """Take room, of which there is none any more where a batch did not fit."""
-        if self._room[what] >= 0:
-            self._room[what] -= size
-        return self._room[what] >= 0
+        if not self.network.loss.divides_logits:
+            return
+        logits = self._logits(forward)
+        largest = logits.abs().where(logits > _MASKED, 0).amax()
+        self.largest = max(self.largest, float(largest))
+        if self.largest > -_MASKED:
+            raise ValueError(
+                f"at_loss needs logits below {-_MASKED:g}, got {self.largest:.3g}. Rescale the "
+                "last layer: the value does not depend on it."
+            )
+        self._room -= logits.numel()
+        if self._room >= 0:
+            known = forward.target, forward.sample_weight, float(forward.divisor)
+            self.rows.append(_Rows(self.network.loss, logits, *known))
 
     def _logits(self, forward: ForwardPass) -> Tensor:
         """Return the logits: the last layer's output, where probabilities lose digits of them."""
@@ -242,13 +210,9 @@ class _Recording:
                     "it could be divided"
                 )
             return mean / target
-        beta = first = 1e-6 / max(1e-30, self.largest)
-        newton = partial(_Newton, first, target, constant, lowest)
-        fits = self.has_all("rows")
-        if not fits and self.rows:
-            with suppress(_NotReachedError):  # near the root, few passes are enough
-                beta = newton(lambda: self.rows).solve(beta, rounding=_ROUGHLY)
-        return 1 / newton((lambda: self.rows) if fits else self._run).solve(beta)
+        first = 1e-6 / max(1e-30, self.largest)
+        rows = (lambda: self.rows) if self._room >= 0 else self._run
+        return 1 / _Newton(first, target, constant, lowest, rows).solve()
 
     def _run(self) -> Iterator[_Rows]:
         """Run the network again, where its logits do not fit."""
@@ -269,22 +233,19 @@ class _Newton:
     lowest: float  # the loss that no prediction is below
     rows: Callable[[], Iterable[_Rows]]
 
-    def solve(self, beta: float, rounding: float = _ROUNDING) -> float:
+    def solve(self) -> float:
         """Find the smallest beta; nan if a loss is not finite."""
-        before = self.first
-        for n in range(_MAX_STEPS):
+        before = beta = self.first
+        for _ in range(_MAX_STEPS):
             loss, slope = self.at(beta)
             if not math.isfinite(loss):
                 return math.nan
-            if abs(loss - self.target) <= rounding * self.target:
+            if abs(loss - self.target) <= _ROUNDING * self.target:
                 break
-            if slope >= 0 and n == 0 and beta > self.first:  # no step led here: start on the left
-                beta = self.first
-                continue
             if slope >= 0:
                 raise self._not_reached(before, beta)
             step = (self.target - loss) / slope
-            if abs(step) <= rounding * beta:
+            if abs(step) <= _ROUNDING * beta:
                 break
             before, beta = beta, max(beta + step, self.first)
             if before == beta:

@@ -277,10 +277,7 @@ class TraceMeasures:
             seen.append(pair if self.per_sample or not seen else _add_pairs(pair, seen.pop()))
 
     def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
-        """Sum rows with their weights: over all, or over the tokens of each sample.
-
-        Shapes: `weights` (n * t,), `rows` (n * t, k); returns (1, k) or (n, k).
-        """
+        """Sum rows with their weights: over all, or over the tokens of each sample."""
         if not self.per_sample:
             return (weights @ rows)[None]
         return (weights[:, None] * rows).reshape(len(forward), -1, rows.shape[1]).sum(dim=1)
@@ -302,10 +299,8 @@ class TraceMeasures:
         done = _PILOT
         self._spent += 1 + _PILOT
         probed = [key for key in sums if not self._plans[key].exact]
-        plain: dict[Key, _Sum] = {}  # sums of plain probes, while deflated ones are tried
         while probed:
             left, n_probes = self.precision.n_left(self._spent), 0
-            self._keep_better(sums, plain, left, summary)
             every = {key: self._n_needed(key, sums[key], summary) for key in probed}
             needed = {key: n for key, n in every.items() if n > sums[key].n_probes}
             dear = []
@@ -326,7 +321,8 @@ class TraceMeasures:
             for key in dear:
                 self._plans[key].exact = True
                 del sums[key]
-            plain = {key: sums.pop(key) for key in new}
+            for key in new:
+                del sums[key]  # of plain probes
             keys = [*probed, *dear]
             if keys:
                 layers = {layer for layer, _ in keys}
@@ -339,18 +335,6 @@ class TraceMeasures:
             done += n_more + n_probes
             self._spent += 1 + n_more + n_probes
         return sums
-
-    def _keep_better(
-        self, sums: dict[Key, _Sum], plain: dict[Key, _Sum], left: float, summary: Summary
-    ) -> None:
-        """Return to plain probes where they will be more precise than deflated ones."""
-        for key, one in plain.items():
-            n_plain, n_deflated = (self._n_needed(key, each, summary) for each in (one, sums[key]))
-            n_more = min(left, n_plain)  # passes that are left for either
-            n_pairs = max(n_more - _DEFLATION, 0)
-            if n_plain * (_PILOT + n_pairs) < n_deflated * (_PILOT + n_more):
-                sums[key], plan = one, self._plans[key]
-                plan.deflatable = plan.deflated = False
 
     def _deflate(self, missing: dict[Key, float], left: float) -> list[Key]:
         """Deflate the probes that so many plain ones are missing of; return those that are new."""
@@ -387,7 +371,7 @@ class TraceMeasures:
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
         method = plan.method if plan.exact else "hutchinson"
-        measured = Measured(value, Passes(summary), stderr=stderr, method=method)
+        measured = Measured(value, stderr, method, passes=Passes(summary))
         if not plan.exact and self.precision.n_probes is None:
             self._warn_if_loose(key, each, measured)
         if key[1] == LARGEST_NEURON:
@@ -480,7 +464,7 @@ class FeatureSpread:
         ]
 
     def spread(self) -> Tensor:
-        """Return the standard deviations for the columns of the weight. Shapes: returns (m,)."""
+        """Return the standard deviations for the columns of the weight: (m,)."""
         total, _, squares, low, high = self._seen
         deviations = (squares / total).sqrt()
         return torch.where(varies(low, high, self._eps), deviations, 0.0)[self._columns]
@@ -511,7 +495,7 @@ class GradientNorms:
         results, passes = {}, Passes(summary)
         for name, total in self._totals.items():
             gradient = total / summary.divisor + weight_decay * summary.layer_weights[name]
-            results[name, GRADIENT_NORM] = Measured(float(gradient.norm()), passes, method="exact")
+            results[name, GRADIENT_NORM] = Measured(float(gradient.norm()), passes=passes)
         return results
 
 

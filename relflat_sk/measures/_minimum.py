@@ -8,14 +8,20 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.stats import ttest_ind, ttest_rel
 from sklearn.base import BaseEstimator
 from skorch import NeuralNet
+from torch import nn
 
-from relflat_sk._network.network import Network
+from relflat_sk._losses.curvature import product_curvature, pull_back
+from relflat_sk._network.batches import Batch
+from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.network import Network, outcome_of
+from relflat_sk._random import make_generator, rademacher
 from relflat_sk._warnings import warn
-from relflat_sk.measures._criterion_curvature import criterion_has_curvature
-from relflat_sk.measures._measure_network import CURVATURES
+from relflat_sk.measures._equal_loss import are_no_logarithms
+from relflat_sk.measures._names import CURVATURES
 from relflat_sk.measures._predictions import Score, auc_of, score_of
 from relflat_sk.measures._results import Passes, Results, constant_risk
 
@@ -201,6 +207,55 @@ def warn_of_vanished(network: Network, results: Results) -> None:
         "measure at equal loss, with at_loss=0.05, or train all models to the same loss. Or its "
         f"loss may not depend on the layer.{unknown}"
     )
+
+
+# -- whether there is any curvature --------------------------------------------------------
+
+
+def criterion_has_curvature(network: Network) -> bool:
+    """Return whether the criterion is curved in the network's outputs, on some batch of the data.
+
+    Where it is not, every flatness is zero behind a network that is linear or piecewise linear.
+    The 0-1 loss, a detached loss and the mean absolute error are such criteria.
+    """
+    with borrowed(network.module):
+        # by its formula, also where outputs are too large to show it in float32
+        curved = network.loss.is_curved and not _takes_logits_as_logarithms(network)
+        return curved or any(_is_curved(network, batch) for batch in network.batches())
+
+
+def _takes_logits_as_logarithms(network: Network) -> bool:
+    """Return whether `NLLLoss`, which is linear, receives outputs that are no log-probabilities."""
+    if type(network.loss.criterion) is not nn.NLLLoss:
+        return False
+    with torch.no_grad():
+        output = network(next(iter(network.batches())).x)
+    return are_no_logarithms(output)
+
+
+def _is_curved(network: Network, batch: Batch) -> bool:
+    """Return whether a product with the Hessian in the outputs of a batch is not zero."""
+    if batch.y is None:
+        return True
+    with torch.no_grad():
+        output = network(batch.x)
+    with torch.enable_grad():
+        output = output.detach().requires_grad_()
+        loss, _ = outcome_of(network, batch, output).total()
+        if not loss.requires_grad:
+            return False
+        (gradient,) = pull_back([loss], [output], create_graph=False)
+        if gradient is None:
+            return False
+        if not bool(gradient.any()):
+            return True
+        # random signs do not cancel, as ones would in a softmax
+        signs = rademacher(output.shape, output, make_generator(0, output.device))
+        product = product_curvature(loss, output).product(signs)
+    return bool(product.any())
+
+
+# -- what speaks against a minimum ----------------------------------------------------------
 
 
 def _why_no_minimum(learned: bool | None, comparison: ConstantComparison) -> str | None:

@@ -1,15 +1,183 @@
-"""The names of all measures, and which of them are invariant under which change of weights.
+"""The table of all measures: what they take, and under which change of weights they are invariant.
 
 The changes leave the network's function as it is. The tests check this table, `flatness_report`
 shows it, and the documentation prints it.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
 from typing import Any
 
-from relflat_sk.measures._measure_network import SAME, find_measure
-from relflat_sk.measures._results import Measure
+from sklearn.base import BaseEstimator
+
+from relflat_sk._checks import did_you_mean
+from relflat_sk._network.network import Network
+from relflat_sk._random import RandomState
+from relflat_sk.measures._equal_loss import check_share
+from relflat_sk.measures._layer_measures import (
+    GRADIENT_NORM,
+    LAYER_MEASURES,
+    TRACE_LIKE,
+    measure_layers,
+)
+from relflat_sk.measures._norms import NORM_MEASURES
+from relflat_sk.measures._results import Measure, Measured, NetworkMeasure, name_of
+from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
+from relflat_sk.measures._user_function import arguments_of
+from relflat_sk.minima._minimum import is_reserved
+from relflat_sk.minima._ranking import AT_EQUAL_LOSS
 from relflat_sk.minima._table import column_of
+
+
+def _network_flatness(
+    network: Network,
+    *,
+    rtol: float = 0.01,
+    random_state: RandomState = None,
+    weight_decay: float = 0.0,
+) -> Measured:
+    """Return the largest eigenvalue flatness of all layers."""
+    of_layers = measure_layers(
+        network,
+        ["eigenvalue_flatness"],
+        "all",
+        rtol=rtol,
+        random_state=random_state,
+        weight_decay=weight_decay,
+    )
+    return max(of_layers.values(), key=lambda layer: (math.isnan(layer.value), layer.value))
+
+
+# measures of the network as a whole, each with arguments of its own
+NETWORK_WIDE: dict[str, NetworkMeasure] = {
+    "network_flatness": NetworkMeasure(_network_flatness, ("layer",), of_loss=True),
+    **NORM_MEASURES,
+    **SHARPNESS_MEASURES,
+}
+# the changes of the weights under which each measure is invariant
+SAME: dict[str, tuple[str, ...]] = {
+    **LAYER_MEASURES,
+    **{name: measure.same for name, measure in NETWORK_WIDE.items()},
+}
+# arguments of the measures of layers, which measures of the whole network accept without effect
+_OF_LAYERS = {"atol", "max_passes", "method", "n_probes", "rtol", "verbose"}
+# an argument that every measure accepts, also where it has no effect
+_SEED = {"random_state"}
+ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
+# measures that are zero where the loss has no curvature
+CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
+# measures that are taken at equal loss always, and the share of the best constant's loss
+_SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
+
+
+def find_measure(measure: Measure) -> Measure:
+    """Check a measure, which is a name of this library or a function of the user's."""
+    if isinstance(measure, str) and measure in SAME:
+        return measure
+    if not callable(measure):
+        names = sorted(SAME)
+        question = did_you_mean(measure, names) if isinstance(measure, str) else ""
+        raise ValueError(
+            f"there is no measure {measure!r}.{question} Choose from {names}, or pass a "
+            "function of model, X and y."
+        )
+    if isinstance(measure, BaseEstimator):  # its values have the other sign
+        raise TypeError(
+            f"{measure!r} is greater for flatter models, and a measure is smaller. Pass the name "
+            "of its measure; only searches and rank_models take scorers, for their arguments."
+        )
+    arguments_of(measure)
+    name = name_of(measure)
+    if name in SAME or is_reserved(name):
+        raise ValueError(
+            f"{name!r} is a measure or a column of relflat_sk: give {measure!r} another name."
+        )
+    return measure
+
+
+def loss_share(measure: Measure, at_loss: float | None) -> float | None:
+    """Return the share of the best constant's loss at which a measure is taken, if at any."""
+    return _SHARES.get(name_of(measure)) if at_loss is None else at_loss
+
+
+def takes_loss(measure: Measure) -> bool:
+    """Return whether a measure can be taken at equal loss."""
+    name = name_of(measure)
+    return name in LAYER_MEASURES or (name in NETWORK_WIDE and NETWORK_WIDE[name].of_loss)
+
+
+def is_of_network(measure: Measure) -> bool:
+    """Return whether a measure belongs to the network as a whole, so that it has no layer."""
+    return not isinstance(measure, str) or measure in NETWORK_WIDE
+
+
+def counts_decay(measure: Measure) -> bool:
+    """Return whether the optimiser's weight decay can be counted into a measure."""
+    if is_of_network(measure):
+        return "weight_decay" in own_arguments(measure)
+    name = name_of(measure)
+    return not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+
+
+def own_arguments(measure: Measure) -> Set[str]:
+    """List the arguments of a measure of the whole network."""
+    if not isinstance(measure, str):
+        return arguments_of(measure)
+    return NETWORK_WIDE[measure].arguments if measure in NETWORK_WIDE else set()
+
+
+def check_at_loss(measures: Sequence[Measure], at_loss: float | None) -> None:
+    """Refuse a bad share of the loss, and measures that do not depend on the loss."""
+    if at_loss is None:
+        return
+    check_share(at_loss)
+    without = [name_of(measure) for measure in measures if not takes_loss(measure)]
+    if without:
+        raise ValueError(
+            f"at_loss={at_loss!r} has no effect on {', '.join(without)}, which does not depend on "
+            "the loss: leave it out, or measure a flatness."
+        )
+
+
+def check_together(measures: Sequence[Measure], weight_decay: float, per_sample: bool) -> None:
+    """Refuse what these measures cannot do: decay, and terms of samples."""
+    undecayed = [name_of(measure) for measure in measures if not counts_decay(measure)]
+    if weight_decay and undecayed:
+        raise ValueError(
+            f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
+            "of the weights; leave one of them out."
+        )
+    names = map(name_of, measures)
+    without = [name for name in names if name not in TRACE_LIKE]
+    if per_sample and without:
+        raise ValueError(
+            f"per_sample=True needs a measure that is a mean over samples, got {without[0]!r}; "
+            f"choose from {list(TRACE_LIKE)}."
+        )
+
+
+def check_layers(measures: Sequence[Measure], layers: Any) -> None:
+    """Refuse a choice of layers if all measures are of the whole network."""
+    is_default = isinstance(layers, str | Integral) and layers in (-1, "all")
+    if not is_default and all(map(is_of_network, measures)):
+        raise ValueError(
+            f"{', '.join(map(name_of, measures))} measures the network as a whole, which has no "
+            f"layers to choose; got {layers!r}. Leave the layer out, or choose a measure of a "
+            "layer, such as relative_flatness."
+        )
+
+
+def check_arguments(measures: Sequence[Measure], params: Mapping[str, Any]) -> None:
+    """Refuse arguments that none of the measures takes."""
+    of_library = set() if all(map(callable, measures)) else _OF_LAYERS | {"at_loss"}
+    known = _SEED.union(of_library, *map(own_arguments, measures)) - {"weight_decay"}
+    for key in params:
+        if key not in known:
+            raise TypeError(
+                f"{key!r} is no argument of {', '.join(map(name_of, measures))}. Expected some of "
+                f"{sorted(known)}."
+            )
 
 
 def describe_invariance(measure: str) -> str:

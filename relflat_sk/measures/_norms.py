@@ -51,7 +51,7 @@ from relflat_sk.measures._predictions import sample_margins
 from relflat_sk.measures._results import (
     EVERY_CHANGE,
     RESCALINGS,
-    Estimate,
+    Measured,
     NetworkMeasure,
     NotApplicableError,
 )
@@ -153,13 +153,13 @@ def _positive_margin(network: Network, percentile: float) -> float:
     return math.nan
 
 
-def _estimate_from_log(log_norm: float, tolerance: float = 0.0) -> Estimate:
+def _estimate_from_log(log_norm: float, tolerance: float = 0.0) -> Measured:
     """Return a norm from its logarithm, with the relative tolerance of an iteration."""
     if log_norm > _LARGEST:
         warn(f"the norm is exp({log_norm:.6g}), too large for a float: it is given as infinite.")
-        return Estimate(math.inf)
+        return Measured(math.inf)
     norm = math.exp(log_norm)
-    return Estimate(norm, tolerance * norm, "lanczos") if tolerance else Estimate(norm)
+    return Measured(norm, tolerance * norm, "lanczos") if tolerance else Measured(norm)
 
 
 LogNorm = tuple[float, float]
@@ -180,7 +180,7 @@ class Norm(NetworkMeasure):
         over_margin: bool = False,
         percentile: float = PERCENTILE,
         **own: Any,
-    ) -> Estimate:
+    ) -> Measured:
         log_value, tolerance = self.compute(network, **own)
         if over_margin:
             log_value -= self.power * math.log(_positive_margin(network, percentile))
@@ -251,12 +251,12 @@ def _path_norm(power: int, network: Network) -> LogNorm:
     return 2 / power * _log(total), 0.0
 
 
-def _parameter_count(network: Network, *, times_depth: bool = False) -> Estimate:
+def _parameter_count(network: Network, *, times_depth: bool = False) -> Measured:
     count = sum(parameter.numel() for parameter in network.module.parameters())
-    return Estimate(float(count * (len(layer_names(network)) if times_depth else 1)))
+    return Measured(float(count * (len(layer_names(network)) if times_depth else 1)))
 
 
-def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Estimate:
+def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Measured:
     return _estimate_from_log(-2 * math.log(_positive_margin(network, percentile)))
 
 
@@ -275,7 +275,7 @@ def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Esti
 # .. [2] Xu and Mannor, "Robustness and Generalization", Machine Learning 86, 2012.
 
 
-def _log_robustness(network: Network, *, percentile: float = PERCENTILE) -> Estimate:
+def _log_robustness(network: Network, *, percentile: float = PERCENTILE) -> Measured:
     """Compute the logarithm of the number K of cells in which a classifier is robust.
 
     The cells are the cubes of a grid over the smallest box that contains the data, with distances
@@ -288,7 +288,7 @@ def _log_robustness(network: Network, *, percentile: float = PERCENTILE) -> Esti
     logs = ranges.log() + (math.log(2 / gamma) + sum(map(_log_largest_row, layers)))
     # from 2^52 cells on, rounding up changes nothing in floating point
     cells = torch.where(logs < 52 * math.log(2), logs.exp().ceil().clamp(min=1).log(), logs)
-    return Estimate(float(cells.sum()))
+    return Measured(float(cells.sum()))
 
 
 def _check_chain(network: Network, layers: Sequence[AffineLayer]) -> None:

@@ -11,23 +11,39 @@ pass are nonnegative, and positively homogeneous activations return nonnegative 
 Pooling has no weights: as in any forward pass, it returns the largest of its inputs' sums over
 paths, or their average. Branches add up.
 
+The steps between the layers are those of autograd's graph. All of them must be known to return
+nonnegative values unchanged, or sums or means of them, and to be homogeneous together.
+
 References
 ----------
 .. [1] Neyshabur et al., "Norm-Based Capacity Control in Neural Networks", COLT 2015.
 """
 
 import inspect
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from relflat_sk._network.folding import AffineLayer, describe_step, step_name, trace
+from relflat_sk._network.borrowing import ReplacedForwards
+from relflat_sk._network.folding import AffineLayer
 from relflat_sk._network.network import Network, primary_output
 from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
+from relflat_sk._network.tail import SAME_BUT_FOR_AXES, find_link, kind_of, steps_behind
 from relflat_sk.measures._results import NotApplicableError
+
+# steps that return nonnegative values unchanged, some of them, their sums or means
+_STEPS = {
+    "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "Add",
+    "Amax", "AvgPool2D", "AvgPool3D", "Cat", "ConstantPadNd", "LeakyRelu", "MaxPool2DWithIndices",
+    "MaxPool3DWithIndices", "Mean", "MkldnnAdaptiveAvgPool2D", "PixelShuffle", "PreluKernel",
+    "Relu", "RreluWithNoise", "Select", "Slice", "Split", "Stack", "Sum", "UpsampleNearest1D",
+    "UpsampleNearest2D", "UpsampleNearest3D",
+}  # fmt: skip
 
 
 def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) -> float:
@@ -35,21 +51,65 @@ def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) 
 
     To be used within `relflat_sk._network.borrowed`.
     """
-    try:
-        graph = trace(network.module)
-    except ValueError as error:
-        raise NotApplicableError(
-            f"paths cannot be followed through this network: {error}"
-        ) from error
-    inputs = _first_inputs(network)
-    with torch.no_grad():
-        sums = _PathSums(network.module, graph, layers, inputs, power).run()
-        total = float(primary_output(sums).sum())
-    return total if total < torch.inf else torch.inf  # nan is infinity times a weight of zero
+    total, half = (_sum_from(network, layers, power, start) for start in (1.0, 0.5))
+    if not total < math.inf:  # nan is infinity times a weight of zero
+        return math.inf
+    if not math.isclose(half, total / 2, rel_tol=1e-9):
+        raise _refusal("it is not homogeneous: it adds or multiplies by something else than paths")
+    return total
 
 
-def _first_inputs(network: Network) -> dict[str, Any]:
-    """Return the arguments of the module's call for the first batch, by name."""
+def _refusal(reason: str) -> NotApplicableError:
+    return NotApplicableError(
+        f"there is no path norm of this network: {reason}. Paths can lead through ReLU and its "
+        "variants, pooling, dropout, reshaping, sums and concatenation."
+    )
+
+
+def _sum_from(network: Network, layers: Sequence[AffineLayer], power: int, start: float) -> float:
+    """Pass a number through the network in place of each input and of what biases multiply."""
+    modules = dict(network.module.named_modules())
+    calls: dict[str, deque[AffineLayer]] = defaultdict(deque)
+    for layer in layers:
+        calls[layer.name].append(layer)
+    inputs = _first_inputs(network, start)
+    # the steps between layers start at what layers put out, and end at what they receive
+    starts: list[Any] = [x.grad_fn for x in inputs.values() if isinstance(x, Tensor)]
+    ends: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def pass_layer(name: str, *args: Any, **kwargs: Any) -> Tensor:
+        if not calls[name]:
+            raise _refusal(f"it calls layer {name!r} more often for some inputs than for others")
+        layer, x = calls[name].popleft(), layer_input(args, kwargs)
+        z = layer.apply(x.detach().double(), layer.weight.abs() ** power)
+        if layer.bias is not None:
+            z = z + start * layer.spread_bias(layer.bias.abs() ** power)
+        outputs.append(z.requires_grad_() * 1)
+        starts.append(outputs[-1].grad_fn)
+        ends.append(x)
+        return outputs[-1]
+
+    forwards: dict[str, Callable[..., Tensor]] = {name: partial(pass_layer, name) for name in calls}
+    prelus = (name for name, part in modules.items() if isinstance(part, nn.PReLU))
+    norms = (layer.norm for layer in layers if layer.norm is not None)
+    forwards |= dict.fromkeys((*prelus, *norms), lambda x: x)
+    replaced = ((modules[name], forward) for name, forward in forwards.items())
+    with torch.enable_grad(), ReplacedForwards(replaced):
+        output = primary_output(network.module(**inputs))
+    if outputs and find_link(output, starts[-1]) is not None:
+        output = outputs[-1]  # the norms are of the network up to its logits
+    if any(calls.values()):
+        raise _refusal("it calls layers more often for some inputs than for others")
+    for step in {step for end in (*ends, output) for step, _ in steps_behind(end, *starts)}:
+        is_known = step.name() in SAME_BUT_FOR_AXES or kind_of(step) in _STEPS
+        if not is_known or getattr(step, "_saved_alpha", 1) != 1:
+            raise _refusal(f"{step.name()} is not known to return nonnegative values unchanged")
+    return float(output.detach().sum())
+
+
+def _first_inputs(network: Network, value: float) -> dict[str, Any]:
+    """Return the arguments of the module's call for one sample, with a number in place of each."""
     signature = inspect.signature(network.module.forward)
     inputs: dict[str, Any] = {}
 
@@ -59,106 +119,10 @@ def _first_inputs(network: Network) -> dict[str, Any]:
 
     with torch.no_grad(), Recorder({"": network.module}, keep_arguments):
         network(next(network.batches()).x)
+    for name, x in inputs.items():
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            raise _refusal(f"it takes {name!r} of {x.dtype}, as for an embedding")
+        if isinstance(x, Tensor):
+            ones = torch.full_like(x[:1], value, dtype=torch.float64, requires_grad=True)
+            inputs[name] = ones * 1  # a layer may change it in place
     return inputs
-
-
-class _PathSums(fx.Interpreter):
-    """The forward pass of one sample of ones, with powers of weights in place of weights."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        graph: fx.Graph,
-        layers: Sequence[AffineLayer],
-        inputs: dict[str, Any],
-        power: int,
-    ) -> None:
-        super().__init__(module, graph=graph)
-        self.modules = dict(module.named_modules())
-        self.extra_traceback = False  # our errors name the step themselves
-        self.layers: dict[str, deque[AffineLayer]] = {}
-        for layer in layers:
-            self.layers.setdefault(layer.name, deque()).append(layer)  # one for each call
-        self.folded = {layer.norm for layer in layers}
-        # the graph has the inputs in the same order, but not always under the same names
-        starts = [node for node in graph.nodes if node.op == "placeholder"]
-        names = inspect.signature(module.forward).parameters
-        self.names = {node.target: name for node, name in zip(starts, names, strict=False)}
-        self.inputs = inputs
-        self.power = power
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return one sample of ones in place of an input."""
-        name = self.names.get(target)
-        if name not in self.inputs:
-            return super().placeholder(target, args, kwargs)  # an argument left at its default
-        value = self.inputs[name]
-        if not isinstance(value, Tensor):
-            return value
-        if not value.is_floating_point():
-            raise NotApplicableError(
-                f"paths start at floating-point numbers, but the network takes {name!r} of "
-                f"{value.dtype}, as for an embedding."
-            )
-        return torch.ones_like(value[:1], dtype=torch.float64)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one step of the forward pass, if paths can lead through it."""
-        if n.op in {"placeholder", "output"}:
-            return super().run_node(n)
-        if n.op == "get_attr":
-            _refuse(n, self.module, "is used outside of any layer, so it belongs to no path")
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if not _has_tensor((args, kwargs)):  # arithmetic with sizes
-            return super().run_node(n)
-        first = layer_input(args, kwargs)
-        if n.op == "call_module" and n.target in self.folded:
-            return first
-        if n.op == "call_module" and n.target in self.layers:
-            return self._pass_layer(self.layers[str(n.target)].popleft(), first)
-        step = step_name(n, self.modules)
-        if step in _LINKS and all(user.op == "output" for user in n.users):
-            return first  # the norms are of the network up to its logits
-        if step in _SUMS and (kwargs or not all(isinstance(value, Tensor) for value in args)):
-            _refuse(n, self.module, "adds something other than two sums over paths")
-        if step not in _STEPS | _SUMS:
-            _refuse(
-                n,
-                self.module,
-                "is not known to be positively homogeneous, or not known to return nonnegative "
-                "values unchanged. Paths can lead through ReLU and its variants, pooling, "
-                "dropout, reshaping, sums and concatenation",
-            )
-        return super().run_node(n)
-
-    def _pass_layer(self, layer: AffineLayer, x: Tensor) -> Tensor:
-        """Apply the powers of a layer's weight and bias."""
-        z = layer.apply(x, layer.weight.abs() ** self.power)
-        if layer.bias is None:
-            return z
-        return z + layer.spread_bias(layer.bias.abs() ** self.power)
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return any(map(_has_tensor, value))
-    if isinstance(value, dict):
-        return any(map(_has_tensor, value.values()))
-    return isinstance(value, Tensor)
-
-
-def _refuse(node: fx.Node, module: nn.Module, reason: str) -> NoReturn:
-    step = describe_step(node, dict(module.named_modules()))
-    raise NotApplicableError(f"there is no path norm of this network: {step} {reason}.")
-
-
-# names of modules, functions and methods, see `step_name`
-_STEPS = {
-    *("identity", "relu", "leakyrelu", "prelu", "rrelu", "dropout", "zeropad", "assert"),
-    *("maxpool", "avgpool", "adaptivemaxpool", "adaptiveavgpool", "upsamplingnearest"),
-    *("flatten", "unflatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze"),
-    *("pixelshuffle", "contiguous", "clone", "cat", "concat", "mean", "sum", "amax"),
-    *("getitem", "getattr", "size", "dim"),
-}
-_SUMS = {"add", "iadd"}
-_LINKS = {"softmax", "logsoftmax", "sigmoid"}

@@ -60,8 +60,8 @@ def _score_rows(scored: Outcome) -> _Rows:
     return _class_rows(scored)
 
 
-def _scored_batches(network: Network, what: str) -> Iterator[Outcome]:
-    """Compute scores of classes in float64, batch by batch; `what` needs them, as an error says."""
+def _check_classifier(network: Network, what: str) -> None:
+    """Refuse a network without classes, which a margin or a share of errors needs."""
     row = network.loss.row
     if row is None or row.task == "regression":
         known = [kind.__name__ for kind, row in TABLE.items() if row.task != "regression"]
@@ -70,13 +70,18 @@ def _scored_batches(network: Network, what: str) -> Iterator[Outcome]:
             f"as a classification loss. Known are {known}; if the network's outputs are logits, "
             "pass criterion=torch.nn.CrossEntropyLoss()."
         )
+
+
+def _scored_batches(network: Network) -> Iterator[Outcome]:
+    """Compute scores of classes in float64, batch by batch."""
     loss, (last,) = network.loss, layer_names(network)[-1:]
     with borrowed(network.module):
         for batch in network.batches():
             with torch.no_grad(), record_tail(network.module, last) as recorder:
                 output = network(batch.x)
             record = recorder[last]
-            if row.link != "identity" and find_link(output, record.node) == row.link:
+            link = find_link(output, record.node)
+            if link != "identity" and loss.row is not None and link == loss.row.link:
                 # probabilities close to 1 have lost digits that the layer's output has
                 scores = record.check()[1].reshape(output.shape)
             else:
@@ -94,11 +99,10 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
 
     ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
     1; the score of class 0 is then 0, and the margin z or -z.
-
-    Shapes: returns (n,).
     """
+    _check_classifier(network, "a margin")
     parts = []
-    for one in _scored_batches(network, "a margin"):
+    for one in _scored_batches(network):
         target, shape = one.target, tuple(one.output.shape)
         if target is None:
             raise ValueError("y is needed: the margin is that of the true class. Pass y.")
@@ -193,12 +197,7 @@ def auc_of(network: Network) -> Score | None:
 
 def count_errors(network: Network) -> tuple[float, float]:
     """Count the labels that a classifier gets wrong, and all labels, in evaluation mode."""
-    row = network.loss.row
-    if row is None or row.task == "regression":
-        raise ValueError(
-            f"{network.loss.criterion!r} has no classes, and so no errors to count; pass a "
-            "classifier."
-        )
+    _check_classifier(network, "a share of errors")
     total, divisor = 0.0, 0.0
     with borrowed(network.module), torch.no_grad():
         for outcome in outcomes(network):

@@ -15,10 +15,9 @@ products, all that it takes or random ones.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -30,9 +29,6 @@ from relflat_sk._network.layer_maps import LayerMap
 from relflat_sk._numerics import column_squares, full_precision
 from relflat_sk._random import rademacher
 
-# numbers of the features that are copied at a time
-_COPIED = 2**22
-
 # -- one layer in the forward pass on a batch -----------------------------------------------------
 # arrays are laid out as in `relflat_sk._network.layer_maps`: *rows* are of shape (n, d, P), with P
 # positions of each sample
@@ -43,10 +39,9 @@ class Gradients:
     """The curvature at all layers behind which the network is piecewise linear.
 
     One backward pass for each column of a root of the curvature in `base` serves all layers.
-    Shapes: `base` (n, o).
     """
 
-    base: Tensor
+    base: Tensor  # (n, o)
     curvature: ClosedForm
 
     @cached_property
@@ -60,14 +55,13 @@ class LayerPass:
     """One layer in the forward pass on a batch of n samples.
 
     Its curvature is known by a closed form, or by gradients, or else by products only.
-    Shapes: `losses` (n,).
     """
 
     name: str
     map: LayerMap
     features: Tensor
     offset: Tensor
-    losses: Tensor
+    losses: Tensor  # (n,)
     curvature: ClosedForm | None = None
     gradients: Gradients | None = None
 
@@ -86,10 +80,7 @@ class LayerPass:
         return weight if isinstance(self.curvature, ManyClasses) else weight.double()
 
     def left_factor(self, spread: Tensor | None = None) -> Factor:
-        """Return a matrix F with few columns and ``F F^T = W diag(spread)^2 W^T``.
-
-        Shapes: `spread` (m,); returns (d, min(d, m).
-        """
+        """Return a matrix F with few columns and ``F F^T = W diag(spread)^2 W^T``."""
         if isinstance(self.curvature, ManyClasses):
             return Factor(self.weight, spread)
         weight = self.weight if spread is None else self.weight * spread
@@ -99,10 +90,7 @@ class LayerPass:
         return Factor(torch.linalg.qr(weight.T, mode="r").R.T)  # W = R^T Q^T
 
     def feature_factor(self) -> Factor:
-        """Return a factor of the weight in all features, of which each group reads its own.
-
-        Shapes: returns (d, k).
-        """
+        """Return a factor of the weight in all features, of which each group reads its own."""
         groups = self.map.groups
         if groups == 1:
             return self.left_factor()
@@ -110,14 +98,6 @@ class LayerPass:
         group = torch.arange(groups, device=weight.device).repeat_interleave(len(weight) // groups)
         own = group[:, None, None] == torch.arange(groups, device=weight.device)[:, None]
         return Factor((weight[:, None] * own).flatten(1))
-
-    def patches(self) -> Iterator[Tensor]:
-        """Copy ``phi_ip`` of some samples at a time: (n, groups, m, P), float64."""
-        m = self.map.weight.shape[1]
-        size = max(1, _COPIED // max(1, m * self.offset[:1].numel() // len(self.map.weight)))
-        for some in torch.split(self.features, size):
-            planes = [self.map.planes(some, None, at) for at in range(self.map.n_offsets)]
-            yield torch.stack(planes, dim=3).flatten(2, 3).double()
 
     @cached_property
     def summed_loss(self) -> Tensor:
@@ -127,7 +107,7 @@ class LayerPass:
     @property
     def is_flat(self) -> bool:
         """Whether each sample has one position, and features of shape (n, m)."""
-        return self.map.is_flat(self.features)
+        return self.features.ndim == 2
 
     @property
     def n_stored(self) -> float:
@@ -137,10 +117,7 @@ class LayerPass:
         return self.features.numel() + 2 * self.offset.numel()
 
     def loss_gradient(self) -> Tensor:
-        """Compute the gradient of each sample's loss in the layer's output.
-
-        Shapes: returns (n, d, P).
-        """
+        """Compute the gradient of each sample's loss in the layer's output."""
         found = torch.zeros_like(self.offset)
         if self.summed_loss.requires_grad:
             (found,) = torch.autograd.grad(
@@ -153,10 +130,7 @@ class LayerPass:
         return self.map.to_rows(found)
 
     def apply(self, matrix: Tensor) -> Tensor:
-        """Apply a change of the weight to the features, for all samples or for each.
-
-        Shapes: `matrix` (d, m) or (n, d, m); returns (n, d, P).
-        """
+        """Apply a change of the weight to the features, for all samples or for each."""
         return self.map.apply(self.features, matrix.to(self.features.dtype))
 
     def draw_rows(
@@ -167,8 +141,6 @@ class LayerPass:
         ``R_i = diag(s_i) R diag(t_i)`` has the law of independent signs. R is the same for all
         samples, so that no sample needs a matrix of its own, but two samples' quadratic forms are
         uncorrelated: given R, each of them is unbiased and depends on its own s_i and t_i only.
-
-        Shapes: `factor` (d, k), `inverse` (m,) or (d, m); returns (n, d, P).
         """
         n, k, m = len(self.features), factor.shape[1], self.weight.shape[1]
         left = factor.to(self.features.dtype)
@@ -182,44 +154,21 @@ class LayerPass:
         return self.map.apply_signed(self.features, left, outer, right, inner)
 
     def product(self, rows: Tensor) -> Tensor:
-        """Compute products with the Hessians of the samples' losses in the layer's output.
-
-        Shapes: `rows` (n, d, P); returns (n, d, P).
-        """
+        """Compute products with the Hessians of the samples' losses in the layer's output."""
         if self.curvature is not None:
             return self.curvature.product(rows[:, :, 0])[:, :, None]
         return self.map.to_rows(self._products.product(self._like_output(rows)))
 
-    def forms(self, directions: Sequence[Tensor]) -> Tensor:
-        """Compute quadratic forms of those Hessians, of several vectors in one go if possible.
-
-        Shapes: `directions` (n, d, P); returns (n, k).
-        """
-        products = self._product_together(directions) if len(directions) > 1 else None
-        if products is None:
-            products = [self.product(rows) for rows in directions]
-        pairs = zip(products, directions, strict=True)
-        return torch.stack([(one.double() * rows).sum(dim=(1, 2)) for one, rows in pairs], dim=1)
-
-    def _product_together(self, directions: Sequence[Tensor]) -> list[Tensor] | None:
-        vectors = torch.stack([self._like_output(rows) for rows in directions])
-        try:
-            return [self.map.to_rows(product) for product in self._products.product(vectors)]
-        except (RuntimeError, ValueError):
-            return None  # a user's own autograd function need not allow torch.func.vmap
+    def form(self, rows: Tensor) -> Tensor:
+        """Compute the quadratic form of those Hessians for each sample's row (n, d, P): (n, 1)."""
+        return (self.product(rows).double() * rows).sum(dim=(1, 2))[:, None]
 
     def weight_product(self, matrix: Tensor, weights: Tensor) -> Tensor:
-        """Multiply the Hessian of the batch's loss in the layer's weight with a matrix.
-
-        Shapes: `matrix` (d, m), `weights` (n,); returns (d, m).
-        """
+        """Multiply the Hessian of the batch's loss in the layer's weight with a matrix."""
         return self.total(self.product(self.apply(matrix)), weights)
 
     def total(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Sum outer products of rows with the features, over samples and positions.
-
-        Shapes: `rows` (n, d, P), `weights` (n,); returns (d, m).
-        """
+        """Sum outer products of rows with the features, over samples and positions."""
         rows = (rows * weights[:, None, None]).to(self.features.dtype)
         return self.map.total(self.features, rows).double()
 
@@ -245,13 +194,13 @@ class Quantity(Protocol):
     is_sum: bool = True
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
-        """Compute the terms from the curvature in the layer's output. Shapes: returns (n, k)."""
+        """Compute the terms from the curvature in the layer's output: (n, k)."""
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         """Compute the terms of one backward pass, to be summed over the passes.
 
         `pulled` are gradients ``g_ic`` in the layer's output if the quantity `takes_rows`, else
-        ``G_ic`` in its weight. Shapes: `pulled` (n, d, P) or (n, d, m); returns (n, k).
+        ``G_ic`` in its weight: (n, d, P) or (n, d, m), to (n, k).
         """
 
     def takes_rows(self, layer: LayerPass) -> bool:
@@ -268,38 +217,29 @@ class Quantity(Protocol):
         """Estimate the terms without bias from one random product, independently: (n, k)."""
 
     def identity(self, weight: Tensor) -> Tensor:
-        """Compute the quantity with the identity as Hessian, which weight decay adds: (k,) or ().
-
-        Shapes: `weight` (d, m).
-        """
+        """Compute the quantity with the identity as Hessian, as decay adds it: (k,) or ()."""
 
 
 @dataclass(frozen=True)
 class Deflation:
-    """Directions of each sample in which a trace is known, as changes of the layer's output.
+    """Directions of each sample in which a trace is known, as changes of the layer's output."""
 
-    Shapes: `known` (n, 1), `basis`, `dual` (n, r, d * P).
-    """
-
-    known: Tensor
-    basis: Tensor
-    dual: Tensor
+    known: Tensor  # (n, 1)
+    basis: Tensor  # (n, r, d * P)
+    dual: Tensor  # (n, r, d * P)
 
     def rest(self, rows: Tensor) -> Tensor:
-        """Leave the directions out of rows. Shapes: (n, d, P)."""
+        """Leave the directions out of rows."""
         along = self.dual @ rows.flatten(1)[:, :, None].to(self.dual.dtype)
         return rows - (self.basis.mT @ along).reshape(rows.shape)
 
 
 @dataclass(frozen=True)
 class Trace(Quantity):
-    """``sum_c |F^T G_c D|^2``; with F = I the trace of the Hessian.
+    """``sum_c |F^T G_c D|^2``; with F = I the trace of the Hessian."""
 
-    Shapes: `factor` (d, k), `inverse` (m,).
-    """
-
-    factor: Factor | None = None
-    inverse: Tensor | None = None
+    factor: Factor | None = None  # F, (d, k)
+    inverse: Tensor | None = None  # the diagonal of D, (m,)
     deflation: Deflation | None = field(default=None, kw_only=True)
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
@@ -310,7 +250,7 @@ class Trace(Quantity):
             left = pulled.double().mT
             left = left if self.factor is None else left @ self.factor.matrix()
             return ((left @ left.mT) * self._between_positions(layer)).sum(dim=(1, 2))[:, None]
-        pulled = self._mix(pulled, back=True)
+        pulled = self._mix(pulled)
         if self.factor is not None:
             pulled = self.factor.matrix().T.to(pulled.dtype) @ pulled
         return pulled.double().square().sum(dim=(1, 2))[:, None]
@@ -342,8 +282,8 @@ class Trace(Quantity):
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
         rows = self.random_rows(layer, generator)
         if self.deflation is None:
-            return layer.forms([rows])
-        return self.deflation.known + layer.forms([self.deflation.rest(rows)])
+            return layer.form(rows)
+        return self.deflation.known + layer.form(self.deflation.rest(rows))
 
     def deflated(self, layer: LayerPass, n_directions: int, generator: torch.Generator) -> "Trace":
         """Find directions by random products, and the trace in them by as many products again.
@@ -365,11 +305,11 @@ class Trace(Quantity):
         scale = torch.where(values > least, values.clamp_min(0).rsqrt(), 0.0)
         mix = (vectors * scale[:, None]).mT.to(basis.dtype)
         dual, basis = mix @ dual, mix @ basis
-        known = [layer.forms([one.reshape(shape)]) for one in basis.unbind(dim=1)]
+        known = [layer.form(direction.reshape(shape)) for direction in basis.unbind(dim=1)]
         return replace(self, deflation=Deflation(torch.stack(known).sum(dim=0), basis, dual))
 
     def random_rows(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
-        """Draw rows whose quadratic form has the trace as its mean. Shapes: returns (n, d, P)."""
+        """Draw rows whose quadratic form has the trace as its mean: (n, d, P)."""
         columns = self._columns(layer)
         if not layer.is_flat:
             return layer.draw_rows(columns, self.inverse, generator)
@@ -377,7 +317,7 @@ class Trace(Quantity):
         return (signs @ columns.T)[:, :, None] * self._square_norms(layer).sqrt()[:, None, None]
 
     def covariance(self, layer: LayerPass, rows: Tensor) -> Tensor:
-        """Multiply the covariance of random rows with some rows. Shapes: (n, d, P)."""
+        """Multiply the covariance of random rows with some rows."""
         columns = self._columns(layer).to(rows.dtype)
         if self.takes_rows(layer):
             between = self._between_positions(layer).to(rows.dtype)
@@ -386,7 +326,7 @@ class Trace(Quantity):
         for some, features in zip(
             torch.split(rows, size), torch.split(layer.features, size), strict=True
         ):
-            pulled = self._mix(layer.map.transpose(features, some), back=True)
+            pulled = self._mix(layer.map.transpose(features, some))
             pulled = self._mix(columns @ (columns.T @ pulled))
             found.append(layer.map.apply(features, pulled))
         return torch.cat(found)
@@ -396,8 +336,8 @@ class Trace(Quantity):
             return weight.new_full((), weight.numel(), dtype=torch.float64)
         return weight.shape[1] * column_squares(weight).sum()
 
-    def _mix(self, matrices: Tensor, *, back: bool = False) -> Tensor:
-        """Multiply with ``D``, or its transpose, from the right. Shapes: `matrices` (..., d, m)."""
+    def _mix(self, matrices: Tensor) -> Tensor:
+        """Multiply with ``D``, or its transpose, from the right."""
         return matrices if self.inverse is None else matrices * self.inverse.to(matrices.dtype)
 
     def _columns(self, layer: LayerPass) -> Tensor:
@@ -418,8 +358,8 @@ class Trace(Quantity):
         """Return ``<D phi_ip, D phi_iq>`` of all positions p and q: (n, P, P)."""
         if layer.is_flat:
             return self._square_norms(layer)[:, None, None]
-        every = (self._mix(phi.flatten(1, 2).mT, back=True) for phi in layer.patches())
-        return torch.cat([phi @ phi.mT for phi in every])
+        patches = (phi.flatten(1, 2).mT.double() for phi in layer.map.patches(layer.features))
+        return torch.cat([phi @ phi.mT for phi in map(self._mix, patches)])
 
 
 @dataclass(frozen=True)
@@ -517,10 +457,6 @@ def is_deflatable(layer: LayerPass, quantity: Quantity, most: int) -> bool:
 Key = tuple[str, str]  # layer, name of the quantity
 Layers = Mapping[str, LayerPass]
 Quantities = Mapping[Key, Quantity]
-# numbers in the products that are taken at a time, by whether on a GPU. Small ones cost their
-# overhead: 16 of a layer's output of (16, 100) take a fifth of the time together, of (1024, 100)
-# no less
-_TOGETHER = {False: 2**17, True: 2**25}
 # numbers in the gradients of samples in a weight that are held at a time
 _PULLED = 2**24
 
@@ -535,7 +471,7 @@ def n_passes(layer: LayerPass, quantity: Quantity) -> float:
 
 
 def exact_terms(layers: Layers, quantities: Quantities) -> Iterator[tuple[Key, Tensor]]:
-    """Compute the samples' terms. Shapes: yields (n, k)."""
+    """Compute the samples' terms."""
     shared, others = _split(layers, quantities)
     for key, quantity in others.items():
         layer = layers[key[0]]
@@ -554,10 +490,7 @@ def exact_terms(layers: Layers, quantities: Quantities) -> Iterator[tuple[Key, T
 def draw_terms(
     layers: Layers, quantities: Quantities, generator: torch.Generator
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Estimate the samples' terms, without bias, from one random vector each.
-
-    Shapes: yields (n, k).
-    """
+    """Estimate the samples' terms, without bias, from one random vector each."""
     shared, others = _split(layers, quantities)
     if shared is not None:
         # one backward pass for all layers: with random signs s, E (R s)(R s)^T = R R^T
@@ -576,13 +509,14 @@ def _split(layers: Layers, quantities: Quantities) -> tuple[Gradients | None, Qu
 
 
 def _by_products(layer: LayerPass, quantity: Quantity) -> Tensor:
-    """Compute terms from all products that they take. Shapes: returns (n, k)."""
-    together = max(1, _TOGETHER[layer.offset.is_cuda] // layer.offset.numel())
-    directions, parts = quantity.directions(layer), []
-    while some := list(islice(directions, together)):
-        forms = layer.forms(some)
-        parts.append(forms.sum(dim=1, keepdim=True) if quantity.is_sum else forms)
-    return sum(parts[1:], parts[0]) if quantity.is_sum else torch.cat(parts, dim=1)
+    """Compute terms from all products that they take: (n, k)."""
+    forms = map(layer.form, quantity.directions(layer))
+    if not quantity.is_sum:
+        return torch.cat(list(forms), dim=1)
+    total = next(forms)
+    for form in forms:
+        total = total + form
+    return total
 
 
 def _by_gradients(

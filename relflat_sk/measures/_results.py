@@ -20,25 +20,6 @@ class NotApplicableError(ValueError):
     """A network has no value of a measure, whatever the arguments of the call."""
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A measured value, its standard error, and the method that gave it.
-
-    Parameters
-    ----------
-    value : float
-        The measure.
-    stderr : float, default=0.0
-        Standard error; 0 for exact values.
-    method : str, default="exact"
-        How the value was computed, as reports name it.
-    """
-
-    value: float
-    stderr: float = 0.0
-    method: str = "exact"
-
-
 # changes of the weights that leave the network's function as it is
 REPARAMETERIZATIONS: dict[str, str] = {
     "layer": "scale moves from one layer to another (positively homogeneous networks)",
@@ -56,7 +37,7 @@ class NetworkMeasure:
     Parameters
     ----------
     compute : callable
-        From a `Network` to an `Estimate`; its keyword arguments become arguments of `measure`.
+        From a `Network` to a `Measured`; its keyword arguments become arguments of `measure`.
     same : tuple of str, default=()
         The changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`.
     of_loss : bool, default=False
@@ -72,14 +53,14 @@ class NetworkMeasure:
         parameters = inspect.signature(compute).parameters.values()
         self.arguments = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
-    def __call__(self, network: Network, **arguments: Any) -> Estimate:
-        estimate: Estimate = self.compute(network, **arguments)
-        return estimate
+    def __call__(self, network: Network, **arguments: Any) -> "Measured":
+        measured: Measured = self.compute(network, **arguments)
+        return measured
 
 
 @dataclass
 class Summary:
-    """Totals of one pass over the data, beside the measures. Shapes: `layer_weights` (d, m)."""
+    """Totals of one pass over the data, beside the measures."""
 
     divisors: float | Tensor = 0.0
     losses: float | Tensor = 0.0
@@ -126,7 +107,7 @@ class Passes:
         Whether the temperature divides logits; it divides squared errors otherwise.
     """
 
-    own: Summary
+    own: Summary = field(default_factory=Summary)
     tempered: Summary | None = None
     at_loss: float | None = None
     divides_logits: bool = True
@@ -139,7 +120,7 @@ class Passes:
     @property
     def risk(self) -> float:
         """Mean loss of the network itself on the data; nan without labels."""
-        return self.own.loss / self.own.divisor
+        return self.own.loss / self.own.divisor if self.own.divisor else math.nan
 
     @property
     def has_fitted(self) -> bool:
@@ -162,18 +143,18 @@ class Measured:
     """
 
     value: float
-    passes: Passes
-    reason: str = ""
     stderr: float = 0.0
-    method: str = "none"  # such as "closed form" or "hutchinson"
+    method: str = "exact"  # as reports name it, such as "closed form" or "hutchinson"
+    reason: str = ""
+    passes: Passes = field(default_factory=Passes)
     terms: NDArray[np.float64] | None = None  # (n,), of the samples, whose mean is the value
     term_stderrs: NDArray[np.float64] | None = None  # (n,)
     neurons: NDArray[np.float64] | None = None  # (m,), of which the value is the largest
 
     @classmethod
-    def without_value(cls, passes: Passes, reason: str = "") -> "Measured":
+    def without_value(cls, reason: str = "", passes: Passes | None = None) -> "Measured":
         """Make the result of a measure that has no value."""
-        return cls(math.nan, passes, reason, math.nan)
+        return cls(math.nan, math.nan, "none", reason, passes or Passes())
 
 
 def constant_risk(network: Network, passes: Passes) -> float:

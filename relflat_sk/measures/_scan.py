@@ -5,13 +5,14 @@ runs on the next one.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from relflat_sk._checks import is_integer
 from relflat_sk._losses.curvature import pull_back
@@ -19,10 +20,8 @@ from relflat_sk._losses.loss import Loss, has_hooks, warn_of_ending
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.layer_checks import (
     check_linear,
-    check_unmixed,
     check_uses,
     few_rows,
-    find_mixed,
     find_mixed_rows,
     find_uses_elsewhere,
     is_linear,
@@ -52,7 +51,7 @@ from relflat_sk.measures._results import Summary
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The forward pass on one batch of n samples. Shapes: `sample_weight` (n,)."""
+    """The forward pass on one batch of n samples."""
 
     layers: dict[str, LayerPass]
     sample_weight: Tensor
@@ -63,23 +62,19 @@ class ForwardPass:
     target: Tensor | None
     link: str | None
     z: Tensor  # output of the last of the layers
-    again: Callable[[Network], "ForwardPass"]  # the same pass with another loss
     counting_rows: Callable[[int], Tensor | None]  # of a number of rows, as `Loss.counting_rows`
 
     def __len__(self) -> int:
         return len(self.sample_weight)
 
     def row_weights(self, layer: LayerPass) -> Tensor:
-        """Return the weights of the samples, or of the tokens if those are a layer's rows.
-
-        Shapes: returns (n,).
-        """
+        """Return the weights of the samples, or of the tokens if those are a layer's rows."""
         repeats = len(layer.features) // len(self)
         # each small operation is a launch on a GPU
         return self.sample_weight.repeat_interleave(repeats) if repeats > 1 else self.sample_weight
 
     def counting_weights(self, layer: LayerPass) -> Tensor:
-        """Return the same weights, 0 for rows of which no label counts. Shapes: returns (n,)."""
+        """Return the same weights, 0 for rows of which no label counts: (n,)."""
         weights = self.row_weights(layer)
         counts = self.counting_rows(len(weights))
         return weights if counts is None else weights * counts
@@ -91,9 +86,6 @@ def _make_forward_pass(
     """Compute the losses of a batch, and choose how curvatures are computed."""
     for record in records:
         _check_samples(record, output)
-    again = partial(
-        _make_forward_pass, batch=replace(batch, x=None), output=output, records=records
-    )
     with torch.enable_grad():
         output = full_precision(network.loss.classes_second(output, batch.y))
     warn_of_ending(network.loss.criterion, find_ending(output))
@@ -143,17 +135,8 @@ def _make_forward_pass(
         target=None if target is None else target.values,
         link=find_link(output, records[-1].node),
         z=records[-1].check()[1],
-        again=again,
         counting_rows=partial(loss.counting_rows, tail.relevant),
     )
-
-
-@dataclass(frozen=True)
-class RecordedNetwork(Network):
-    """A network of which the passes at some layers are recorded: it does not run for these."""
-
-    passes: Sequence[Callable[[Network], ForwardPass]] = ()
-    order: Sequence[str] = ()
 
 
 def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: Any) -> LayerPass:
@@ -194,7 +177,7 @@ def scan(
     runner = _Runner(network, layers, bool(visits) if checked is None else checked)
     summary = Summary()
     _visit_batches(network, runner.run, *visits, partial(_add_totals, summary))
-    summary.order = list(network.order if isinstance(network, RecordedNetwork) else runner.order)
+    summary.order = runner.order
     return summary
 
 
@@ -230,10 +213,7 @@ def _visit_batches(
     run: Callable[[Batch], ForwardPass],
     *visits: Callable[[ForwardPass], object],
 ) -> None:
-    forwards: Iterator[ForwardPass] = map(run, network.batches())
-    if isinstance(network, RecordedNetwork):
-        forwards = (again(network) for again in network.passes)
-    for forward in forwards:
+    for forward in map(run, network.batches()):
         for visit in visits:
             visit(forward)
         del forward  # frees this batch before the next one runs
@@ -323,14 +303,14 @@ class _Runner:
             guess = [_guess(module, layer, registered) for layer in self.layers]
         # before the batch is recorded: memory holds what one pass keeps, not two
         elsewhere = self._used_elsewhere(batch)
-        mixed = find_mixed(lambda: self.network(batch.x), module)
+        _warn_of_batch_statistics(module)
         with record_order(module) as recorder:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
         if self.layers == "all":
             behind = nodes_behind(output)
             unused = {record.name for record in records if record.node not in behind}
-            names = self._measurable(recorder.calls, elsewhere, unused, mixed)
+            names = self._measurable(recorder.calls, elsewhere, unused)
         else:
             names = self._names_in_order(guess)
         if not set(names) <= set(guess):
@@ -348,7 +328,6 @@ class _Runner:
             check_unshared(record.name, named)
             check_linear(record, *few_rows(record, *record.check()))
             check_uses(record.name, elsewhere)
-            check_unmixed(record.name, mixed)
         if self.checked and self.layers != "all" and -1 in self.layers:
             called = [named[name] for name in recorder.order]
             warn_of_other_head(output, records[-1], module, called)
@@ -380,9 +359,7 @@ class _Runner:
         position = {name: at for at, name in enumerate(self.order)}
         return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
 
-    def _measurable(
-        self, calls: list[str], elsewhere: set[str], unused: set[str], mixed: set[str]
-    ) -> list[str]:
+    def _measurable(self, calls: list[str], elsewhere: set[str], unused: set[str]) -> list[str]:
         """Leave out layers that cannot be measured; a single one says itself why it cannot."""
         names = self.order
         if not names:
@@ -397,15 +374,28 @@ class _Runner:
             },
             "the criterion does not depend on the layer's output, which the network returns beside "
             "its first output, for example": unused,
-            None: mixed,
         }
         for reason, unfit in reasons.items():
             rest = [name for name in names if name not in unfit]
-            if rest and reason is not None and len(rest) < len(names):
+            if rest and len(rest) < len(names):
                 left_out = ", ".join(repr(name) for name in names if name in unfit)
                 warn(f"{left_out} left out: {reason}.")
             names = rest or names
         return names
+
+
+def _warn_of_batch_statistics(module: nn.Module) -> None:
+    norms = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and part.running_mean is None
+    ]
+    if norms:
+        warn(
+            f"batch norm without running statistics ({', '.join(map(repr, norms))}) mixes the "
+            "samples of a batch, so that losses and flatness depend on batch_size. Train with "
+            "track_running_stats=True."
+        )
 
 
 def _guess(module: nn.Module, layer: Layer, registered: list[str]) -> str:

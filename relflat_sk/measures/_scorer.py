@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from sklearn import get_config
 from sklearn.base import BaseEstimator
@@ -11,15 +11,14 @@ from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 
-from relflat_sk._checks import is_integer
 from relflat_sk._models.network_of import describe, final_estimator, open_model
-from relflat_sk._network.layers import Layer, find_layer
-from relflat_sk._network.network import Network, layer_names
+from relflat_sk._network.layers import Layer
+from relflat_sk._network.network import Network
 from relflat_sk._warnings import warn
-from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._api import relative_flatness
-from relflat_sk.measures._measure_network import OF_DATA, find_measure, measure_opened
+from relflat_sk.measures._measure_network import OF_DATA, measure_opened
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
+from relflat_sk.measures._names import find_measure
 from relflat_sk.measures._results import Measured, name_of
 
 DATA = ("given", "train")
@@ -27,19 +26,6 @@ NON_MINIMUM = ("accept", "reject", "warn")
 
 # measures that nets record at the end of fit, with the `flatness_normalize` that each needs
 RECORDED = {"normalized_relative_flatness": True, "relative_flatness": False}
-
-# arguments of the measures that the scorer passes itself, and where users give them
-OWN_ARGUMENTS = {
-    "layer": "give it to the scorer itself: FlatnessScorer(layer=...)",
-    "name": "give the measure to the scorer itself: FlatnessScorer(measure=...)",
-    "measure": "give it to the scorer itself: FlatnessScorer(measure=...)",
-    "per_sample": "a score is a single number; use relative_flatness(..., per_sample=True)",
-    "normalize": 'use FlatnessScorer(measure="normalized_relative_flatness")',
-    "sample_weight": "pass it when the scorer is called, after X and y",
-    "model": "the scorer measures the estimator that it is called with",
-    "X": "the scorer measures on the data that it is called with",
-    "y": "the scorer measures on the data that it is called with",
-}
 
 
 class FlatnessScorer(BaseEstimator):
@@ -155,23 +141,12 @@ class FlatnessScorer(BaseEstimator):
         self.non_minimum = non_minimum
         self.measure_params = measure_params
 
-    def __new__(cls, *args: Any, **parameters: Any) -> Self:
-        """Refuse a call of the class with an estimator and data, by which scikit-learn scores."""
-        if len(args) > 1:
-            raise TypeError(
-                f"{cls.__name__} takes one positional argument, the measure, got {len(args)}. To "
-                f"score with it, pass an instance, not the class: scoring={cls.__name__}()."
-            )
-        return super().__new__(cls)  # type: ignore[no-any-return]
-
-    __new__.__wrapped__ = __init__  # type: ignore[attr-defined]  # has the class's signature
-
     def __call__(self, estimator: Any, X: Any, y: Any = None, sample_weight: Any = None) -> float:
-        """Score a fitted model. Shapes: `sample_weight` (n,)."""
+        """Score a fitted model."""
         self._check_parameters()
         opened, comparison = None, None
         if self.data == "train":
-            flatness, comparison = self._read_recorded(estimator, X)
+            flatness, comparison = self._read_recorded(estimator)
         else:
             opened = self._measure(estimator, X, y, sample_weight)
             flatness, reason = opened[1].value, opened[1].reason
@@ -219,12 +194,6 @@ class FlatnessScorer(BaseEstimator):
 
     def _check_parameters(self) -> None:
         """Refuse bad parameters when the scorer is called, as scikit-learn's estimators do."""
-        if isinstance(self.measure, list | tuple | set | dict):
-            raise ValueError(
-                f"a scorer takes one measure, got measure={self.measure!r}. For several, pass a "
-                'dict of scorers: scoring={"flatness": FlatnessScorer("relative_flatness"), '
-                '"trace": FlatnessScorer("hessian_trace")}.'
-            )
         find_measure(self.measure)
         for name, known in {"data": DATA, "non_minimum": NON_MINIMUM}.items():
             value = getattr(self, name)
@@ -235,11 +204,6 @@ class FlatnessScorer(BaseEstimator):
                 f"measure_params={self.measure_params!r}, expected None or a dict of "
                 'arguments, such as {"batch_size": 256}.'
             )
-        for name in OWN_ARGUMENTS.keys() & (self.measure_params or {}).keys():
-            raise ValueError(
-                f"measure_params={self.measure_params!r} must not contain {name!r}: "
-                f"{OWN_ARGUMENTS[name]}."
-            )
         if self.data == "train" and (self.measure not in RECORDED or self.measure_params):
             raise ValueError(
                 f'data="train" takes the value recorded in fit: one of {", ".join(RECORDED)}, '
@@ -247,7 +211,7 @@ class FlatnessScorer(BaseEstimator):
                 'data="given" with the training data.'
             )
 
-    def _read_recorded(self, estimator: Any, X: Any) -> tuple[float, ConstantComparison | None]:
+    def _read_recorded(self, estimator: Any) -> tuple[float, ConstantComparison | None]:
         """Return what a net recorded in fit: its flatness at the scorer's layer, loss and score."""
         net = final_estimator(estimator)
         check_is_fitted(net)
@@ -262,10 +226,7 @@ class FlatnessScorer(BaseEstimator):
         expected = {"layer": self.layer, "normalize": RECORDED[self.measure]}
         # the net's parameters may have other values since fit
         recorded = {"layer": net._record.layer, "normalize": net._record.normalize}
-        if expected != recorded and not (
-            expected["normalize"] == recorded["normalize"]
-            and _are_same_layer(estimator, X, self.layer, recorded["layer"])
-        ):
+        if expected != recorded:
             raise ValueError(
                 f"the {type(net).__name__} recorded its flatness with {_listed(recorded)}, but "
                 f"the scorer asks for {_listed(expected)}. Give the same layer and measure to "
@@ -328,18 +289,6 @@ def read_measure(measure: Any) -> FlatnessScorer:
             "what is a minimum, and measures on the training data. Leave data and non_minimum out."
         )
     return measure
-
-
-def _are_same_layer(estimator: Any, X: Any, *layers: Any) -> bool:
-    """Return whether positions and names belong to one layer, as far as the data can tell."""
-    if X is None or not all(is_integer(layer) or isinstance(layer, str) for layer in layers):
-        return False
-    network = open_model(estimator, X)
-    order = layer_names(network)
-    try:
-        return len({find_layer(network.module, layer, order) for layer in layers}) == 1
-    except LayerNotFoundError:  # also for "all"
-        return False
 
 
 def _listed(arguments: dict[str, Any]) -> str:

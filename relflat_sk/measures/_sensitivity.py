@@ -45,8 +45,6 @@ def round_weight(weight: Tensor, bits: int, per_channel: bool) -> Tensor:
     """Round a weight to the nearest of ``2^bits - 1`` numbers at equal distances around 0.
 
     The largest magnitude of each row, or of the matrix, is one of them.
-
-    Shapes: `weight` (d, m); returns (d, m).
     """
     steps = 2 ** (bits - 1) - 1
     largest = weight.abs().amax(dim=1, keepdim=True) if per_channel else weight.abs().amax()
@@ -56,17 +54,14 @@ def round_weight(weight: Tensor, bits: int, per_channel: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Forms(Quantity):
-    """Quadratic forms of the Hessian in the weight, of several changes of it.
+    """Quadratic forms of the Hessian in the weight, of several changes of it."""
 
-    Shapes: each of `changes` (d, m).
-    """
-
-    changes: Sequence[Tensor]
+    changes: Sequence[Tensor]  # each (d, m)
     is_sum: bool = False
     _moves: list[Tensor] = field(default_factory=list)  # of flat layers, for all backward passes
 
     def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
-        return torch.cat([layer.forms([rows]) for rows in self.directions(layer)], dim=1)
+        return torch.cat(list(map(layer.form, self.directions(layer))), dim=1)
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         pulled = pulled.double()
@@ -85,7 +80,7 @@ class Forms(Quantity):
         yield from map(layer.apply, self.changes)
 
     def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
-        return layer.forms(list(self.directions(layer)))  # without any probe
+        return torch.cat(list(map(layer.form, self.directions(layer))), dim=1)  # without any probe
 
     def identity(self, weight: Tensor) -> Tensor:
         return torch.stack([change.square().sum() for change in self.changes])
@@ -94,15 +89,15 @@ class Forms(Quantity):
 class _Sums:
     """Sums of weighted numbers of samples, from which a mean and its standard error follow.
 
-    The mean is a ratio of two sums, of which the second is that of the weights. Shapes: `total`,
-    `square` (bits, k) of the numbers, `cross` (bits, k) of their products with the weights.
+    The mean is a ratio of two sums, of which the second is that of the weights. All are of shape
+    (bits, k): `cross` sums products of the numbers with the weights.
     """
 
     def __init__(self) -> None:
         self.total = self.square = self.cross = self.of_weights = self.count = torch.zeros(())
 
     def add(self, forms: Tensor, weight: Tensor) -> None:
-        """Add the weighted numbers of some samples. Shapes: `forms` (n, bits, k), `weight` (n,)."""
+        """Add the weighted numbers of some samples."""
         self.total = self.total + forms.sum(dim=0)
         self.square = self.square + forms.square().sum(dim=0)
         self.cross = self.cross + torch.tensordot(weight, forms, dims=1)

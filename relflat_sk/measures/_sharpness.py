@@ -41,7 +41,7 @@ from relflat_sk.measures._predictions import count_errors
 from relflat_sk.measures._results import (
     EVERY_CHANGE,
     RESCALINGS,
-    Estimate,
+    Measured,
     NetworkMeasure,
     NotApplicableError,
 )
@@ -199,8 +199,6 @@ def noisy_risks(
 
     Each draw is taken with both signs. The part of the risk that is linear in the noise has
     expectation zero, and cancels.
-
-    Shapes: `deviation` as the weights; returns (n_draws,).
     """
     weights = weights_of(network)
     risks = []
@@ -211,11 +209,11 @@ def noisy_risks(
     return np.array(risks)
 
 
-def estimate_mean(draws: np.ndarray) -> Estimate:
-    """Estimate an expectation from independent draws. Shapes: `draws` (n_draws,)."""
+def estimate_mean(draws: np.ndarray) -> Measured:
+    """Estimate an expectation from independent draws."""
     with np.errstate(invalid="ignore"):  # losses may be infinite
         stderr = draws.std(ddof=1) / np.sqrt(len(draws))
-    return Estimate(float(draws.mean()), float(stderr), "monte carlo")
+    return Measured(float(draws.mean()), float(stderr), "monte carlo")
 
 
 # -- PAC-Bayes flatness ---------------------------------------------------------------------------
@@ -239,7 +237,7 @@ def pac_bayes_flatness(
     risk: str = "auto",
     n_draws: int = 10,
     random_state: RandomState = None,
-) -> Estimate:
+) -> Measured:
     """Measure ``1/sigma^2`` of the largest noise N(0, sigma^2) that the network tolerates."""
     weights = weights_of(network)
     # at a tenth of the weights' size, noise starts to change the predictions of networks
@@ -256,7 +254,7 @@ def pac_bayes_magnitude_flatness(
     eps: float = 1e-3,
     n_draws: int = 10,
     random_state: RandomState = None,
-) -> Estimate:
+) -> Measured:
     """Measure ``1/sigma^2`` for noise of deviation ``sqrt(sigma^2 w^2 + eps^2)`` per weight."""
     check_number("eps", eps)
     squares = weights_of(network).square()
@@ -275,7 +273,7 @@ def _flatness(
     risk: str,
     n_draws: int,
     random_state: RandomState,
-) -> Estimate:
+) -> Measured:
     """Search for the sigma at which the risk has risen by the target, from a start on."""
     check_number("target", target)
     check_draws(n_draws)
@@ -283,10 +281,10 @@ def _flatness(
     seeds = draw_seeds(random_state, n_draws)
     before = risk_of(network)
     if not math.isfinite(before):
-        return Estimate(math.nan, math.nan, "none")
+        return Measured.without_value()
 
     @cache
-    def rise(log_sigma: float, n: int) -> Estimate:
+    def rise(log_sigma: float, n: int) -> Measured:
         risks = noisy_risks(network, deviation(math.exp(log_sigma)), seeds[:n], risk_of)
         return estimate_mean(np.nan_to_num(risks, nan=np.inf) - before)  # large noise overflows
 
@@ -304,7 +302,7 @@ def _flatness(
     bracket = _bracket(partial(gap, n=n_draws), log_sigma)
     if bracket is None:
         if gap(log_sigma, n_draws) <= 0:
-            return Estimate(0.0, 0.0, "monte carlo")
+            return Measured(0.0, 0.0, "monte carlo")
         raise NotApplicableError(
             f"the risk rises beyond the target at any sigma down to {start * math.exp(-_DOWN):.1g}:"
             " the noise eps, which does not depend on sigma, is too large. Use a smaller eps."
@@ -316,7 +314,7 @@ def _flatness(
     way = gap(last, n_draws) / slope if excess(last, n_draws) == 0 else 0.0
     value = math.exp(-2 * (last - way))
     # delta method: d(sigma^-2) = -2 sigma^-2 d(log sigma)
-    return Estimate(value, 2 * value * rise(last, n_draws).stderr / slope, "monte carlo")
+    return Measured(value, 2 * value * rise(last, n_draws).stderr / slope, "monte carlo")
 
 
 def _bracket(excess: Callable[[float], float], start: float) -> tuple[float, float] | None:
@@ -334,16 +332,11 @@ def _bracket(excess: Callable[[float], float], start: float) -> tuple[float, flo
 
 def _find_risk(network: Network, risk: str) -> Callable[[Network], float]:
     """Choose between the share of errors and the mean loss."""
-    row = network.loss.row
-    classifies = row is not None and row.task != "regression"
     if risk not in {"auto", "error", "loss"}:
         raise ValueError(f"risk must be 'auto', 'error' or 'loss', got {risk!r}.")
-    if risk == "error" and not classifies:
-        raise ValueError(
-            f"{network.loss.criterion!r} has no classes, and so no errors to count; use "
-            "risk='loss'."
-        )
-    return mean_loss if risk == "loss" or not classifies else error_rate
+    row = network.loss.row
+    classifies = row is not None and row.task != "regression"
+    return error_rate if risk == "error" or (risk == "auto" and classifies) else mean_loss
 
 
 def error_rate(network: Network) -> float:
@@ -417,7 +410,7 @@ def _checkpoints(n_steps: int) -> set[int]:
 # -- derivatives along the weights, and the largest curvature in all of them --------------------
 
 
-def fisher_rao_norm(network: Network) -> Estimate:
+def fisher_rao_norm(network: Network) -> Measured:
     """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included.
 
     The slopes of the losses along the weights are inner products of the losses' gradients in the
@@ -436,7 +429,7 @@ def fisher_rao_norm(network: Network) -> Estimate:
             divisor += float(outcome.weight @ divisors.detach().double())
             n += float(outcome.weight[divisors > 0].sum())  # without ignored labels
             del outcome, losses  # frees this batch before the next one runs
-    return Estimate(math.sqrt(squares / n) * n / divisor)
+    return Measured(math.sqrt(squares / n) * n / divisor)
 
 
 def _along_weights(output: Tensor, leaf: Tensor) -> Tensor:
@@ -452,7 +445,7 @@ def _along_weights(output: Tensor, leaf: Tensor) -> Tensor:
 
 def joint_eigenvalue_flatness(
     network: Network, *, rtol: float = 0.01, random_state: RandomState = None
-) -> Estimate:
+) -> Measured:
     """Measure ``|w|^2 lambda_max(H)``, with H the Hessian in all weights ``w`` together.
 
     Biases are constants. This is the first row of Table 1 of Petzka et al., 2020.
@@ -475,7 +468,7 @@ def joint_eigenvalue_flatness(
         where="in all weights",
     )
     square = square_norm(weights[is_weight])
-    return Estimate(square * value, square * error, "lanczos")
+    return Measured(square * value, square * error, "lanczos")
 
 
 # -- rises under noise and in boxes ---------------------------------------------------------------
@@ -515,20 +508,20 @@ def expected_sharpness(
     alpha: float = 5e-4,
     n_draws: int = 10,
     random_state: RandomState = None,
-) -> Estimate:
+) -> Measured:
     """Measure the mean rise of the loss under noise of deviation ``alpha (10 |w| + 1)``."""
     return _mean_rise(network, _deviation(weights_of(network), alpha), n_draws, random_state)
 
 
 def _mean_rise(
     network: Network, deviation: Tensor, n_draws: int, random_state: RandomState
-) -> Estimate:
+) -> Measured:
     check_draws(n_draws)
     seeds = draw_seeds(random_state, n_draws)
     return estimate_mean(noisy_risks(network, deviation, seeds) - mean_loss(network))
 
 
-def keskar_sharpness(network: Network, *, alpha: float = 5e-4, n_steps: int = 20) -> Estimate:
+def keskar_sharpness(network: Network, *, alpha: float = 5e-4, n_steps: int = 20) -> Measured:
     """Measure the largest rise of the loss in a box of ``alpha (|w| + 1)``, over 1 + loss."""
     check_number("alpha", alpha)
     radius = alpha * (weights_of(network).abs() + 1)
@@ -538,7 +531,7 @@ def keskar_sharpness(network: Network, *, alpha: float = 5e-4, n_steps: int = 20
             f"keskar_sharpness divides by 1 + loss, and the mean loss is {loss:g}; use "
             "adaptive_sharpness for losses below -1."
         )
-    return Estimate(rise / (1 + loss), 0.0, "ascent")
+    return Measured(rise / (1 + loss), 0.0, "ascent")
 
 
 def adaptive_sharpness(
@@ -550,7 +543,7 @@ def adaptive_sharpness(
     n_draws: int = 10,
     n_steps: int = 20,
     random_state: RandomState = None,
-) -> Estimate:
+) -> Measured:
     """Measure how much the loss rises when each weight moves by a share of itself."""
     check_number("rho", rho)
     check_draws(n_draws)
@@ -566,7 +559,7 @@ def adaptive_sharpness(
     if kind == "average":
         return _mean_rise(network, radius, n_draws, random_state)
     _, rise = largest_rise(network, radius, n_steps=n_steps)
-    return Estimate(rise, 0.0, "ascent")
+    return Measured(rise, 0.0, "ascent")
 
 
 def with_unit_logits(network: Network) -> Network:

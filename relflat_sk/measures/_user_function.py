@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import borrowed, unwrapped
 from relflat_sk._network.network import Network
-from relflat_sk.measures._results import Estimate, name_of
+from relflat_sk.measures._results import Measured, name_of
 
 # -- lend a model to a function of the user's, and return it as it was --------------------------
 
@@ -82,7 +82,7 @@ def _kept_attributes(estimator: Any) -> Iterator[None]:
 # value
 TAKEN = {
     "aggregate", "at_loss", "batch_size", "criterion", "device", "layer", "layers", "measure",
-    "measures", "name", "network", "output", "per_sample", "required", "tolerated",
+    "measures", "name", "network", "output", "per_sample", "tolerates",
     "weight_decay",
 }  # fmt: skip
 
@@ -90,7 +90,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def measure_by_function(function: Callable[..., Any], network: Network, **params: Any) -> Estimate:
+def measure_by_function(function: Callable[..., Any], network: Network, **params: Any) -> Measured:
     """Call a user's function with the model and the data that a network was made of."""
     name, source = name_of(function), network.source
     assert source is not None
@@ -116,7 +116,7 @@ def measure_by_function(function: Callable[..., Any], network: Network, **params
         ) from None
     if stderr < 0:
         raise ValueError(f"the measure {name!r} returned a standard error of {stderr}.")
-    return Estimate(value, stderr, "function")
+    return Measured(value, stderr, "function")
 
 
 def arguments_of(function: Callable[..., Any]) -> frozenset[str]:

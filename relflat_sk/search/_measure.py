@@ -11,13 +11,8 @@ from relflat_sk._checks import check_device, check_integer, is_integer
 from relflat_sk._models.network_of import DataOptions, open_model
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._measure_network import (
-    check_arguments,
-    check_at_loss,
-    check_layers,
-    measure_network,
-)
-from relflat_sk.measures._names import find_measures
+from relflat_sk.measures._measure_network import measure_network
+from relflat_sk.measures._names import check_arguments, check_at_loss, check_layers, find_measures
 from relflat_sk.measures._results import Measure, Measured, constant_risk, name_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum
@@ -144,8 +139,7 @@ class Measuring:
                     [self.measures[name] for name in alike],
                     [way.layer],
                     random_state=seed,
-                    tolerated=(Exception,),
-                    required=required,
+                    tolerates=lambda name, error: name not in required,
                     **way.params,
                 )
             except LayerNotFoundError as error:

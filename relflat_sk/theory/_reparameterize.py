@@ -12,6 +12,7 @@ holds for ``kind="layer"`` with a single number ``rows`` and ``after = before * 
 are compared with the network's on all data.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from relflat_sk._models.network_of import open_model
-from relflat_sk._network.folding import BATCH_NORMS, copy_module
+from relflat_sk._network.folding import BATCH_NORMS
 from relflat_sk._network.layers import Layer, find_layer, layer_map, weight_layers
 from relflat_sk._network.network import Network
 from relflat_sk._network.recording import layer_input
@@ -124,9 +125,7 @@ def reparameterize(
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}.")
     network = open_model(module, X, criterion=nn.MSELoss())  # the loss is not used
-    original, copied = (
-        replace(network, module=copy_module(network.module, {}).eval()) for _ in range(2)
-    )
+    original, copied = (replace(network, module=_copy(network.module).eval()) for _ in range(2))
     with fork_rng(network.device), torch.no_grad():
         inputs = _record_inputs(original)
         layers = weight_layers(network.module)
@@ -134,9 +133,20 @@ def reparameterize(
         rescaling = _Rescaling(kind, _read_factors(network.module, factors, order, kind), inputs)
         _run_first_batch(copied, rescaling.enter)
         _check_outputs(original, copied)
-    result = copy_module(network.module, {})
+    result = _copy(network.module)
     result.load_state_dict(copied.module.state_dict())
     return result
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(module)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the {type(module).__name__} cannot be copied. If it stores a hidden value of its "
+            "last forward pass, run it once under torch.no_grad(); if a weight is computed "
+            f"(pruning, weight norm), make it permanent. torch says: {error}"
+        ) from error
 
 
 # -- factors as the user gave them ---------------------------------------------------------

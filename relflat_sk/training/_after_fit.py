@@ -19,10 +19,14 @@ from relflat_sk._models.network_of import defaults_of, describe
 from relflat_sk._network.network import REFUSALS, Network
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
-from relflat_sk.measures._criterion_curvature import criterion_has_curvature
 from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.measures._measure_network import warn_of_saddle
-from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, epoch_losses
+from relflat_sk.measures._minimum import (
+    ConstantComparison,
+    compare_with_constant,
+    criterion_has_curvature,
+    epoch_losses,
+)
 from relflat_sk.measures._results import Measured, Results
 from relflat_sk.training._batches import training_network
 from relflat_sk.training._convergence import missed_goal

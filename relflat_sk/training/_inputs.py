@@ -13,12 +13,7 @@ from skorch.helper import SliceDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._network.batches import (
-    LoadedBatches,
-    check_finite,
-    check_kind,
-    mapped_file,
-)
+from relflat_sk._network.batches import LoadedBatches, check_finite, check_tensor, mapped_file
 from relflat_sk._numerics import native, native_type
 
 
@@ -30,7 +25,6 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         return X
     if isinstance(X, SliceDataset) and net.get_params_for("iterator_train").get("collate_fn"):
         return X  # its rows may differ in length, and only the collate function knows how
-    check_kind(X)
     if isinstance(X, Mapping) and not issparse(X):  # a dok_matrix is a Mapping too
         return {name: _check_part(part) for name, part in X.items()}
     if isinstance(X, tuple):
@@ -59,6 +53,8 @@ def _check_part(part: Any) -> Any:
     if isinstance(part, np.ndarray):
         assert_all_finite(part, input_name="X")
         return native(part)
+    if isinstance(part, Tensor):
+        check_tensor(part)
     check_finite(part)
     return part
 

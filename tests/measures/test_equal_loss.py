@@ -235,7 +235,7 @@ def test_sample_weights(case, name):
         assert weighted == pytest.approx(repeated, rel=1e-8)
 
 
-def test_a_pass_is_made_at_an_earlier_layer_and_none_at_the_last():
+def test_equal_loss_takes_one_pass_more():
     net, criterion, y, _ = train("softmax")
 
     def count(name, layer, **options):
@@ -243,11 +243,11 @@ def test_a_pass_is_made_at_an_earlier_layer_and_none_at_the_last():
         return count_runs(net, lambda: measure(name, net, X, y, **options))
 
     for name in ("relative_flatness", "normalized_relative_flatness"):
-        assert count(name, -1, at_loss=0.1) <= count(name, -1)
-        assert count(name, 0, at_loss=0.1) <= count(name, 0) + 3 + 2
+        for layer in (-1, 0):  # of three batches, and the checks of the first
+            assert count(name, layer, at_loss=0.1) <= count(name, layer) + 3 + 2
 
 
-@pytest.mark.parametrize("room", [2**27, 60, 0])
+@pytest.mark.parametrize("room", [60, 0])
 def test_logits_that_do_not_fit_in_memory(room, monkeypatch):
     net, criterion, y, _ = train("softmax")
     options = {"criterion": criterion, "batch_size": 7}

@@ -17,12 +17,10 @@ from relflat_sk import (
     FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
-    feature_robustness,
     flatness_report,
     get_measure_names,
     measure,
     relative_flatness,
-    reparameterize,
 )
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._minimum import ConstantComparison, find_objection
@@ -392,24 +390,6 @@ def test_the_scorer_says_it_in_its_own_words():
         with pytest.warns(FlatnessWarning, match="its mean loss is nan") as found:
             assert math.isnan(FlatnessScorer(name)(net, X, Y))
         assert len(found) == 1
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda net: relative_flatness(net, RANDOM, THREE, criterion=CE),
-        lambda net: flatness_report(net, RANDOM, THREE, criterion=CE),
-        lambda net: feature_robustness(net, RANDOM, THREE, 0.1, criterion=CE),
-        lambda net: reparameterize(net, [2.0, 0.5], X=RANDOM),
-    ],
-    ids=["relative_flatness", "report", "robustness", "reparameterize"],
-)
-@pytest.mark.parametrize("part", ["all", "output"])
-def test_networks_on_the_meta_device_are_refused(use, part):
-    net = MLP(4, 3)
-    (net if part == "all" else net.output).to("meta")
-    with pytest.raises(ValueError, match="or a part of it, is on the meta device, where tensors"):
-        use(net)
 
 
 @pytest.mark.parametrize("name", ["relative_flatness", "l2_norm"])

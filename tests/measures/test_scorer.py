@@ -616,16 +616,6 @@ def test_a_linear_model_of_rare_classes_is_judged_by_the_area_under_the_curve():
         assert math.isnan(SCORER(model, X[60:], 1 - y[60:]))
 
 
-@pytest.mark.parametrize(("layer", "same"), [("output", [-1, 1, "output"]), (0, ["hidden0", -2])])
-def test_recorded_value_of_a_layer_with_another_name(layer, same):
-    model = flat_net(max_epochs=3, flatness_layer=layer).fit(X, NAMES)
-    for name in same:
-        score = FlatnessScorer(layer=name, data="train")(model, X, NAMES)
-        assert score == -model.relative_flatness_
-    with pytest.raises(ValueError, match="Give the same layer and measure to both"):
-        FlatnessScorer(layer=same[0], data="train")(model, None)
-
-
 @pytest.mark.filterwarnings("ignore:the network of .* is perfectly flat:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("bad", [{"module": Dead}, {"max_epochs": 0, "module": Lucky}, None])
 def test_recorded_value_of_a_model_that_is_not_at_a_minimum_is_rejected(bad):

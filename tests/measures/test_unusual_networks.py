@@ -99,7 +99,7 @@ def chain():
 
 @pytest.mark.parametrize("name", NO_MEAN)
 def test_a_criterion_that_is_no_mean_over_samples_warns(data, chain, name):
-    with pytest.warns(FlatnessWarning, match="is no mean of losses of single samples: for 8"):
+    with pytest.warns(FlatnessWarning, match="is no mean of losses of single samples"):
         relative_flatness(chain, *data, criterion=NO_MEAN[name])
 
 
@@ -209,7 +209,7 @@ def test_layers_behind_batch_norm_without_running_statistics_are_measured_with_a
 ):
     with (
         pytest.warns(FlatnessWarning, match=r"\('1'\) mixes the samples of a batch"),
-        pytest.raises(ValueError, match="behind layer '0' there is a batch norm without running"),
+        pytest.raises(ValueError, match="behind layer '0', batch norm mixes the samples"),
     ):
         relative_flatness(mixing, *data, layer=0, criterion=nn.MSELoss())
     with pytest.warns(FlatnessWarning, match="flatness depend on batch_size"):
@@ -219,7 +219,7 @@ def test_layers_behind_batch_norm_without_running_statistics_are_measured_with_a
     assert found == pytest.approx(
         relative_flatness(last, features, data[1], criterion=nn.MSELoss()), rel=1e-5
     )
-    with pytest.warns(FlatnessWarning, match="mixes the samples"):
+    with pytest.warns(FlatnessWarning, match="'0' left out"):
         report = flatness_report(
             mixing, *data, measures=["relative_flatness"], criterion=nn.MSELoss()
         )

@@ -133,7 +133,7 @@ REFUSED = {
         ({"initial": nn.Linear(2, 2)}, r"do not fit the network: 0.weight, 0.bias, .* is missing"),
         (
             {"criterion": nn.MSELoss(), "y": torch.randn(40, 4)},
-            "has no classes, and so no errors to count",
+            "needs a classifier",
         ),
         (
             {"initial": LogisticRegression()},
