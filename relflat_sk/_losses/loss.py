@@ -350,7 +350,7 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | N
     return total / or_one((weight * divisors).sum())
 
 
-# The best constant prediction, to which a trained network's loss is compared.
+# The best constant prediction, to which a trained network's loss is compared, and the best of all.
 
 _TOGETHER = 2**22  # numbers of the constant output that are repeated for samples at a time
 
@@ -396,3 +396,20 @@ def constant_risk(
     start = np.zeros(output_shape.numel())
     best = minimize(risk_and_slope, start, jac=True, method="L-BFGS-B")
     return float(best.fun) if best.success else math.nan
+
+
+def lowest_risk(
+    loss: Loss,
+    targets: Tensor,
+    weight: Tensor,  # (n,)
+    output_shape: torch.Size,
+) -> float:
+    """Compute the mean loss that no prediction is below, at temperature 1."""
+    find_lowest = None if loss.row is None else loss.row.lowest
+    if find_lowest is None:
+        return 0.0
+    weight = weight.double()
+    loss = loss.at_temperature(1.0).to(targets.device, torch.float64)
+    output = weight.new_zeros(()).expand(len(targets), *output_shape)
+    lowest = find_lowest(loss.criterion, targets, output_shape[0] if output_shape else 1)
+    return float(weight @ lowest / (weight @ loss.divisors(output, targets)))

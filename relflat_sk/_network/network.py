@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses.loss import Loss, constant_risk, name_criterion
+from relflat_sk._losses.loss import Loss, constant_risk, lowest_risk, name_criterion
 from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import find_layer
@@ -364,10 +364,17 @@ def output_shape(network: Network) -> torch.Size:
 Labels = tuple[Tensor, Tensor]
 
 
-def best_constant_loss(
+class LossRange(NamedTuple):
+    """The mean losses between which a network learns."""
+
+    lowest: float  # that no prediction is below: not 0 if labels are smoothed, or probabilities
+    constant: float  # of the best constant prediction
+
+
+def loss_range(
     network: Network, shape: torch.Size, link: str | None, labels: Iterable[Labels] | None = None
-) -> float:
-    """Compute the mean loss of the best constant prediction on a network's data.
+) -> LossRange:
+    """Compute the mean losses of the best prediction and of the best constant one on the data.
 
     The labels are read, if they are not given. The network is not run.
     """
@@ -381,8 +388,9 @@ def best_constant_loss(
         targets.append(target)
         weights.append(weight)
     if not targets:
-        return math.nan
-    return constant_risk(network.loss, torch.cat(targets), torch.cat(weights), shape, link)
+        return LossRange(math.nan, math.nan)
+    data = network.loss, torch.cat(targets), torch.cat(weights), shape
+    return LossRange(lowest_risk(*data), constant_risk(*data, link))
 
 
 def _read_labels(network: Network, shape: torch.Size) -> Iterator[Labels]:

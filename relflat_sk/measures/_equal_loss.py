@@ -27,7 +27,7 @@ from relflat_sk._checks import is_number
 from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
-from relflat_sk._network.network import Network, best_constant_loss, outcomes
+from relflat_sk._network.network import LossRange, Network, loss_range, outcomes
 from relflat_sk.measures._results import Summary
 from relflat_sk.measures._scan import ForwardPass, scan
 
@@ -89,9 +89,9 @@ def at_equal_loss(
         if problem:
             return EqualLoss(network, scan(network, layers, checked=checked), problem)
         own = scan(network, layers, recording.add, checked=checked)
-        constant = best_constant_loss(network, own.output_shape, own.link, recording.labels)
+        losses = loss_range(network, own.output_shape, own.link, recording.labels)
         try:
-            temperature = recording.temperature(own, share, constant)
+            temperature = recording.temperature(own, share, losses)
         except _NotReachedError as error:
             return EqualLoss(network, own, str(error))
     return EqualLoss(replace(network, loss=network.loss.at_temperature(temperature)), own)
@@ -181,22 +181,12 @@ class _Recording:
             )
         return logits
 
-    def lowest(self, own: Summary) -> float:
-        """Return the mean loss that no prediction is below."""
-        loss, total = self.network.loss, 0.0
-        if loss.row is None or loss.row.lowest is None:
-            return total
-        for target, weight in self.labels:
-            lowest = loss.row.lowest(loss.criterion, target, own.output_shape[0])
-            total += float(weight.double() @ lowest)
-        return total / own.divisor
-
-    def temperature(self, own: Summary, share: float, constant: float) -> float:
+    def temperature(self, own: Summary, share: float, losses: LossRange) -> float:
         """Find the temperature at which the mean loss is a share of a constant's."""
+        lowest, constant = losses
         mean = own.loss / own.divisor if own.divisor else math.nan
         if math.isnan(mean) or not math.isfinite(constant):
             return math.nan  # a warning says why
-        lowest = self.lowest(own)
         if constant - lowest <= _ROUNDING * constant:
             raise _NotReachedError(
                 f"the best constant prediction has a loss of {constant:.3g}, of which there is no "

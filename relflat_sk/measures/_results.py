@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relflat_sk._network.network import Network, best_constant_loss
+from relflat_sk._network.network import LossRange, Network, loss_range
 from relflat_sk._numerics import read_numbers
 
 
@@ -157,12 +157,17 @@ class Measured:
         return cls(math.nan, math.nan, "none", reason, passes or Passes())
 
 
-def constant_risk(network: Network, passes: Passes) -> float:
-    """Compute the mean loss of the best constant prediction on a network's data; nan without y.
+def range_of(network: Network, passes: Passes) -> LossRange:
+    """Compute the losses of the best prediction and of the best constant one; nan without y.
 
     The labels are read again, the network is not run.
     """
-    return best_constant_loss(network, passes.own.output_shape, passes.own.link)
+    return loss_range(network, passes.own.output_shape, passes.own.link)
+
+
+def constant_risk(network: Network, passes: Passes) -> float:
+    """Compute the mean loss of the best constant prediction on a network's data; nan without y."""
+    return range_of(network, passes).constant
 
 
 # the name of a measure, or a function of model, X and y

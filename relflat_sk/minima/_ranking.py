@@ -3,7 +3,8 @@
 The flatness of a network depends on its training loss: with cross-entropy, the curvature goes to
 zero with the loss. So minima can be compared only if they are about equally deep. The depth is the
 loss of the best constant prediction over the training loss, so that 1 is no better than a constant,
-and the losses of minima of the same data differ as their depths do.
+and the losses of minima of the same data differ as their depths do. With label smoothing, no
+network is below a loss, from which both are counted.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from relflat_sk._checks import is_number
+from relflat_sk._network.network import LossRange
 from relflat_sk.minima._minimum import SCORES
 from relflat_sk.minima._table import (
     is_comparable,
@@ -34,11 +36,13 @@ DEEPEST = 1e6  # of smaller losses, rounding is a large part
 ROUNDING = 1e-9
 
 
-def depth_of(train_loss: float, constant_loss: float) -> float:
-    """Compute the depth of a minimum."""
-    if not (0 < constant_loss < np.inf and 0 <= train_loss < np.inf):
+def depth_of(train_loss: float, losses: LossRange) -> float:
+    """Compute the depth of a minimum; nan if losses can be negative, or have no range."""
+    lowest, constant = losses
+    drop = constant - lowest
+    if not (ROUNDING * constant < drop < np.inf and 0 <= train_loss < np.inf):
         return float("nan")
-    return float(constant_loss / max(train_loss, constant_loss / DEEPEST))
+    return float(drop / max(train_loss - lowest, drop / DEEPEST))
 
 
 def check_depth_band(band: Any) -> None:

@@ -20,7 +20,6 @@ from relflat_sk._models.network_of import final_estimator
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._results import Measured
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._ranking import depth_of
 from relflat_sk.search._steps import last_step
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._convergence import StopAtDepth
@@ -156,7 +155,7 @@ def record_verdict(
     found: Mapping[str, Measured],
     ranking: Sequence[str],
 ) -> list[float]:
-    """Record how deep a candidate is, whether it is a minimum, and why not.
+    """Record whether a candidate is a minimum, and why not.
 
     Returns the values of the measures that rank, infinity where flatness cannot be compared: such
     a network may predict well. Others may have failed, which is recorded, too.
@@ -167,9 +166,6 @@ def record_verdict(
     ranked = next(iter(found.values())).passes
     constant_loss = np.nan if minimum.constant_loss is None else minimum.constant_loss
     minimum.n_samples = ranked.n_samples
-    depth = depth_of(train_loss, constant_loss)
-    if np.isfinite(depth):
-        minimum.depth = depth
     # at equal loss, it does not matter what the loss itself leaves of other curvatures
     judged = {
         name: measured

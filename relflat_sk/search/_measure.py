@@ -13,10 +13,10 @@ from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._names import check_arguments, check_at_loss, check_layers, find_measures
-from relflat_sk.measures._results import Measure, Measured, constant_risk, name_of
+from relflat_sk.measures._results import Measure, Measured, name_of, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._ranking import AUTO, find_depth_band
+from relflat_sk.minima._ranking import AUTO, depth_of, find_depth_band
 from relflat_sk.minima._table import column_of
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call
@@ -204,9 +204,12 @@ def record_measures(
         raise error
     minimum.measures = {name: measured.value for name, measured in found.items()}
     first = measuring.names[0]
-    constant = constant_risk(networks[measuring.ways[first].reading], found[first].passes)
-    if np.isfinite(constant):
-        minimum.constant_loss = constant
+    losses = range_of(networks[measuring.ways[first].reading], found[first].passes)
+    if np.isfinite(losses.constant):
+        minimum.constant_loss = losses.constant
+    depth = depth_of(train_loss, losses)
+    if np.isfinite(depth):
+        minimum.depth = depth
     return found
 
 

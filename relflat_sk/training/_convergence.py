@@ -13,7 +13,7 @@ from skorch.utils import to_tensor
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network.batches import split_labels
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.network import best_constant_loss, mean_loss, output_shape, primary_output
+from relflat_sk._network.network import loss_range, mean_loss, output_shape, primary_output
 from relflat_sk.training._batches import split_target, training_network
 
 
@@ -260,6 +260,8 @@ def _kept_limit(net: Any) -> Iterator[None]:
 class StopAtDepth(StopAtLoss):
     """Stop training at a loss that is `depth` times smaller than a constant prediction's.
 
+    Both are counted from the loss that no prediction is below: above 0 with label smoothing.
+
     The goal of a search for nets that bring none: it suits every criterion and every scale of
     the target. With cross-entropy, the best constant prediction has the entropy of the labels
     as its loss; with squared errors, the variance of the target.
@@ -281,7 +283,8 @@ class StopAtDepth(StopAtLoss):
         """Compute the loss to reach before the first epoch."""
         if self.goal_ is None:
             network = training_network(net, dataset_train)
-            self.goal_ = best_constant_loss(network, output_shape(network), None) / self.depth
+            lowest, constant = loss_range(network, output_shape(network), None)
+            self.goal_ = lowest + (constant - lowest) / self.depth
 
     @property
     def loss(self) -> float:  # type: ignore[override]

@@ -107,6 +107,31 @@ def test_the_automatic_goal_counts_weights_and_the_training_part_only():
     assert_allclose(goal, -(shares * np.log(shares)).sum() / 10, rtol=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.1, 0.3])
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5]], ids=["", "weighted"])
+def test_smoothed_losses_are_counted_from_the_lowest(smoothing, weights):
+    X, y = load_wine(return_X_y=True)
+    weight = None if weights is None else torch.tensor(weights)
+    smoothed = net(max_epochs=200, criterion=nn.CrossEntropyLoss(weight, label_smoothing=smoothing))
+    attrs, fitted = record(smoothed, scale(X).astype(np.float32), y, space={"lr": [0.02]})
+    # what each class gets of each sample's label
+    shares = np.ones(3) if weights is None else np.array(weights)
+    totals = ((1 - smoothing) * np.eye(3)[y] + smoothing / 3) * shares
+    divisor = shares[y].sum()
+    lowest, constant = (
+        -(part * np.log(part / part.sum(1, keepdims=True))).sum() / divisor
+        for part in (totals, totals.sum(0, keepdims=True))
+    )
+    goal = dict(fitted.callbacks_)["StopAtDepth"].goal_
+    assert_allclose(goal, lowest + (constant - lowest) / 20, rtol=1e-6)
+    assert attrs["ended_by"] == "goal"
+    assert len(fitted.history) < 200
+    assert attrs["train_score"] > 0.98
+    depth = (constant - lowest) / (attrs["train_loss"] - lowest)
+    assert_allclose(attrs["depth"], depth, rtol=1e-4)
+    assert attrs["depth"] > 20
+
+
 @pytest.mark.parametrize("one", [StopAtLoss(0.6), ("stop", StopAtLoss(0.6)), StopAtGradientNorm(1)])
 def test_a_goal_of_ones_own_stays(one):
     attrs, fitted = record(net(max_epochs=100, callbacks=[one]), space={"lr": [0.01]})
