@@ -64,6 +64,7 @@ sphinx_gallery_conf = {
         "plot_batch_sizes.py",
         "plot_limit.py",
         "plot_layers.py",
+        "plot_methods.py",
         "plot_ensemble.py",
         "plot_displays.py",
         "plot_rank_classifiers.py",
@@ -77,6 +78,7 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "backreferences_dir": "gallery/uses",  # for the examples on the pages of the API
     "doc_module": ("relflat_sk",),
+    "image_srcset": ["2x"],  # for screens of high resolution
     "show_memory": False,
     "min_reported_time": 10**6,  # times of a busy machine mean nothing
     "write_computation_times": False,  # the page would load scripts from another site

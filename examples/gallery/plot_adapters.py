@@ -115,10 +115,10 @@ minima[["model", "comparable_flatness", "train_loss", "test_loss", "reason", "ra
 # Along the fine-tuning
 # ---------------------
 
-fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True, layout="constrained")
 along = minima.sort_values("trial")
-for name in ("train_loss", "test_loss"):
-    axes[0].plot(8 * (along["trial"] + 1), along[name], ".-", label=name)
+for name, label in {"train_loss": "training data", "test_loss": "other data"}.items():
+    axes[0].plot(8 * (along["trial"] + 1), along[name], ".-", label=label)
 for where, table in tables.items():
     along = table.sort_values("trial")
     axes[1].plot(8 * (along["trial"] + 1), along["comparable_flatness"], ".-", label=where)

@@ -53,7 +53,7 @@ fig, ax = plt.subplots(layout="constrained")
 ax.axhline(np.mean(alone), color="0.6", linestyle="--", label="mean of single nets")
 for name, values in losses.items():
     ax.plot(sizes, values, "o-", label=name)
-ax.set(xlabel="nets in the ensemble", ylabel="loss on other images (nats)", xticks=sizes[1::2])
+ax.set(xlabel="nets in the ensemble", ylabel="test loss (nats)", xticks=sizes[1::2])
 ax.legend()
 
 assert losses["flattest first"][-1] < np.mean(alone)

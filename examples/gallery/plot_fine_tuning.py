@@ -1,10 +1,11 @@
 """
-Choose among fine-tuned convolutional networks
-==============================================
+Rank fine-tuned convolutional networks
+======================================
 
 A small convolutional network learns the digits 0 to 4. It is then fine-tuned on 100 images of the
 digits 5 to 9, with several learning rates and batch sizes. ``rank_models`` loads the weights of
-each run into the network, and ranks them without other data than those it was fine-tuned on.
+each run into the network, and ranks them without other data than those it was fine-tuned on. The
+ranking describes the runs. To choose one, held-out data are better ("Does it help?").
 """
 
 import copy

@@ -35,13 +35,16 @@ minima = search.minima_
 columns = ["param_data__random_labels", "train_loss", "relative_flatness", "generalization_gap"]
 print(minima[columns].to_string(index=False))
 
-fig, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
 share = minima["param_data__random_labels"].astype(float)
-names = {"train_loss": "training loss (nats)", "relative_flatness": "relative flatness (nats)"}
+names = {
+    "train_loss": "training loss (nats)",
+    "relative_flatness": "relative flatness (nats, small is flat)",
+}
 for ax, (column, name) in zip(axes, names.items(), strict=True):
     points = ax.scatter(minima[column], minima["generalization_gap"], c=share, cmap="viridis")
-    ax.set(xlabel=name, ylabel="generalisation gap (nats)")
-    ax.set_xlim(0, 1.1 * minima[column].max())
+    ax.set(xlabel=name, xlim=(0, 1.1 * minima[column].max()))
+axes[0].set_ylabel("generalisation gap (nats)")
 fig.colorbar(points, label="share of random labels")
 
 assert minima["converged"].all()

@@ -58,11 +58,12 @@ def draw(**target):
     _, ax = optuna.visualization.matplotlib.plot_slice(study, **target)
     ax.set_xticks([0.003, 0.01, 0.03], ["0.003", "0.01", "0.03"])
     ax.set_xticks([], minor=True)
-    ax.figure.set_size_inches(10, 4)
+    ax.figure.set(size_inches=(10, 4), layout_engine="constrained")
+    ax.figure.suptitle("")
     return ax.figure
 
 
-figure = draw(target_name="relative flatness")
+figure = draw(target_name="relative flatness (small is flat)")
 
 # %%
 # Any column is a target

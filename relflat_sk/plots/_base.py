@@ -209,6 +209,14 @@ def label_of(name: str, loss_unit: str) -> str:
     return f"{label} ({loss_unit})" if loss_unit and name in IN_LOSS_UNITS else label
 
 
+def measure_label(name: str, loss_unit: str) -> str:
+    """Return the axis label of a measure, with its unit, and which values of flatness are flat."""
+    label = label_of(name, loss_unit)
+    if "flatness" not in name:
+        return label
+    return f"{label[:-1]}, small is flat)" if label.endswith(")") else f"{label} (small is flat)"
+
+
 def shorten(name: str) -> str:
     """Return a name that fits beside an axis."""
     half = (MAX_LETTERS - 1) // 2

@@ -29,6 +29,7 @@ from relflat_sk.plots._base import (
     label_of,
     make_axes,
     make_panels,
+    measure_label,
     shorten,
     write_note,
 )
@@ -145,7 +146,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         ... )
         >>> display = FlatnessGapDisplay.from_minima(minima, random_state=0)
         >>> display.ax_.get_xlabel()
-        'relative flatness κ (nats)'
+        'relative flatness κ (nats, small is flat)'
         """
         table = minima_table(minima)
         measure, target = measure_column(minima, table, measure), column_of(target)
@@ -168,7 +169,8 @@ class FlatnessGapDisplay(MinimaDisplay):
         ax = make_axes(ax)
         choose_scale(ax.xaxis, x[points.comparable])
         points.draw(ax, colors, **kwargs)
-        ax.set(xlabel=label_of(self.measure, loss_unit), ylabel=label_of(self.target, loss_unit))
+        ax.set_xlabel(measure_label(self.measure, loss_unit))
+        ax.set_ylabel(label_of(self.target, loss_unit))
         show_correlation(ax, self.correlation, between=(self.measure, self.target))
         return [ax]
 
@@ -571,7 +573,7 @@ class HyperparameterDisplay(MinimaDisplay):
         elif has_medians:
             ax.set_xticks(levels, [f"{level:g}" for level in levels])
             ax.set_xticks([], minor=True)
-        ax.set(xlabel=label_of(self.axis, ""), ylabel=label_of(self.measure, loss_unit))
+        ax.set(xlabel=label_of(self.axis, ""), ylabel=measure_label(self.measure, loss_unit))
         return [ax]
 
     def _positions(self, drawn: NDArray[np.bool_]) -> tuple[Floats, list[str]]:

@@ -23,6 +23,7 @@ from relflat_sk.plots._base import (
     label_of,
     make_axes,
     make_panels,
+    measure_label,
     shorten,
     with_unit,
 )
@@ -170,7 +171,8 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             choose_scale(panel.xaxis, value)
             bars = np.nan_to_num(np.where(stderr > 0, stderr, 0.0), posinf=0.0)
             panel.errorbar(value, np.arange(len(layers)), xerr=bars, **style)
-            panel.set_xlabel(label_of(measure, loss_unit))
+            label = measure_label if len(panels) == 1 else label_of  # room for a long one
+            panel.set_xlabel(label(measure, loss_unit))
         return panels
 
     def _name_layers(self, layers: Sequence[str]) -> list[str]:

@@ -90,7 +90,7 @@ def test_they_stay_beside_other_axes(make):
 def test_tables_and_studies_know_the_unit(search):
     for source in (search.minima_, search.study_, search.minima_.query("converged")):
         display = HyperparameterDisplay.from_minima(source)
-        assert display.ax_.get_ylabel() == "relative flatness κ"
+        assert display.ax_.get_ylabel() == "relative flatness κ (small is flat)"
         assert "nats" not in FlatnessGapDisplay.from_minima(source).ax_.get_ylabel()
     assert "nats" in FlatnessGapDisplay.from_minima(table()).ax_.get_ylabel()
 

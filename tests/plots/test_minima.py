@@ -37,7 +37,7 @@ def test_the_gap_is_drawn_against_the_measure():
     minima = table()
     display = FlatnessGapDisplay.from_minima(minima, random_state=0)
     assert_allclose(points(display.ax_), minima[["relative_flatness", "generalization_gap"]])
-    assert display.ax_.get_xlabel() == "relative flatness κ (nats)"
+    assert display.ax_.get_xlabel() == "relative flatness κ (nats, small is flat)"
     assert display.ax_.get_ylabel().startswith("test loss")
     expected = (
         correlate_measures(minima, random_state=0).set_index("measure").loc["relative_flatness"]

@@ -102,7 +102,7 @@ def test_arguments_reach_the_measures_and_matplotlib():
     ((low, _), (high, _)) = display.ax_.collections[0].get_segments()[0]
     assert row.stderr > 0
     assert_allclose([low, high], [row.value - row.stderr, row.value + row.stderr], rtol=1e-6)
-    assert display.ax_.get_xlabel() == "relative flatness κ"
+    assert display.ax_.get_xlabel() == "relative flatness κ (small is flat)"
     assert display.ax_.containers[0].lines[0].get_markersize() == 9
 
 
