@@ -100,6 +100,13 @@ def losses_of(net: Any, data: Arrays) -> dict[str, float]:
     return {"train_loss": train, "generalization_gap": test - train}
 
 
+def gaps_of(net: Any, data: Arrays) -> dict[str, float]:
+    """Compute the same, and the share of wrong test labels minus that of wrong training labels."""
+    X, y, X_test, y_test = data
+    train, test = ((net.predict(part) != of).mean() for part, of in ((X, y), (X_test, y_test)))
+    return losses_of(net, data) | {"error_gap": float(test - train)}
+
+
 @dataclass(frozen=True)
 class Claim:
     """A number of a paper, or a sign such as "> 0", beside ours with a 95% interval."""
@@ -165,6 +172,40 @@ def within(minima: pd.DataFrame, measure: str, by: Sequence[str]) -> pd.DataFram
     groups = minima.groupby(list(by)).ngroup()
     values = minima[["generalization_gap"]].assign(**{measure: np.log(minima[measure])})
     return values - values.groupby(groups).transform("mean")
+
+
+def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = ()) -> None:
+    """Print under which conditions measures have a positive r with the gap.
+
+    Minima are compared as they are, within a fifth of equal training loss, and within one setting,
+    by the columns `by`; measures as they are and, with "_at_loss", at equal loss; gaps are of nats
+    and of errors. Columns that are all missing are left out.
+    """
+    minima = minima.dropna(axis=1, how="all")
+    minima = minima.assign(fifth=pd.qcut(minima["train_loss"], 5, labels=False))
+    gaps = {"nats": "generalization_gap", "errors": "error_gap"}
+    gaps = {unit: column for unit, column in gaps.items() if column in minima}
+    rows = [["measure", "minima", *(f"r with the gap in {unit}" for unit in gaps)]]
+    for name in names:
+        holds = []
+        for column in (name, f"{name}_at_loss"):
+            if column not in minima:
+                continue
+            groups = {"all": [], "equal loss": ["fifth"]} | ({"one setting": by} if by else {})
+            for group, keys in groups.items():
+                cells = []
+                for unit, gap in gaps.items():
+                    part = minima.dropna(subset=[column, gap]).assign(
+                        generalization_gap=minima[gap]
+                    )
+                    part = within(part, column, keys) if keys else part
+                    claim = correlation(unit, "> 0", part, column)
+                    cells.append(f"{claim.value:.2f} [{claim.low:.2f}, {claim.high:.2f}]")
+                    if claim.verdict() == "agrees":
+                        holds.append(f"{column}, {group}, in {unit}")
+                rows.append([column, group, *cells])
+        print(f"{name}: r is positive for {'; '.join(holds) or 'no condition'}")
+    print(f"\n{table(rows)}")
 
 
 def finish(arguments: Namespace, claims: Sequence[Claim], draw: Callable[[Any], None]) -> int:

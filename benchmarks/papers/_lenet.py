@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
-from benchmarks.papers._common import Arrays, Minima, init, losses_of
+from benchmarks.papers._common import Arrays, Minima, gaps_of, init
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
@@ -21,6 +21,7 @@ from relflat_sk import (
 )
 
 DELTA = 0.001
+AT_LOSS = 0.1  # of the loss of a constant
 FIVE = ["relative_flatness", "hessian_trace", "fisher_rao_norm", "pac_bayes_flatness", "l2_norm"]
 NAMES = [*FIVE, "normalized_relative_flatness"]
 
@@ -81,7 +82,7 @@ def train_rows(
         trained = FleetTrainer(nets, fleet=fleet).fit(X, y).estimators_
         return [
             run
-            | losses_of(net, data)
+            | gaps_of(net, data)
             | {"epochs": len(net.history)}
             | measures(net.module_, X, y, run)
             for run, net in zip(runs, trained, strict=True)
@@ -97,6 +98,9 @@ def of_layer(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
         for end, one in {"": module, "_rescaled": rescaled}.items()
         for name in ("trace_flatness", "eigenvalue_flatness", "hessian_trace")
     }
+    found["trace_flatness_at_loss"] = measure(
+        "trace_flatness", module, X, y, criterion=nn.CrossEntropyLoss(), at_loss=AT_LOSS
+    )
     neurons = neuron_robustness(module, X, y, DELTA, layers=-1, criterion=nn.CrossEntropyLoss())
     return found | {"robustness": neurons["robustness"].abs().max()}
 
@@ -111,4 +115,7 @@ def of_network(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
     given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": run["param_seed"]}
     own = {name: {} for name in NAMES} | {"pac_bayes_flatness": {"n_draws": 5}}
     found = {name: measure(name, module, X, y, **given, **own[name]) for name in NAMES}
+    found["relative_flatness_at_loss"] = measure(
+        "relative_flatness", module, X, y, **given, at_loss=AT_LOSS
+    )
     return found | {"l2_norm_last": module.get_submodule("head").weight.square().sum().item()}

@@ -19,15 +19,14 @@ import pandas as pd
 import torch
 
 from benchmarks.papers._common import (
-    Arrays,
     Minima,
     bootstrap,
+    conditions,
     correlation,
     finish,
+    gaps_of,
     load,
-    losses_of,
     read_arguments,
-    within,
 )
 from relflat_sk import (
     FleetTrainer,
@@ -69,14 +68,13 @@ def measures(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:
         found |= {f"{name}_{layer}": value for layer, value in enumerate(values)}
         found |= {f"{name}_all": values.sum(), f"{name}_largest": values.max()}
     joint = measure("joint_eigenvalue_flatness", model, X, y, rtol=0.05, random_state=0)
-    return found | {"joint_eigenvalue_flatness": joint}
-
-
-def error_gap(model: Any, data: Arrays) -> dict[str, float]:
-    """Compute the share of wrong test labels minus that of wrong training labels."""
-    X, y, X_test, y_test = data
-    train, test = ((model.predict(part) != of).mean() for part, of in ((X, y), (X_test, y_test)))
-    return {"error_gap": float(test - train)}
+    at_loss = {
+        f"trace_flatness_{layer}_at_loss": measure(
+            "trace_flatness", model, X, y, layer=layer, at_loss=0.05, rtol=0.05, random_state=0
+        )
+        for layer in (1, 4)
+    }
+    return found | {"joint_eigenvalue_flatness": joint} | at_loss
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,8 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nets = [net(*run.values(), len(y)) for run in some]
         trained = FleetTrainer(nets, fleet=16).fit(X, y).estimators_
         for run, model in zip(some, trained, strict=True):
-            gaps = losses_of(model, data) | error_gap(model, data)
-            minima.add(run | gaps | measures(model, X, y))
+            minima.add(run | gaps_of(model, data) | measures(model, X, y))
     frame = minima.frame()
     frame = frame[frame["train_loss"] <= 0.0701]
 
@@ -118,22 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         bootstrap("network-wide over single layers, least lead", "> 0", frame, lead),
         bootstrap("the same of -r", "> 0", frame, partial(lead, sign=-1)),
     ]
-    layer_4 = "kappa_Tr, hidden layer 4"
-    of_errors = frame.assign(generalization_gap=frame["error_gap"])
-    claims.append(correlation(f"{layer_4}, errors", 0.71, of_errors, "trace_flatness_4"))
-    for goal in GOALS:
-        for kind, rows in {"": frame, ", errors": of_errors}.items():
-            part = rows[rows["param_goal"] == goal]
-            name = f"{layer_4}{kind}, training loss {goal}"
-            claims.append(correlation(name, 0.71, part, "trace_flatness_4"))
-    apart = within(frame, "trace_flatness_4", ["param_goal", "param_share"])
-    claims += [
-        correlation(f"{layer_4}, means of goal and batch removed", 0.71, apart,
-                    "trace_flatness_4"),
-        correlation(f"{layer_4}, two smallest rates", 0.71, frame[frame["param_share"] >= 30],
-                    "trace_flatness_4"),
-    ]  # fmt: skip
     claims.append(correlation("kappa, all weights", "> 0", frame, "joint_eigenvalue_flatness"))
+    conditions(frame, ["trace_flatness_1", "trace_flatness_4"], ["param_goal", "param_share"])
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(11, 10)

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from benchmarks.papers._common import Minima, bootstrap, correlation, finish, load, read_arguments
+from benchmarks.papers._common import (
+    Minima,
+    bootstrap,
+    conditions,
+    correlation,
+    finish,
+    load,
+    read_arguments,
+)
 from benchmarks.papers._lenet import DELTA, complete, of_layer
 
 RATES = {4: 0.001, 32: 0.008, 64: 0.02, 512: 0.1}
@@ -75,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bootstrap("Figure 4: share of minima below the bound", "> 0.9", frame,
                   lambda rows: float(rows["inside"].mean())),
     ]  # fmt: skip
+    conditions(frame, ["trace_flatness"], ["param_batch_size"])  # which has one rate
 
     def draw(figure: Any) -> None:
         figure.set_size_inches(15, 3.6)

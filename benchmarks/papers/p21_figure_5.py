@@ -17,11 +17,11 @@ import pandas as pd
 from benchmarks.papers._common import (
     Minima,
     bootstrap,
+    conditions,
     correlation,
     finish,
     load,
     read_arguments,
-    within,
 )
 from benchmarks.papers._lenet import FIVE, complete, of_network
 
@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         bootstrap(f"r of relative_flatness minus r of {name}", "> 0", frame, lead(name))
         for name in FIVE[1:]
     ]
-    by = ["param_optimizer", "param_faster", "param_batch_size"]
-    claims.append(correlation(f"r of {FIVE[0]}, means of optimizer, rate and batch removed", "> 0",
-                              within(frame, FIVE[0], by), FIVE[0]))  # fmt: skip
+    setting = ["param_optimizer", "param_faster", "param_batch_size"]
+    conditions(frame, ["relative_flatness", "hessian_trace", "pac_bayes_flatness"], setting)
 
     def draw(figure: Any) -> None:
         for ax, name in zip(figure.subplots(1, 5, sharey=True), FIVE, strict=True):

@@ -25,11 +25,20 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import cross_val_score
 from torch import Tensor, nn
 
-from benchmarks.papers._common import Claim, Minima, bootstrap, correlation, finish, read_arguments
+from benchmarks.papers._common import (
+    Claim,
+    Minima,
+    bootstrap,
+    conditions,
+    correlation,
+    finish,
+    read_arguments,
+)
 from relflat_sk import generalization_bound, label_constancy, relative_flatness
 
 SEPARATIONS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 N_TRAIN, N_TEST, WIDTH, SLOPE = 500, 4500, 8, 0.5
+AT_LOSS = 0.998  # of the loss of a constant, which all classifiers reach at separation 0.25
 N_BOUNDS = 20  # data sets of a separation with a bound, which refits
 
 
@@ -81,12 +90,17 @@ def draw_row(kind: str, separation: float, seed: int) -> dict[str, float]:
     target = torch.from_numpy(2 * y - 1 if ridge else y).double()[:, None]
     loss = nn.MSELoss() if ridge else nn.BCEWithLogitsLoss()
     losses = [loss(model(X[part]), target[part]).item() for part in (train, test)]
+    errors = [(head.predict(phi[part]) != y[part]).mean() for part in (train, test)]
     outputs = torch.from_numpy(head.decision_function(phi[train]))[:, None]
     assert np.isclose(losses[0], loss(outputs, target[train]).item())
     row = {
         "train_loss": losses[0],
         "generalization_gap": losses[1] - losses[0],
+        "error_gap": errors[1] - errors[0],
         "relative_flatness": relative_flatness(model, X[train], target[train], criterion=loss),
+        "relative_flatness_at_loss": relative_flatness(
+            model, X[train], target[train], criterion=loss, at_loss=AT_LOSS
+        ),
         "squared_weight": float((head.coef_**2).sum()),
         "label_constancy": label_constancy(model, X[train], y[train]),
         "bound": np.nan,
@@ -138,6 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                         part[part["param_separation"] == one], "squared_weight")
             for one, sign in ((first, "< 0.3"), (last, "> 0"))
         ]  # fmt: skip
+        for separation in (first, last):
+            print(f"\n{kind}, separation {separation}")
+            conditions(part[part["param_separation"] == separation], ["relative_flatness"])
     bounds = frame.dropna(subset=["bound"])
     claims += [
         bootstrap("Figure 4: share of data sets below the bound", "> 0.95", bounds,

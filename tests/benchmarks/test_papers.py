@@ -3,11 +3,12 @@
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from benchmarks import papers
-from benchmarks.papers._common import Claim, bootstrap
+from benchmarks.papers._common import Claim, bootstrap, conditions
 from benchmarks.papers.regularised import difference
 
 SCRIPTS = sorted(
@@ -70,3 +71,17 @@ def test_methods_are_compared_over_the_runs_that_both_have():
     names = ["param_method", "param_batch_size", "param_seed", "error"]
     claim = difference("error", "> 0", pd.DataFrame(rows, columns=names), "error", "other", "one")
     assert (claim.value, claim.low, claim.high, claim.n) == (1, 1, 1, 10)
+
+
+def test_the_condition_under_which_flatness_and_gap_agree_is_found(capsys):
+    rng = np.random.default_rng(0)
+    rate = np.repeat([1.0, 2.0, 3.0], 40)
+    log_flatness = rng.normal(size=120) - 5 * rate  # higher rates are flatter, with larger gaps
+    minima = pd.DataFrame({
+        "param_rate": rate, "train_loss": rng.uniform(1, 2, 120),
+        "flatness": np.exp(log_flatness), "flatness_at_loss": np.nan,
+        "generalization_gap": 100 * rate + log_flatness, "error_gap": -log_flatness,
+    })  # fmt: skip
+    conditions(minima, ["flatness"], ["param_rate"])
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert verdict == "flatness: r is positive for flatness, one setting, in nats"
