@@ -5,7 +5,6 @@ nothing is downloaded. The file is an .npz of JPEGs (see `benchmarks/README.md`)
 once, into the user's cache folder outside the repository.
 """
 
-import argparse
 import hashlib
 import io
 import os
@@ -14,11 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-
-
-def add_data_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--data``, the path of the file, with the environment variable as its default."""
-    parser.add_argument("--data", default=os.environ.get("RELFLAT_SK_CIFAR10") or None)
 
 
 def cache_folder() -> Path:

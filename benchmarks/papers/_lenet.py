@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
-from benchmarks.papers._common import Arrays, Minima, gaps_of, init
+from benchmarks._harness.stored import Minima
+from benchmarks.papers._common import Arrays, gaps_of, init
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,

@@ -22,10 +22,10 @@ import pandas as pd
 from sklearn.base import clone
 
 from benchmarks._harness.problems import SmallConvNet
+from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
     Arrays,
     Claim,
-    Minima,
     bootstrap,
     finish,
     load,

@@ -20,9 +20,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.problems import SmallConvNet
+from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
     Arrays,
-    Minima,
     bootstrap,
     finish,
     load,

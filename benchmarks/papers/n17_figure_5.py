@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.papers._common import Minima, bootstrap, finish, load, read_arguments
+from benchmarks._harness.stored import Minima
+from benchmarks.papers._common import bootstrap, finish, load, read_arguments
 from relflat_sk import MLP, sharpness_conditions
 
 DEPTH = 10

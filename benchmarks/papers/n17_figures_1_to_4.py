@@ -18,7 +18,8 @@ import pandas as pd
 import torch
 from torch import nn
 
-from benchmarks.papers._common import Arrays, Minima, bootstrap, finish, load, read_arguments
+from benchmarks._harness.stored import Minima
+from benchmarks.papers._common import Arrays, bootstrap, finish, load, read_arguments
 from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, flatness_report, measure
 
 NORMS = ["frobenius_product", "l1_path_norm", "l2_path_norm", "spectral_product"]

@@ -18,8 +18,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
-    Minima,
     bootstrap,
     conditions,
     correlation,

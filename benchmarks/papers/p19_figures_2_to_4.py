@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
-    Minima,
     bootstrap,
     conditions,
     correlation,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pandas as pd
 
+from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
-    Minima,
     bootstrap,
     conditions,
     correlation,

@@ -25,9 +25,9 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import cross_val_score
 from torch import Tensor, nn
 
+from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
     Claim,
-    Minima,
     bootstrap,
     conditions,
     correlation,

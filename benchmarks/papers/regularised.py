@@ -23,10 +23,10 @@ from torch import nn
 
 from benchmarks._harness.networks import SharpnessAwareClassifier
 from benchmarks._harness.problems import SmallConvNet
+from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
     Arrays,
     Claim,
-    Minima,
     bootstrap,
     finish,
     load,
