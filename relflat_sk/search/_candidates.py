@@ -4,24 +4,23 @@ A trial that is running, but whose process is gone, was killed: its candidate is
 of a trial that failed without the attribute ``failed``: it was interrupted.
 """
 
+import os
+import socket
 import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import optuna
-from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, RandomSampler
 from optuna.storages import BaseStorage
-from optuna.trial import FrozenTrial, TrialState, create_trial
+from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._failures import CallError, StorageFailedError, blame_storage
-from relflat_sk.search._owner import OWNER, is_gone, name_owner, this_process
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._space import labels_of
 from relflat_sk.search._task import STOPPED, Trained
@@ -71,46 +70,51 @@ def _key(point: Point) -> frozenset[tuple[str, Any]]:
     return frozenset(point.items())
 
 
-class Draws:
-    """Draws by TPE that repeat no combination of choices, and of which any can be repeated.
-
-    A draw depends on the seed, its number and the results before it. A search that was
-    interrupted therefore goes on as it would have. If the space has choices only, the first draws
-    follow a random order of all combinations.
-    """
-
-    n_random = 10
-
-    def __init__(
-        self, seed: int | None, choices: Mapping[str, BaseDistribution], points: Sequence[Point]
-    ) -> None:
-        self.seed = seed
-        self.choices = choices
-        self.points = [points[i] for i in np.random.RandomState(seed).permutation(len(points))]
-
-    def sampler(self, number: int) -> TPESampler:
-        """Make the sampler of a draw."""
-        seed = None if self.seed is None else zlib.crc32(b"%d" % number, self.seed)
-        return TPESampler(seed=seed, n_startup_trials=self.n_random)
-
-    def point(self, study: optuna.Study, number: int, taken: set[Any]) -> Point | None:
-        """Draw a combination of choices that no trial holds, from a space of choices only."""
-        start = min(number, self.n_random)
-        in_order = [*self.points[start:], *self.points[:start]]
-        if number >= self.n_random:
-            taken_or_reserved = taken | {_key(point) for point in self.points[:start]}
-            tpe, trial = self.sampler(number), create_trial(state=TrialState.WAITING)
-            for _ in range(100):
-                drawn = {
-                    name: tpe.sample_independent(study, trial, name, distribution)
-                    for name, distribution in self.choices.items()
-                }
-                if _key(drawn) not in taken_or_reserved:
-                    return drawn
-        return next((point for point in in_order if _key(point) not in taken), None)
-
-
 # -- the owner of a study ------------------------------------------------------------------------
+
+OWNER = "owner"  # user attribute of a study and of a trial
+
+
+def this_process() -> list[Any]:
+    """Describe the calling thread, so that other processes can tell whether it still exists."""
+    return [socket.gethostname(), os.getpid(), _start_time(os.getpid()), threading.get_ident()]
+
+
+def is_gone(owner: Sequence[Any] | None) -> bool:
+    """Return whether a thread no longer exists, is the calling thread itself, or is not known."""
+    if not owner:
+        return True
+    host, process_id, started, thread = owner
+    if host != socket.gethostname():
+        return False
+    if started != _start_time(process_id):
+        return True
+    if process_id == os.getpid():
+        others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
+        return thread not in others
+    if os.name == "posix":  # os.kill(..., 0) would end the process on Windows
+        try:
+            os.kill(process_id, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+    return False
+
+
+def _start_time(process_id: int) -> str | None:
+    """Return when a process started, since ids are reused; None if unknown or a zombie."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else fields[18]
+
+
+def name_owner(owner: Sequence[Any]) -> str:
+    """Name a process in a message."""
+    return f"process {owner[1]} on {owner[0]}"
 
 
 @contextmanager
@@ -184,51 +188,43 @@ class Candidates:
         *,
         owner: list[Any],
         lost: Sequence[FrozenTrial],  # whose process was killed: they come last
-        points: Sequence[Point] | None,  # of the whole grid, or None for draws
+        points: Sequence[Point] | None,  # in this order, or None for draws
         n_trials: int,
-        draws: Draws | None,  # by the sampler of the study if None
+        sampler_of: Callable[[int], BaseSampler],  # of a draw, by its number
         retry_failed: bool,
         deadline: float | None,
     ) -> None:
         self.study, self.recipe, self.owner = study, recipe, owner
-        self.draws, self.deadline = draws, deadline
+        self.sampler_of, self.deadline = sampler_of, deadline
         self.sampler = study.sampler
         self.trials: dict[int, tuple[optuna.Trial, dict[str, Any]]] = {}  # in training
         self._lock = threading.Lock()  # joblib asks for candidates in threads
         self._has_ended = False
         trials = study.get_trials(deepcopy=False)
         released = failed(trials) if retry_failed else []
-        held = [
-            t
-            for t in trials
-            if t.state.is_finished() and not is_interrupted(t) and t not in released
-        ]
-        self._taken = {_key(trial.params) for trial in held}
-        killed = {trial.number for trial in lost}
         free = [t for t in trials if is_interrupted(t) or t in released]
-        self._first = deque(self._again(t for t in free if t.number not in killed))
-        self._last = deque(self._again(t for t in free if t.number in killed))
-        if points is not None:
-            self._first.extend(point for point in points if _key(point) not in self._taken)
+        held = [t for t in trials if t.state.is_finished() and t not in free]
+        taken = {_key(trial.params) for trial in held}
+        killed = {trial.number for trial in lost}
+        self._first = deque(self._again((t for t in free if t.number not in killed), taken))
+        self._last = deque(self._again((t for t in free if t.number in killed), taken))
         self._number = len(held) + len(self._first) + len(self._last)
-        self._n_left = 0 if points is not None else max(n_trials - self._number, 0)
-        if draws is not None and draws.points:
-            n_free = sum(_key(point) not in self._taken for point in draws.points)
-            self._n_left = min(self._n_left, n_free)
+        self._n_left = max(n_trials - self._number, 0)
+        if points is not None:
+            untrained = [point for point in points if _key(point) not in taken]
+            self._first.extend(untrained[: self._n_left])
+            self._n_left = 0
         waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         self._n_enqueued = len(waiting)  # by a user; Optuna asks for them first
 
-    def _again(self, trials: Iterable[FrozenTrial]) -> list[Point]:
+    def _again(self, trials: Iterable[FrozenTrial], taken: set[Any]) -> list[Point]:
         """List the values that are to be trained again, and take them."""
-        space = self.recipe.space
         points: list[Point] = []
-        names = space.distributions().keys()
         for trial in trials:
-            params = trial.params
-            possible = all(params[n] in c for n, c in space.choices.items() if n in params)
-            if params and names <= params.keys() and possible and _key(params) not in self._taken:
-                self._taken.add(_key(params))
-                points.append(params)
+            drew_all = self.recipe.space.distributions().keys() <= trial.params.keys()
+            if trial.params and drew_all and _key(trial.params) not in taken:
+                taken.add(_key(trial.params))
+                points.append(trial.params)
         return points
 
     def __len__(self) -> int:
@@ -264,19 +260,15 @@ class Candidates:
             self._n_enqueued -= 1
             self._n_left = max(self._n_left - 1, 0)
             return self.sampler, None
-        point = self._first.popleft() if self._first else None
-        if point is None and self._n_left:
+        if not self._first and self._n_left:
             self._n_left -= 1
-            number = self._number
             self._number += 1
-            if self.draws is None:
-                return self.sampler, None
-            if not self.draws.points:
-                return self.draws.sampler(number), None
-            point = self.draws.point(self.study, number, self._taken)
-        if point is None and self._last:
-            point = self._last.popleft()
-        return None if point is None else (_Fixed(point), point)
+            return self.sampler_of(self._number - 1), None
+        points = self._first or self._last
+        if not points:
+            return None
+        point = points.popleft()
+        return _Fixed(point), point
 
     def _ask(self, sampler: BaseSampler, point: Point | None) -> Candidate:
         """Begin a trial, which has an owner from then on."""
@@ -292,7 +284,6 @@ class Candidates:
         finally:
             self.study.sampler = self.sampler
         labels = labels_of(trial)
-        self._taken.add(_key(labels))
         if point is None and labels in self._first:  # a user enqueued a point of the grid
             self._first.remove(labels)
         self.trials[trial.number] = trial, params

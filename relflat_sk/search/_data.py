@@ -11,7 +11,7 @@ References
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,16 +45,15 @@ class TrainingData:
     sample_weight: Any = None
 
 
-def is_data_name(name: str) -> bool:
-    """Return whether a name in a space is a parameter of the data."""
-    return name.startswith(PREFIX)
-
-
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate parameters of the estimator from parameters of the data, without other names."""
-    of_data = {name: value for name, value in params.items() if is_data_name(name)}
-    own = {n: value for n, value in params.items() if n not in of_data and n != LR_SCALING}
-    return own, {name.removeprefix(PREFIX): value for name, value in of_data.items()}
+    of_data = {name: value for name, value in params.items() if name.startswith(PREFIX)}
+    if not of_data.keys() <= set(DATA_NAMES):
+        raise ValueError(
+            f"space names {list(of_data)}, but the names that vary the data are {list(DATA_NAMES)}."
+        )
+    of_net = {n: value for n, value in params.items() if n not in of_data and n != LR_SCALING}
+    return of_net, {name.removeprefix(PREFIX): value for name, value in of_data.items()}
 
 
 def vary_data(  # noqa: PLR0913
@@ -155,34 +154,29 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt
 RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
 
 
-def check_lr_scaling(rules: Iterable[Any]) -> None:
-    """Refuse rules of scaling that there are not."""
-    for rule in rules:
-        if rule is not None and rule not in RULES:
-            raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {rule!r}.")
-
-
 def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
     """Scale learning rates with the batch size, relative to the estimator's own batch size."""
     lr_scaling = params.get(LR_SCALING)
-    check_lr_scaling([lr_scaling])
     if lr_scaling is None:
         return {}
-    own = estimator.get_params()
+    if lr_scaling not in RULES:
+        raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
+    before = estimator.get_params()
     rates = {}
     for name, size in params.items():
         prefix, _, last = name.rpartition("batch_size")
         if last or not (prefix == "" or prefix.endswith("__")) or "batch_size" not in name:
             continue
-        rate = next((prefix + one for one in RATES if prefix + one in own), None)
-        before = own.get(name)
-        if rate is None or not _is_size(size) or not _is_size(before):
+        rate = next((prefix + end for end in RATES if prefix + end in before), None)
+        if rate is None or not _is_size(size) or not _is_size(before.get(name)):
             raise ValueError(
                 f"lr_scaling={lr_scaling!r} needs numbers for {name!r} and a learning rate beside "
-                f"it ({' or '.join(RATES)}), got {name}={size!r} in the candidate and {before!r} "
-                "in the estimator. Give both as numbers, or leave lr_scaling out."
+                f"it ({' or '.join(RATES)}), got {name}={size!r} in the candidate and "
+                f"{before.get(name)!r} in the estimator. Give both as numbers, or leave lr_scaling "
+                "out."
             )
-        rates[rate] = float(params.get(rate, own[rate]) * RULES[lr_scaling](size / before))
+        ratio = size / before[name]
+        rates[rate] = float(params.get(rate, before[rate]) * RULES[lr_scaling](ratio))
     return rates
 
 
@@ -194,36 +188,32 @@ def _is_size(value: Any) -> bool:
 
 
 def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:
-    """Refuse data that do not fit together: samples and labels, training and held-out data.
-
-    Shapes: `X_test`, `y_test` (n_test, ...).
-    """
+    """Refuse data that do not fit together: samples and labels, training and held-out data."""
     check_held_out(y, X_test, y_test)
-    for data, labels, suffix in ((X, y, ""), (X_test, y_test, "_test")):
-        n, n_labels = _length(data), _length(labels)
-        if n == 0:
-            raise ValueError(f"X{suffix} holds no samples.")
-        if n is not None and n_labels is not None and n != n_labels:
+    for data, labels, end in ((X, y, ""), (X_test, y_test, "_test")):
+        shape, of_labels = _shape(data), _shape(labels)
+        if shape and of_labels and shape[0] != of_labels[0]:
             raise ValueError(
-                f"X{suffix} and y{suffix} must have as many samples as labels, got {n} samples in "
-                f"X{suffix} and {n_labels} labels in y{suffix}."
+                f"X{end} and y{end} must have as many samples as labels, got {shape[0]} samples in "
+                f"X{end} and {of_labels[0]} labels in y{end}."
             )
-    if _length(X) == 1:
-        raise ValueError(
-            "X holds 1 sample, which a constant prediction fits, so that no network is better than "
-            "that. Pass more samples."
-        )
-    if X_test is None:
-        return
+    shape = _shape(X)
+    if shape and shape[0] < 2:
+        raise ValueError(f"X holds {shape[0]} sample(s), which a constant fits. Pass more samples.")
     for name, train, test in (("X", X, X_test), ("y", y, y_test)):
-        one, other = _shape(train), _shape(test)
-        if one is not None and other is not None and one[1:] != other[1:]:
+        of_train, of_test = _shape(train), _shape(test)
+        if of_train and of_test and of_train[1:] != of_test[1:]:
             raise ValueError(
                 f"{name}_test must have the shape of {name} but for the number of samples, got "
-                f"{name} of shape {one} and {name}_test of shape {other}."
+                f"{name} of shape {of_train} and {name}_test of shape {of_test}."
             )
-    if classifier:
-        _check_classes(y, y_test)
+    if classifier and _shape(y) and _shape(y_test):
+        unknown = set(np.ravel(y_test).tolist()) - set(np.ravel(y).tolist())
+        if unknown:
+            raise ValueError(
+                f"y_test holds classes that are not in y: {sorted(unknown, key=str)[:10]}. The "
+                "loss on them is not defined. Leave their samples out of X_test and y_test."
+            )
 
 
 def check_held_out(y: Any, X_test: Any, y_test: Any) -> None:
@@ -234,39 +224,15 @@ def check_held_out(y: Any, X_test: Any, y_test: Any) -> None:
         raise ValueError("X_test and y_test go together: give both or neither.")
 
 
-def check_fit_params(
-    X: Any, y: Any, fit_params: Mapping[str, Any] | None, prefix: str, *, classifier: bool
-) -> dict[str, Any]:
-    """Check the arguments of `fit`, and find the weights of samples among them."""
-    if fit_params is not None and not isinstance(fit_params, Mapping):
-        raise TypeError(f"fit_params must be a dict or None, got {fit_params!r}.")
-    given = {name: value for name, value in (fit_params or {}).items() if value is not None}
+def check_fit_params(X: Any, fit_params: Mapping[str, Any] | None, prefix: str) -> dict[str, Any]:
+    """Find the weights of samples among the arguments of `fit`, and check them."""
+    passed = {} if fit_params is None else dict(fit_params)
+    passed = {name: value for name, value in passed.items() if value is not None}
     names = (f"{prefix}sample_weight", "sample_weight")
-    weights = next((given[name] for name in names if name in given), None)
+    weights = next((passed[name] for name in names if name in passed), None)
     if weights is not None:
         weights = check_weights(weights, get_len(X))
-        if classifier and _shape(y) == (len(weights),):
-            classes = set(np.asarray(y)[weights > 0].tolist())
-            if len(classes) < 2:
-                raise ValueError(
-                    f"sample_weight is positive for one class only, {sorted(classes)}, and a "
-                    "constant prediction fits it. Give positive weights to samples of two classes."
-                )
-    return {"fit_params": given, "sample_weight": weights}
-
-
-def _check_classes(y: Any, y_test: Any) -> None:
-    """Refuse classes that are held out but not trained on."""
-    if _shape(y) is None or _shape(y_test) is None:
-        return
-    known, held_out = (set(np.ravel(np.asarray(one)).tolist()) for one in (y, y_test))
-    unknown = held_out - known
-    if unknown:
-        raise ValueError(
-            f"y_test holds classes that are not in y: {sorted(unknown, key=str)[:10]}. The loss "
-            "on them is not defined. Leave these samples out of X_test and y_test, or add "
-            "samples of these classes to X and y."
-        )
+    return {"fit_params": passed, "sample_weight": weights}
 
 
 def _shape(data: Any) -> tuple[int, ...] | None:
@@ -275,11 +241,3 @@ def _shape(data: Any) -> tuple[int, ...] | None:
     if shape is None and isinstance(data, list) and data and not hasattr(data[0], "__len__"):
         shape = (len(data),)
     return tuple(shape) if isinstance(shape, tuple) else None
-
-
-def _length(data: Any) -> int | None:
-    """Return the number of samples, None if it is not known without reading the data."""
-    shape = _shape(data)
-    if shape:
-        return shape[0]
-    return len(data) if isinstance(data, list) else None

@@ -1,6 +1,6 @@
 """Measure trained candidates, each in the same way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -158,21 +158,23 @@ def is_train_loss(measure: Any) -> bool:
     return isinstance(measure, str) and measure == TRAIN_LOSS
 
 
-def check_listed(measures: Any) -> None:
-    """Refuse a single measure in place of several."""
-    if isinstance(measures, str) or callable(measures) or not measures:
-        raise ValueError(f"measures must be a sequence of names, got {measures!r}.")
+def listed(measure: Any) -> list[Any]:
+    """Return a measure, or several, as a list."""
+    measures = [measure] if isinstance(measure, str) or callable(measure) else measure
+    if not isinstance(measures, Iterable) or not list(measures):
+        raise ValueError(
+            "measure must be a name, a function, a FlatnessScorer or a sequence of these, got "
+            f"{measure!r}. See get_measure_names."
+        )
+    return list(measures)
 
 
-def find_objectives(given: Sequence[Any]) -> tuple[tuple[str, ...], Measuring]:
+def find_objectives(measure: Any) -> tuple[tuple[str, ...], Measuring]:
     """Check the objectives of a search, and separate the measures from the training loss."""
-    check_listed(given)
-    others = [one for one in given if not is_train_loss(one)]
-    if not others:
-        raise ValueError(f"measures must name a measure beside {TRAIN_LOSS!r}.")
-    measuring = Measuring(others)
-    measures = iter(measuring.names)
-    return tuple(one if is_train_loss(one) else next(measures) for one in given), measuring
+    objectives = listed(measure)
+    measuring = Measuring(listed([x for x in objectives if not is_train_loss(x)]))
+    names = iter(measuring.names)
+    return tuple(TRAIN_LOSS if is_train_loss(x) else next(names) for x in objectives), measuring
 
 
 def record_measures(

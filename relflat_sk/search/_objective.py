@@ -1,54 +1,21 @@
 """One trial, one minimum: train a candidate on all the data, measure and record it."""
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
 import optuna
-import torch
 from optuna.trial import FrozenTrial
-from sklearn.base import clone, is_classifier
-from sklearn.exceptions import NotFittedError
-from sklearn.pipeline import Pipeline
-from skorch import NeuralNet
 
-from relflat_sk._checks import check_integer
-from relflat_sk._models.network_of import DataOptions, to_network
-from relflat_sk._random import draw_seed
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.search._data import LR_SCALING, check_data, check_fit_params, check_lr_scaling
-from relflat_sk.search._fit import check_all_data
-from relflat_sk.search._goal import AUTO, check_goal
-from relflat_sk.search._measure import TRAIN_LOSS, find_objectives
-from relflat_sk.search._owner import OWNER, this_process
+from relflat_sk.search._candidates import OWNER, this_process
+from relflat_sk.search._goal import AUTO
 from relflat_sk.search._provenance import check_made_with
-from relflat_sk.search._recipe import Recipe, check_complete, pruning
-from relflat_sk.search._space import Space
-from relflat_sk.search._steps import last_prefix
-from relflat_sk.search._task import STOPPED, Task, train
-from relflat_sk.search._weights import as_store, check_store
-from relflat_sk.training._skorch_net import check_parameters
+from relflat_sk.search._recipe import Recipe
+from relflat_sk.search._sweep import pruning
+from relflat_sk.search._task import STOPPED, train
+from relflat_sk.search._weights import check_store
 
 SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
-
-
-def check_kind(estimator: Any, varied: Collection[str]) -> None:
-    """Refuse an estimator of which no candidate can be trained and measured.
-
-    Classes of the user's own are not refused: only their training shows what they are.
-    """
-    prefix = ""
-    while isinstance(estimator, Pipeline):
-        name, last = estimator.steps[-1]
-        if {f"{prefix}{name}", f"{prefix}steps"} & set(varied):
-            return  # candidates have another last step
-        estimator, prefix = last, f"{prefix}{name}__"
-    package = type(estimator).__module__.partition(".")[0]
-    if package == "sklearn":
-        with suppress(NotFittedError):  # which is the only objection to a network
-            to_network(clone(estimator), None, None, DataOptions())
-    elif isinstance(estimator, NeuralNet) and package in {"skorch", "relflat_sk"}:
-        check_parameters(estimator)
 
 
 class MinimaObjective:
@@ -157,7 +124,7 @@ class MinimaObjective:
         y: Any,
         space: Any,
         *,
-        measures: Sequence[Any] = ("relative_flatness",),
+        measures: Any = ("relative_flatness",),
         direction: str = "minimize",
         X_test: Any = None,
         y_test: Any = None,
@@ -167,33 +134,13 @@ class MinimaObjective:
         n_threads: int | None = 1,
         fit_params: Mapping[str, Any] | None = None,
     ) -> None:
-        check_integer("n_threads", n_threads, minimum=1, optional=True)
         if direction not in SIGNS:
             raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
-        check_goal(goal, estimator)
-        search_space = Space(space)
-        search_space.check(estimator)
-        varied = search_space.entries
-        check_kind(estimator, varied)
-        possible = [("", estimator), *search_space.possible(estimator)]
-        splits = any(name.endswith("train_split") for name in varied)
-        nets = [x for _, x in possible if isinstance(x, NeuralNet) and not splits]
-        check_all_data(possible, nets)
-        check_lr_scaling(search_space.choices.get(LR_SCALING, {}).values())
-        is_one_of_classes = is_classifier(estimator)
-        check_data(X, y, X_test, y_test, classifier=is_one_of_classes)
-        self.names, measuring = find_objectives(measures)
-        of_samples = check_fit_params(
-            X, y, fit_params, last_prefix(estimator), classifier=is_one_of_classes
-        )
-        task = Task(
-            estimator, X, y, X_test, y_test, **of_samples, measuring=measuring,
-            ranking=self.names, goal=goal, n_threads=n_threads,
+        self.recipe = Recipe.of(
+            estimator, X, y, space, measures, X_test=X_test, y_test=y_test,
+            artifact_store=artifact_store, goal=goal, random_state=random_state,
+            n_threads=n_threads, fit_params=fit_params,
         )  # fmt: skip
-        seed = None if random_state is None else draw_seed(random_state)
-        # without a random_state, other searches have other networks
-        drawn = int(torch.randint(2**31 - 1, ())) if seed is None else 0
-        self.recipe = Recipe(search_space, task, as_store(artifact_store), seed, drawn)
         self.direction = direction
         self._checked: set[str] = set()  # names of studies
 
@@ -222,15 +169,15 @@ class MinimaObjective:
 
     def _check(self, study: optuna.Study, number: int) -> None:
         """Refuse a study of other directions, or of something else."""
-        directions = [one.name.lower() for one in study.directions]
-        needed = [self.direction] * len(self.names)
+        directions = [direction.name.lower() for direction in study.directions]
+        needed = [self.direction] * len(self.recipe.task.ranking)
         if directions != needed:
             raise ValueError(
                 f"the study's directions are {directions}, but this objective has "
                 f"{len(needed)} measure(s), each to {self.direction}. Create the study with "
                 f"directions={needed}."
             )
-        check_made_with(study, self.recipe, self.names, own=number)
+        check_made_with(study, self.recipe, current=number)
         check_store(self.recipe.store)
         self._checked.add(study.study_name)
 
@@ -262,7 +209,7 @@ class MinimaObjective:
         >>> study.best_params, objective.get_parameters(study.best_trial)
         ({'hidden_layer_sizes': '(8, 8)'}, {'hidden_layer_sizes': (8, 8)})
         """
-        return self.recipe.parameters(trial)
+        return self.recipe.space.values(trial)
 
     def get_estimator(self, trial: FrozenTrial) -> Any:
         """Return the estimator of a finished trial, fitted.
@@ -282,22 +229,4 @@ class MinimaObjective:
         ValueError
             If the trial has no network, or training again leads to another training loss.
         """
-        check_complete(trial, trial.number)
-        estimator, problem = self.recipe.provide(trial)
-        if problem:
-            raise ValueError(problem)
-        return estimator
-
-    @property
-    def depth_band(self) -> float | None:
-        """The band of the depths that are compared; None if the objectives weigh flatness and loss.
-
-        None as well if the first measure is at equal loss.
-        """
-        measuring = self.recipe.task.measuring
-        return measuring.depth_band(self.names[0]) if TRAIN_LOSS not in self.names else None
-
-    @property
-    def measures(self) -> tuple[str, ...]:
-        """The names of the measures, without the training loss."""
-        return tuple(self.recipe.task.measuring.names)
+        return self.recipe.estimator_of(trial, trial.number)

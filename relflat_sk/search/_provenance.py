@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,30 +39,27 @@ _DEEPEST, _LONG = 6, 100
 
 
 def check_made_with(
-    study: optuna.Study,
-    recipe: Recipe,
-    names: Iterable[str],  # of the objectives
-    own: int = -1,
-    also: Measuring | None = None,
+    study: optuna.Study, recipe: Recipe, *, current: int = -1, also: Measuring | None = None
 ) -> None:
-    """Refuse a study whose minima were made otherwise; record in a new study how they are made."""
-    now, then = _record(recipe, names), study.user_attrs.get(MADE_WITH, {})
-    now |= _measures(recipe.task.measuring) | ({} if also is None else _measures(also))
-    made = [
-        trial
+    """Refuse a study whose minima were made otherwise; record in a new study how they are made.
+
+    `current` is a trial that has begun by now; `also` are further measures.
+    """
+    now, then = _record(recipe), study.user_attrs.get(MADE_WITH, {})
+    now |= {} if also is None else _measures(also)
+    of_results = TrialState.COMPLETE, TrialState.PRUNED
+    has_results = any(
+        trial.state in of_results or "failed" in trial.user_attrs
         for trial in study.get_trials(deepcopy=False)
-        if trial.number != own
-        and (
-            trial.state in (TrialState.COMPLETE, TrialState.PRUNED) or "failed" in trial.user_attrs
-        )
-    ]
-    if made and not then:
+        if trial.number != current
+    )
+    if has_results and not then:
         raise ValueError(
             f"study {study.study_name!r} does not say how its minima were made: it is of an "
             "earlier version of relflat_sk, or of another program. rank_minima(study) shows them. "
             "Give this call a study_name of its own."
         )
-    if made:
+    if has_results:
         both = now.keys() & then.keys()
         differences = [
             f"  {name}: {then.get(name, 'nothing')} then, {now.get(name, 'nothing')} now"
@@ -83,7 +80,7 @@ def check_made_with(
         study.set_user_attr(UNITS, {"loss_unit": ""} if is_regressor(recipe.task.estimator) else {})
 
 
-def _record(recipe: Recipe, names: Iterable[str]) -> dict[str, str]:
+def _record(recipe: Recipe) -> dict[str, str]:
     """Describe everything that changes the results."""
     task, space = recipe.task, recipe.space
     varied = set(space.entries)
@@ -91,17 +88,17 @@ def _record(recipe: Recipe, names: Iterable[str]) -> dict[str, str]:
         varied -= {name for name in varied if name.endswith("batch_size")}
     params = task.estimator.get_params()
     data = {"X": task.X, "y": task.y, "X_test": task.X_test, "y_test": task.y_test}
-    described = {
+    parts = {
         "estimator": type(task.estimator),
         **{n: x for n, x in params.items() if n not in varied and not _WITHOUT_EFFECT.search(n)},
         **{name: value for name, value in data.items() if value is not None},
         **{f"fit {name}": value for name, value in task.fit_params.items()},
-        "search objectives": list(map(str, names)),
+        "search objectives": list(task.ranking),
         "search goal": task.goal,
         "search random_state": recipe.seed,
-        **{f"space {n}": one for n, one in space.described().items()},
+        **{f"space {name}": entry for name, entry in space.described().items()},
     }
-    return {name: describe(value) for name, value in described.items()}
+    return {name: describe(part) for name, part in parts.items()} | _measures(task.measuring)
 
 
 def _measures(measuring: Measuring) -> dict[str, str]:
@@ -131,11 +128,10 @@ def _describe(value: Any, depth: int) -> str:  # noqa: C901, PLR0911
     if depth > _DEEPEST:
         return _describe_code(type(value))
     if isinstance(value, Mapping):
-        items = (f"{key!r}: {describe(one, depth + 1)}" for key, one in value.items())
+        items = (f"{key!r}: {describe(item, depth + 1)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if isinstance(value, list | tuple) and len(value) < _LONG:
-        kept = [one for one in value if not _is_logger(one)]
-        return "[" + ", ".join(describe(one, depth + 1) for one in kept) + "]"
+        return "[" + ", ".join(describe(item, depth + 1) for item in value) + "]"
     if hasattr(value, "get_params"):  # those of estimators have a name of their own
         held = {} if hasattr(value, "fit") else value.get_params(deep=False)
     elif isinstance(value, torch.nn.Module):
@@ -144,14 +140,8 @@ def _describe(value: Any, depth: int) -> str:  # noqa: C901, PLR0911
     elif hasattr(value, "shape") or not getattr(value, "__dict__", None):
         return f"{type(value).__name__} {getattr(value, 'shape', '')} {_hash(value)}"
     else:
-        held = {name: one for name, one in vars(value).items() if not name.startswith("_")}
+        held = {name: x for name, x in vars(value).items() if not name.startswith("_")}
     return _describe_code(type(value)) + (describe(held, depth + 1) if held else "")
-
-
-def _is_logger(value: Any) -> bool:
-    """Return whether a value in a list is a callback of skorch that only shows or notes."""
-    callback = value[1] if isinstance(value, tuple) and len(value) == 2 else value
-    return type(callback).__module__ == "skorch.callbacks.logging"
 
 
 def _hash(value: Any) -> str:

@@ -26,8 +26,13 @@ from relflat_sk.minima._table import list_reasons, parameter_columns, table_of_r
 from relflat_sk.search._data import TrainingData, check_held_out
 from relflat_sk.search._failures import KEPT, CallError
 from relflat_sk.search._goal import record_verdict
-from relflat_sk.search._measure import Measuring, record_held_out, record_measures
-from relflat_sk.search._results import listed, warn_if_few_fit
+from relflat_sk.search._measure import (
+    Measuring,
+    listed,
+    record_held_out,
+    record_measures,
+)
+from relflat_sk.search._results import warn_if_few_fit
 from relflat_sk.search._space import PLAIN, label_of
 
 _SAME_LOSS = 1e-3  # up to which share losses of a constant are those of one criterion

@@ -1,25 +1,36 @@
-"""How a trial becomes a minimum, and its estimator again: parameters, seed, weights."""
+"""What the trials of a study have in common, and how a trial becomes its estimator again."""
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import optuna
+import torch
 from optuna.trial import FrozenTrial, TrialState
+from sklearn.base import is_classifier
+from sklearn.exceptions import NotFittedError
+from sklearn.pipeline import Pipeline
 
+from relflat_sk._checks import check_integer
 from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._random import draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import remeasured_key
+from relflat_sk.search._data import check_data, check_fit_params
 from relflat_sk.search._failures import blame_storage
-from relflat_sk.search._fit import OnEpoch, isolated
+from relflat_sk.search._fit import isolated
+from relflat_sk.search._measure import TRAIN_LOSS, Measuring, find_objectives, record_held_out
 from relflat_sk.search._space import Space, labels_of
+from relflat_sk.search._steps import last_prefix
 from relflat_sk.search._task import Task, Trained, train_again
 from relflat_sk.search._weights import (
     DamagedWeightsError,
+    as_store,
     from_file,
-    replace_weights,
     restore,
     save_weights,
 )
@@ -39,9 +50,54 @@ class Recipe:
     seed: int | None
     drawn: int  # from torch's random state, if there is no seed
 
-    def parameters(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the values that a trial drew."""
-        return self.space.values(trial)
+    @classmethod
+    def of(  # noqa: PLR0913
+        cls,
+        estimator: Any,
+        X: Any,
+        y: Any,
+        space: Any,
+        measures: Any,
+        *,
+        n_objectives: int | None = None,  # of the measures, the first; all if None
+        X_test: Any,
+        y_test: Any,
+        artifact_store: Any,
+        goal: Any,
+        random_state: Any,
+        n_threads: int | None,
+        fit_params: Mapping[str, Any] | None,
+    ) -> "Recipe":
+        """Check the arguments of a search or of an objective, before anything is trained."""
+        check_integer("n_threads", n_threads, minimum=1, optional=True)
+        if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
+            raise TypeError(
+                "estimator must be an instance of a scikit-learn estimator or skorch net, got "
+                f"{estimator!r}."
+            )
+        searched = Space(space)
+        check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
+        names, measuring = find_objectives(measures)
+        of_samples = check_fit_params(X, fit_params, last_prefix(estimator))
+        task = Task(
+            estimator, X, y, X_test, y_test, **of_samples, measuring=measuring,
+            ranking=names[:n_objectives], goal=goal, n_threads=n_threads,
+        )  # fmt: skip
+        # what is wrong with the first candidate's estimator is an error of the call
+        _check_kind(task.prepare(searched.example(), seed=0))
+        seed = None if random_state is None else draw_seed(random_state)
+        # without a random_state, other searches have other networks
+        drawn = int(torch.randint(2**31 - 1, ())) if seed is None else 0
+        return cls(searched, task, as_store(artifact_store), seed, drawn)
+
+    @property
+    def depth_band(self) -> float | None:
+        """The band of the depths that are compared; None if measures are at equal loss.
+
+        None as well if the objectives weigh flatness and loss.
+        """
+        ranking = self.task.ranking
+        return None if TRAIN_LOSS in ranking else self.task.measuring.depth_band(ranking[0])
 
     def seed_of(self, trial: Any) -> int:
         """Return the seed of a trial.
@@ -75,16 +131,26 @@ class Recipe:
         """Make the estimator of a trial of its weights."""
         if trained.estimator is not None:
             return trained.estimator
-        params, seed = self.parameters(trial), self.seed_of(trial)
+        params, seed = self.space.values(trial), self.seed_of(trial)
         with isolated(self.task.n_threads):
             estimator = self.task.prepare(params, seed)
             return restore(estimator, trained, self.task.data(params), seed)
 
-    def provide(self, trial: FrozenTrial, *, retrain: bool = True) -> tuple[Any, str]:
-        """Restore the estimator of a trial, or train it again, and say why it is not as it was.
+    def estimator_of(self, trial: FrozenTrial | None, number: Any) -> Any:
+        """Return the estimator of a trial as it was; refuse one that was not trained to its end."""
+        if trial is None or trial.state != TrialState.COMPLETE:
+            state = "there is no such trial" if trial is None else Minimum.from_trial(trial).reason
+            raise ValueError(
+                f"trial {number!r} has no estimator ({state or 'it is not finished'}). Take a "
+                "number from the column 'trial' of minima_, of a row whose state is 'complete'."
+            )
+        estimator, problem = self.provide(trial)
+        if problem:
+            raise ValueError(problem)
+        return estimator
 
-        Damaged weights are replaced by those of the network that is trained again.
-        """
+    def provide(self, trial: FrozenTrial, *, retrain: bool = True) -> tuple[Any, str]:
+        """Restore the estimator of a trial, or train it again, and say why it is not as it was."""
         if self.has_weights(trial):
             try:
                 return self.restore(trial, from_file(self.store, trial)), ""
@@ -92,18 +158,14 @@ class Recipe:
                 if not retrain:
                     return None, str(error)
                 warn(f"{error} The candidate is trained again.")
-        task, params, seed = self.task, self.parameters(trial), self.seed_of(trial)
+        task, params, seed = self.task, self.space.values(trial), self.seed_of(trial)
         minimum = Minimum.from_trial(trial)
         estimator = train_again(task, params, seed, together=bool(minimum.in_fleet))
-        data, name = task.data(params), task.measuring.names[0]
-        loss, before = (
-            task.measure([name], estimator, data, seed)[name].passes.risk,
-            minimum.train_loss,
-        )
+        name = task.measuring.names[0]
+        loss = task.measure([name], estimator, task.data(params), seed)[name].passes.risk
+        before = minimum.train_loss
         assert before is not None
         if np.isclose(loss, before, rtol=OF_FLEETS if minimum.in_fleet else ROUNDING, atol=0):
-            module = to_network(estimator, data.X, data.y, DataOptions()).module
-            replace_weights(self.store, minimum, module.state_dict())
             return estimator, ""
         return estimator, (
             f"the minimum of trial {trial.number} cannot be had again: its training loss was "
@@ -113,37 +175,73 @@ class Recipe:
             "search one before it trains."
         )
 
+    # -- measuring finished trials ---------------------------------------------------------------
 
-def find_trial(study: optuna.Study, number: Any) -> FrozenTrial:
-    """Find a finished trial by its number."""
-    trials = study.get_trials(deepcopy=False)
-    trial = next((trial for trial in trials if trial.number == number), None)
-    check_complete(trial, number)
-    assert trial is not None
-    return trial
+    def measure_what_is_new(self, study: optuna.Study) -> None:
+        """Measure the minima of earlier sessions as those of this one are going to be measured.
+
+        A session may have measures or held-out data that the sessions before did not have. Minima
+        without saved weights get nan.
+        """
+        task = self.task
+        lacking = self.complete(study, task.measuring, held_out=task.X_test is not None)
+        if lacking:
+            columns = sorted({name for names in lacking.values() for name in names})
+            warn(
+                f"{', '.join(columns)} of trials {sorted(lacking)} stay nan: an earlier session "
+                "trained them without these measures or held-out data, and their weights were not "
+                "saved. With an artifact_store, such as a folder, they would be measured now."
+            )
+
+    def complete(
+        self, study: optuna.Study, measuring: Measuring, *, held_out: bool, retrain: bool = False
+    ) -> dict[int, list[str]]:
+        """Measure what finished trials lack; return what is lacking where there are no weights."""
+        lacking: dict[int, list[str]] = {}
+        problems = []
+        task, attributes = replace(self.task, measuring=measuring), study.user_attrs
+        for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+            minimum = Minimum.from_trial(trial)
+            before: dict[str, Any] = attributes.get(remeasured_key(trial), {})
+            row = minimum.row() | before
+            names = [name for name in measuring.names if name not in row]
+            lacks_loss = held_out and "test_loss" not in row
+            if not names and not lacks_loss:
+                continue
+            if not retrain and not self.has_weights(trial):
+                lacking[trial.number] = [*names, *["test_loss"] * lacks_loss]
+                continue
+            estimator, problem = self.provide(trial, retrain=retrain)
+            if problem:
+                problems.append(problem)
+                continue
+            data = task.data(self.space.values(trial))
+            again = Minimum(train_loss=minimum.train_loss)
+            measured = task.measure(names, estimator, data, self.seed_of(trial)) if names else {}
+            again.measures = {n: float(x.value) for n, x in measured.items() if not x.reason}
+            problems += [
+                f"{name} of trial {trial.number}: {result.reason}"
+                for name, result in measured.items()
+                if result.reason
+            ]
+            if lacks_loss:
+                record_held_out(again, estimator, data, task.X_test, task.y_test)
+            with blame_storage(study):
+                study.set_user_attr(remeasured_key(trial), before | again.row())
+        if problems:
+            warn(
+                "\n".join(problems)
+                + "\nThe other minima are measured."
+                + " To train the candidates of damaged files again: remeasure(..., retrain=True)."
+                * (not retrain)
+            )
+        return lacking
 
 
-def check_complete(trial: FrozenTrial | None, number: Any) -> None:
-    """Refuse a trial that was not trained to its end."""
-    if trial is None or trial.state != TrialState.COMPLETE:
-        state = "there is no such trial" if trial is None else Minimum.from_trial(trial).reason
-        raise ValueError(
-            f"trial {number!r} has no estimator ({state or 'it is not finished'}). Take a number "
-            "from the column 'trial' of minima_, of a row whose state is 'complete'."
-        )
-
-
-def pruning(trial: Any) -> OnEpoch | None:
-    """Return what reports the epochs of a trial to the pruner of its study, if it has one."""
-    study = getattr(trial, "study", None)
-    if study is None or len(study.directions) > 1:
-        return None
-    if isinstance(study.pruner, optuna.pruners.NopPruner):
-        return None
-
-    def on_epoch(epoch: int, loss: float) -> bool:
-        with blame_storage(study):
-            trial.report(loss, epoch)
-            return bool(trial.should_prune())
-
-    return on_epoch
+def _check_kind(estimator: Any) -> None:
+    """Refuse an estimator of scikit-learn that is no network; only training shows it of others."""
+    while isinstance(estimator, Pipeline):
+        estimator = estimator.steps[-1][1]
+    if type(estimator).__module__.startswith("sklearn."):
+        with suppress(NotFittedError):  # which is the only objection to a network
+            to_network(estimator, None, None, DataOptions())

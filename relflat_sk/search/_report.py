@@ -28,7 +28,7 @@ from relflat_sk.plots import (
 from relflat_sk.plots._base import require_matplotlib
 from relflat_sk.plots._points import color_column
 from relflat_sk.search._goal import own_goals, predicts_numbers
-from relflat_sk.search._results import listed
+from relflat_sk.search._measure import listed
 from relflat_sk.search._space import plain_repr
 from relflat_sk.search._steps import last_prefix, last_step
 from relflat_sk.search._storage import without_password

@@ -1,6 +1,6 @@
 """Show what a search found: table of minima, `cv_results_` and reasons of failures."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,7 @@ from relflat_sk.minima._table import (
 )
 from relflat_sk.search._candidates import without_superseded
 from relflat_sk.search._data import PREFIX
-from relflat_sk.search._goal import NO_MEASURE, SATURATED
 from relflat_sk.search._space import Space
-from relflat_sk.search._steps import last_prefix
 
 # With wrong labels, fewer of the networks that have learned (are so deep) reach the loss, and
 # flatness orders those of different width and training worse than chance, see
@@ -32,20 +30,6 @@ WRONG_LABELS = (
     "that labels are wrong, and then flatness orders networks worse than chance. Choose by "
     "held-out data, or average the predictions of all (docs/does_it_help.md)."
 )
-
-
-def listed(measure: Any) -> list[Any]:
-    """Return the measures of a search as a list."""
-    if isinstance(measure, str) or callable(measure):
-        return [measure]
-    found = list(measure) if isinstance(measure, Iterable) else []
-    if not found:
-        kind = ValueError if isinstance(measure, Iterable) else TypeError
-        raise kind(
-            "measure must be a name, a function, a FlatnessScorer or a sequence of these, got "
-            f"{measure!r}. See get_measure_names."
-        )
-    return found
 
 
 def candidate_table(study: optuna.Study, measures: Sequence[str] = ()) -> pd.DataFrame:
@@ -58,7 +42,7 @@ def candidate_table(study: optuna.Study, measures: Sequence[str] = ()) -> pd.Dat
     return table
 
 
-def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_as: Any) -> None:
+def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
     """Refuse a table in which no candidate was measured; warn of one without minima or of few."""
     if table.empty and not interrupted:
         raise ValueError(
@@ -85,9 +69,10 @@ def check_table(table: pd.DataFrame, interrupted: bool, estimator: Any, stored_a
             f"{advice}"
         )
     if not table["converged"].any():
-        what, advice = _explain_no_minimum(table["reason"].astype(str), estimator)
         warn(
-            f"{what} by their training loss ({_losses(table)}). {advice} Reasons:\n"
+            "no candidate converged: the ranking is of networks that are no minima, by their "
+            f"training loss ({_losses(table)}). If they had not finished training, train longer "
+            "(max_epochs, max_iter), or to a goal within reach (goal, StopAtLoss). Reasons:\n"
             + list_reasons(table)
         )
         return
@@ -130,35 +115,6 @@ def warn_if_few_fit(table: pd.DataFrame, by: str, depth_band: float | None) -> N
             f"only {n} of {len(learned)} networks reach the loss at which they are compared. A "
             f"cause is {WRONG_LABELS}"
         )
-
-
-def _explain_no_minimum(reasons: "pd.Series[str]", estimator: Any) -> tuple[str, str]:
-    """Say what the ranking is of, if no candidate is a minimum, and what to do about it."""
-    if reasons.str.startswith(NO_MEASURE).all():
-        what = "no candidate has a finite measure: they are ranked"
-        return what, "Rank by another measure, or mend the function that returns such values."
-    if reasons.str.startswith(SATURATED).all():
-        what = "no candidate has a curvature to compare: they are ranked"
-        advice = (
-            "Measure at equal loss (measure='comparable_flatness'), or train to a larger loss "
-            "(goal, StopAtLoss), with a criterion that has a curvature."
-        )
-        return what, advice
-    what = (
-        "no candidate converged: the ranking is of networks that had not finished training, not "
-        "of minima,"
-    )
-    prefix, params = last_prefix(estimator), estimator.get_params()
-    if f"{prefix}max_epochs" in params:
-        advice = f"Train longer ({prefix}max_epochs), or to a goal within reach (goal, StopAtLoss)."
-    elif f"{prefix}max_iter" in params:
-        advice = (
-            f"Train longer ({prefix}max_iter). If training ends by itself above the goal, set a "
-            f"smaller {prefix}tol, or a larger goal."
-        )
-    else:
-        advice = "Search with a goal within reach (goal)."
-    return what, advice
 
 
 def _losses(table: pd.DataFrame) -> str:

@@ -2,16 +2,15 @@
 
 import copy
 import time
-from collections import Counter
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
 import pandas as pd
-from optuna.samplers import NSGAIIISampler, NSGAIISampler, TPESampler
+from optuna.samplers import BaseSampler, NSGAIIISampler, NSGAIISampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 from sklearn import get_config
@@ -31,28 +30,26 @@ from relflat_sk.minima._minimum import Minimum
 from relflat_sk.minima._ranking import mark_depth_band
 from relflat_sk.minima._table import shorten_parameters
 from relflat_sk.search._average import average, has_mean
-from relflat_sk.search._candidates import Candidates, Draws, SearchStudy, owned
-from relflat_sk.search._failures import explain
+from relflat_sk.search._candidates import Candidates, SearchStudy, owned
+from relflat_sk.search._failures import root_of
 from relflat_sk.search._goal import EQUAL_LOSS
-from relflat_sk.search._objective import MinimaObjective
+from relflat_sk.search._measure import Measuring, listed
 from relflat_sk.search._provenance import check_made_with
-from relflat_sk.search._recipe import find_trial
-from relflat_sk.search._remeasure import measure_what_is_new, remeasure
+from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
     candidate_table,
     check_table,
     cv_results,
     is_averaged,
-    listed,
     warn_if_few_fit,
 )
-from relflat_sk.search._space import Space, check_space
+from relflat_sk.search._space import Space
 from relflat_sk.search._steps import last_prefix
-from relflat_sk.search._storage import log_level, open_storage, warn_of_same, without_password
+from relflat_sk.search._storage import open_storage, quiet_log, without_password
 from relflat_sk.search._sweep import n_processes, sweep
 from relflat_sk.search._task import Trained
-from relflat_sk.search._weights import check_saved, check_store
+from relflat_sk.search._weights import check_store
 
 Callback = Callable[[optuna.Study, FrozenTrial], Any]
 
@@ -83,30 +80,23 @@ def check_arguments(search: Any) -> None:
         )
 
 
-def _plan(search: Any, space: Space) -> tuple[list[dict[str, Any]] | None, int]:
-    """Return all points of the grid if `n_trials` allows it, or the number of draws."""
+def _plan(search: Any, space: Space, seed: int | None) -> tuple[list[dict[str, Any]] | None, int]:
+    """Return the combinations of choices to train, or None for draws, and the number of trials.
+
+    Some of a grid are a random sample of it.
+    """
     grid = space.grid() if search.sampler is None else None
     if search.n_trials is None and grid is None:
         raise ValueError(
-            "n_trials is needed with a sampler: say how many candidates to train."
-            if search.sampler is not None
-            else "n_trials is needed: the space has distributions or functions, so there is no "
-            "finite grid to train. Say how many candidates to train."
+            "n_trials is needed with a sampler, a distribution or a function that draws: there is "
+            "no finite grid. Say how many candidates to train."
         )
-    if search.n_trials is None or (grid is not None and search.n_trials >= len(grid)):
-        return grid, 0
-    return None, int(search.n_trials)
-
-
-def _check_callbacks(callbacks: Any) -> list[Callback]:
-    """Refuse what are no functions of a study and a trial."""
-    functions = [] if callbacks is None else callbacks
-    if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
-        raise TypeError(
-            "callbacks must be a list of functions of a study and a trial, as in "
-            f"Study.optimize, got {callbacks!r}."
-        )
-    return list(functions)
+    if grid is None:
+        return None, int(search.n_trials)
+    if search.n_trials is None or search.n_trials >= len(grid):
+        return grid, len(grid)
+    order = np.random.RandomState(seed).permutation(len(grid))
+    return [grid[i] for i in order], int(search.n_trials)
 
 
 def _log(trial: FrozenTrial) -> None:
@@ -119,22 +109,17 @@ def _log(trial: FrozenTrial) -> None:
 
 def progress(trials: Iterable[FrozenTrial]) -> str:
     """Count the candidates that are finished, and name the flattest."""
-    n: Counter[str] = Counter()
+    counts = dict.fromkeys(["goal reached", "plateau", EQUAL_LOSS, "not converged", "failed"], 0)
     minima = []
     for trial in trials:
         minimum = Minimum.from_trial(trial)
         if trial.state == TrialState.COMPLETE and minimum.converged:
             minima.append((trial.values[0], trial.number))
-            known = {"plateau", EQUAL_LOSS}
-            n[minimum.ended_by if minimum.ended_by in known else "goal"] += 1
+            counts[minimum.ended_by if minimum.ended_by in counts else "goal reached"] += 1
         elif trial.state == TrialState.COMPLETE or minimum.failed:
-            n["open" if trial.state == TrialState.COMPLETE else "failed"] += 1
+            counts["failed" if minimum.failed else "not converged"] += 1
     best = "flattest {:.4g} (trial {})".format(*min(minima)) if minima else "no minimum yet"
-    return (
-        f"{best}, goal reached {n['goal']}, plateau {n['plateau']}, "
-        + f"{EQUAL_LOSS} {n[EQUAL_LOSS]}, " * bool(n[EQUAL_LOSS])
-        + f"not converged {n['open']}, failed {n['failed']}"
-    )
+    return ", ".join([best, *(f"{what} {n}" for what, n in counts.items() if n)])
 
 
 def _if_available(method: str) -> Callable[[Any], Any]:
@@ -160,6 +145,10 @@ MEAN = "mean"  # of the predictions of all networks that have learned
 _PREDICTORS = ("best_estimator_", "ensemble_")
 # attributes of what the search predicts with that the search has as well
 _OF_PREDICTOR = ("classes_", "n_features_in_", "feature_names_in_")
+
+
+def _draw_by_tpe(seed: int | None) -> TPESampler:
+    return TPESampler(seed=seed, n_startup_trials=10)
 
 
 class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
@@ -202,7 +191,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         Name of the study in the storage. If there is such a study, it is resumed: candidates that
         are finished or have failed are not trained again, those that were interrupted or killed
         are. A study that another process is training is refused. If None, every call of `fit`
-        makes a study, and warns if the storage holds the same.
+        makes a study.
     pruner : optuna pruner, optional
         Stops hopeless candidates early, by their training loss after each epoch; needs
         ``n_jobs=1``.
@@ -424,35 +413,39 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         for name in (*_PREDICTORS, "refit_time_", *_OF_PREDICTOR):
             self.__dict__.pop(name, None)
         rng = None if self.random_state is None else as_random_state(self.random_state)
-        # an objective draws its seed first, the search that of its sampler second
+        # the seed of candidates is drawn first, that of the sampler second
         self._random_state = copy.deepcopy(rng)
-        _, sampler_seed = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
-        objective = self._make_objective(X, y, X_test, y_test, fit_params)
+        _, seed = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
+        recipe = self._make_recipe(X, y, X_test, y_test, fit_params)
         check_arguments(self)
         check_number("timeout", timeout, optional=True)
         deadline = None if timeout is None else time.time() + timeout
-        after, recipe = _check_callbacks(callbacks), objective.recipe
-        points, n_trials = _plan(self, recipe.space)
-        choices, grid = recipe.space.distributions(), recipe.space.grid() or []
-        draws = Draws(sampler_seed, choices, grid) if self.sampler is None else None
+        after = list(callbacks or [])
+        points, n_trials = _plan(self, recipe.space, seed)
         check_store(recipe.store)
-        with log_level(quiet=self.verbose < 2):
-            study, storage = self._open_study(len(recipe.task.ranking), sampler_seed)
-            view = SearchStudy(study, storage)
-            with owned(view) as (owner, lost):
-                self._check_resumable(study, objective, storage)
-                measure_what_is_new(study, recipe)
-                candidates = Candidates(
-                    view, recipe, owner=owner, lost=lost, points=points, n_trials=n_trials,
-                    draws=draws, retry_failed=retry_failed, deadline=deadline,
-                )  # fmt: skip
-                trained, interrupted = self._train(candidates, objective, after)
+        study, storage = self._open_study(len(recipe.task.ranking), seed)
+        view = SearchStudy(study, storage)
+
+        def sampler_of(number: int) -> BaseSampler:
+            # depends on the number alone, so that an interrupted search goes on as it would have
+            if self.sampler is not None:
+                return view.sampler
+            return _draw_by_tpe(None if seed is None else zlib.crc32(b"%d" % number, seed))
+
+        with owned(view) as (owner, lost):
+            check_made_with(study, recipe)
+            recipe.measure_what_is_new(study)
+            candidates = Candidates(
+                view, recipe, owner=owner, lost=lost, points=points, n_trials=n_trials,
+                sampler_of=sampler_of, retry_failed=retry_failed, deadline=deadline,
+            )  # fmt: skip
+            trained, interrupted = self._train(candidates, after)
         self.study_ = study
-        self._objective = objective
-        self._rank(objective, interrupted)
+        self._recipe = recipe
+        self._rank(recipe, interrupted)
         if self.refit:
             started = time.perf_counter()
-            self._refit(objective, trained, interrupted)
+            self._refit(recipe, trained, interrupted)
             self.refit_time_ = time.perf_counter() - started
         return self
 
@@ -460,21 +453,20 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Open the storage, and create or load the study."""
         try:
             storage = open_storage(self.storage)
-            study = optuna.create_study(
-                directions=["minimize"] * n_objectives,
-                storage=storage,
-                # what a search draws by itself has samplers of its own, see `Draws`
-                sampler=copy.deepcopy(self.sampler)
-                or TPESampler(seed=seed, n_startup_trials=Draws.n_random),
-                pruner=self.pruner or optuna.pruners.NopPruner(),
-                study_name=self.study_name,
-                load_if_exists=self.study_name is not None,
-            )
+            with quiet_log():
+                study = optuna.create_study(
+                    directions=["minimize"] * n_objectives,
+                    storage=storage,
+                    sampler=copy.deepcopy(self.sampler) or _draw_by_tpe(seed),
+                    pruner=self.pruner or optuna.pruners.NopPruner(),
+                    study_name=self.study_name,
+                    load_if_exists=self.study_name is not None,
+                )
         except (TypeError, ValueError):  # what is wrong with the arguments
             raise
         except Exception as error:
             raise ValueError(
-                f"storage={without_password(self.storage)!r} cannot be used: {explain(error)} "
+                f"storage={without_password(self.storage)!r} cannot be used: {root_of(error)} "
                 "Expected the URL of a database, a file whose name ends in .db, .sqlite or .log "
                 "(a journal), a Path, or an optuna storage. Nothing was trained."
             ) from error
@@ -487,19 +479,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             )
         return study, storage
 
-    def _check_resumable(
-        self, study: optuna.Study, objective: MinimaObjective, storage: BaseStorage
-    ) -> None:
-        """Refuse to resume a study whose minima cannot be compared with those of this search."""
-        recipe = objective.recipe
-        check_space(recipe.space, study)
-        check_made_with(study, recipe, recipe.task.ranking)
-        complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        check_saved(recipe.store, complete)
-        warn_of_same(study, storage)
-
     def _train(
-        self, candidates: Candidates, objective: MinimaObjective, after: Sequence[Callback]
+        self, candidates: Candidates, after: Sequence[Callback]
     ) -> tuple[dict[int, Trained], bool]:
         """Train the candidates; return their networks, and whether Ctrl-C ended it."""
         trained: dict[int, Trained] = {}
@@ -512,59 +493,47 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 if shown:
                     bar.set_postfix_str(progress(study.get_trials(deepcopy=False)), refresh=False)
                 bar.update()
-                _log(trial)
+                if self.verbose > 1:
+                    _log(trial)
                 for callback in after:
                     callback(study, trial)
 
             jobs = n_processes(self.n_jobs)
-            interrupted = sweep(candidates, objective.recipe.task, jobs, self.fleet, keep)
+            interrupted = sweep(candidates, jobs, self.fleet, keep)
         return trained, interrupted
 
-    def _make_objective(
-        self, X: Any, y: Any, X_test: Any, y_test: Any, fit_params: Any
-    ) -> MinimaObjective:
-        """Make the objective that trains and measures each candidate."""
+    def _make_recipe(self, X: Any, y: Any, X_test: Any, y_test: Any, fit_params: Any) -> Recipe:
+        """Check the arguments, and collect what all candidates share."""
         if get_config()["enable_metadata_routing"]:
             fit_params = process_routing(self, "fit", **fit_params).estimator.fit
-        same = "artifact_store", "goal", "n_threads"
-        objective = MinimaObjective(
-            self.estimator,
-            X,
-            y,
-            self.space,
-            measures=listed(self.measure),
-            X_test=X_test,
-            y_test=y_test,
-            random_state=copy.deepcopy(self._random_state),
-            fit_params=dict(fit_params),
-            **{name: getattr(self, name) for name in same},
-        )
-        if not isinstance(self.sampler, NSGAIISampler | NSGAIIISampler):  # one objective
-            task = replace(objective.recipe.task, ranking=objective.names[:1])
-            objective.recipe = replace(objective.recipe, task=task)
-        return objective
+        several = isinstance(self.sampler, NSGAIISampler | NSGAIIISampler)
+        return Recipe.of(
+            self.estimator, X, y, self.space, self.measure, n_objectives=None if several else 1,
+            X_test=X_test, y_test=y_test, artifact_store=self.artifact_store, goal=self.goal,
+            random_state=copy.deepcopy(self._random_state), n_threads=self.n_threads,
+            fit_params=fit_params,
+        )  # fmt: skip
 
-    def _objective_of(self, X: Any, y: Any, fit_params: Any) -> MinimaObjective:
-        """Return the objective of `fit`, made again from the data if the search was unpickled."""
+    def _recipe_of(self, X: Any, y: Any, fit_params: Any) -> Recipe:
+        """Return the recipe of `fit`, made again from the data if the search was unpickled."""
         check_is_fitted(self, "minima_")
         if X is not None:
-            return self._make_objective(X, y, None, None, fit_params)
-        found: MinimaObjective | None = getattr(self, "_objective", None)
-        if found is None:
+            return self._make_recipe(X, y, None, None, fit_params)
+        if not hasattr(self, "_recipe"):
             raise ValueError(
                 "X and y are needed, to train or measure again: a search that was pickled left its "
                 "data behind. Pass those that fit was given."
             )
-        return found
+        return self._recipe
 
-    def _table(self, objective: MinimaObjective, others: Sequence[str] = ()) -> pd.DataFrame:
+    def _table(self, recipe: Recipe, others: Sequence[str] = ()) -> pd.DataFrame:
         """Return the unranked table of candidates, with `comparable` and short parameter names.
 
         Measures that no candidate has are columns of nan.
         """
-        table = candidate_table(self.study_, [*objective.measures, *others])
+        table = candidate_table(self.study_, [*recipe.task.measuring.names, *others])
         return mark_depth_band(
-            shorten_parameters(table, last_prefix(self.estimator)), objective.depth_band
+            shorten_parameters(table, last_prefix(self.estimator)), recipe.depth_band
         )
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
@@ -612,13 +581,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         members = dict(self.ensemble_.estimators) if hasattr(self, "ensemble_") else {}
         if f"trial{number}" in members:
             return members[f"trial{number}"].estimator
-        objective = self._objective_of(X, y, fit_params)
-        trial = find_trial(self.study_, number)
-        check_made_with(self.study_, objective.recipe, objective.recipe.task.ranking)
-        estimator, problem = objective.recipe.provide(trial)
-        if problem:
-            raise ValueError(problem)
-        return estimator
+        recipe = self._recipe_of(X, y, fit_params)
+        trials = {trial.number: trial for trial in self.study_.get_trials(deepcopy=False)}
+        check_made_with(self.study_, recipe)
+        return recipe.estimator_of(trials.get(number), number)
 
     def get_ensemble(
         self, k: int | None = None, X: Any = None, y: Any = None, **fit_params: Any
@@ -664,9 +630,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         check_integer("k", k, minimum=1, optional=True)
         numbers = self._first_trials(k)
         members = {f"trial{n}": self.get_estimator(n, X, y, **fit_params) for n in numbers}
-        known = hasattr(self, "ensemble_")  # that these predictions have a mean
-        targets = None if known else self._objective_of(X, y, fit_params).recipe.task.y
-        return average(members, targets)
+        # of an ensemble that was averaged before, the predictions have a mean
+        averaged = hasattr(self, "ensemble_")
+        return average(members, None if averaged else self._recipe_of(X, y, fit_params).task.y)
 
     def _first_trials(self, k: int | None) -> list[int]:
         """Return the trials of the first k minima; if None, of those that are averaged."""
@@ -707,7 +673,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             The labels or values that `fit` was given.
         retrain : bool, default=False
             Whether to train minima again, with the same seed, whose weights were not saved or
-            whose files are damaged; damaged files are replaced.
+            whose files are damaged.
         **fit_params
             The other arguments that `fit` was given, such as `sample_weight`; with X only.
 
@@ -723,9 +689,18 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             If no weights were saved (the search had no `artifact_store` when it trained), a
             name is not a measure, or estimator or data are not those of the study.
         """
-        objective = self._objective_of(X, y, fit_params)
-        names = remeasure(self.study_, objective.recipe, measures, retrain=retrain)
-        self.minima_ = rank_minima(self._table(objective, names), by=objective.names[0])
+        recipe = self._recipe_of(X, y, fit_params)
+        measuring = Measuring(listed(measures))
+        check_made_with(self.study_, recipe, also=measuring)
+        trials = self.study_.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if not retrain and not any(recipe.has_weights(trial) for trial in trials):
+            raise ValueError(
+                "no weights of these minima were saved, so they cannot be measured again. Give the "
+                "search an artifact_store, such as a folder, before it trains, or set retrain=True."
+            )
+        recipe.complete(self.study_, measuring, held_out=False, retrain=retrain)
+        table = self._table(recipe, measuring.names)
+        self.minima_ = rank_minima(table, by=recipe.task.ranking[0])
         return self.minima_
 
     def report(self, path: Any = None) -> Path | str:
@@ -896,13 +871,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         tags.input_tags = inner.input_tags
         return tags
 
-    def _rank(self, objective: MinimaObjective, interrupted: bool) -> None:
+    def _rank(self, recipe: Recipe, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
-        table, space = self._table(objective), objective.recipe.space
+        table, space = self._table(recipe), recipe.space
         stored_as = None if self.storage is None else self.study_.study_name
-        check_table(table, interrupted, self.estimator, stored_as)
-        by = objective.names[0]
-        warn_if_few_fit(table, by, objective.depth_band)
+        check_table(table, interrupted, stored_as)
+        by = recipe.task.ranking[0]
+        warn_if_few_fit(table, by, recipe.depth_band)
         self.minima_ = rank_minima(table, by=by)
         trials = self.study_.get_trials(deepcopy=False)
         best = int(self.minima_["trial"].iloc[0])
@@ -911,14 +886,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         self.best_params_ = space.values(trials[best])
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
 
-    def _refit(
-        self, objective: MinimaObjective, trained: Mapping[int, Trained], interrupted: bool
-    ) -> None:
+    def _refit(self, recipe: Recipe, trained: Mapping[int, Trained], interrupted: bool) -> None:
         """Set what the search predicts with.
 
         Only the flattest is trained again, if an earlier session trained it, but not after Ctrl-C.
         """
-        best, recipe = int(self.minima_["trial"].iloc[0]), objective.recipe
+        best = int(self.minima_["trial"].iloc[0])
         trials = self.study_.get_trials(deepcopy=False)
 
         def provide(number: int, *, retrain: bool) -> tuple[Any, str]:
@@ -975,4 +948,4 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     def __getstate__(self) -> Any:
         state: Any = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "_objective"}
+        return {name: value for name, value in state.items() if name != "_recipe"}

@@ -1,8 +1,8 @@
 """The parameters that a search varies: choices, ranges of numbers, functions of a trial."""
 
-import inspect
+import copy
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pickle import PicklingError
@@ -18,14 +18,10 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-from optuna.trial import FixedTrial, FrozenTrial, TrialState
-from skorch import NeuralNet
+from optuna.trial import FixedTrial, FrozenTrial
 from torch import Tensor
 
-from relflat_sk._checks import did_you_mean, is_number
-from relflat_sk._warnings import warn
-from relflat_sk.minima._minimum import Minimum
-from relflat_sk.search._data import DATA_NAMES, LR_SCALING, is_data_name
+from relflat_sk.search._storage import quiet_log
 
 PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
 
@@ -57,7 +53,6 @@ class Space:
         self.entries: dict[str, Entry] = {}
         # labels are made once: a class of a script has another `repr` in a worker process
         self.choices: dict[str, dict[Any, Any]] = {}  # the value of each label
-        self.pairs: dict[str, tuple[float, float]] = {}  # which may be meant as ranges
         for name, values in space.items():
             self._read(str(name), values)
 
@@ -77,68 +72,37 @@ class Space:
                 f"function of a trial, got {values!r}. A single value goes into a list: "
                 f"[{_name(values)}]."
             )
-        if isinstance(values, tuple) and len(values) == 2 and all(map(is_number, values)):
-            self.pairs[name] = values
         if not len(values):
             raise ValueError(f"space[{name!r}] has no choices.")
         self.choices[name] = _label_each(values)
         self.entries[name] = CategoricalDistribution(tuple(self.choices[name]))
 
-    def check(self, estimator: Any) -> None:
-        """Refuse names that are not parameters of an estimator, before anything is trained."""
-        if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
-            raise TypeError(
-                "estimator must be an instance of a scikit-learn estimator or skorch net, got "
-                f"{estimator!r}."
-            )
-        of_search = (*DATA_NAMES, LR_SCALING)
-        for name in self.entries:
-            if name in of_search:
-                continue
-            problem = _problem_with(estimator, name, self.entries)
-            meant = [one for one in of_search if name.endswith(f"__{one}")]
-            if is_data_name(name) and problem:
-                problem = f"the names that vary the data are {list(DATA_NAMES)}."
-            elif meant and problem:
-                problem = f"{meant[0]!r} is the search's own: write it without a prefix."
-            if problem:
-                raise ValueError(f"space names {name!r}, but {problem}")
-        for name, pair in self.pairs.items():
-            low, high = sorted(pair)
-            # parameters of a net's parts have no value yet
-            if low < high and any(
-                isinstance(one, float) for one in (*pair, estimator.get_params().get(name))
-            ):
-                warn(
-                    f"space[{name!r}] is two choices, {low} and {high}. For the range between "
-                    f"them, give optuna.distributions.FloatDistribution({low}, {high}); "
-                    f"for two choices, a list: [{low}, {high}]."
-                )
-
-    def possible(self, estimator: Any) -> Iterator[tuple[str, Any]]:
-        """List the values that parameters have in a search, but for those of steps that vary."""
-        varied = tuple(f"{name}__" for name in self.entries)
-        for name, value in estimator.get_params().items():
-            if not f"{name}__".startswith(varied):
-                yield name, value
-        for name, choices in self.choices.items():
-            yield from ((name, value) for value in choices.values())
+    def example(self) -> dict[str, Any]:
+        """Return a value for each parameter: its first choice, or the least of its range."""
+        choices = {name: next(iter(values.values())) for name, values in self.choices.items()}
+        return choices | {
+            name: entry.low
+            for name, entry in self.entries.items()
+            if isinstance(entry, FloatDistribution | IntDistribution)
+        }
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """Return the distributions that Optuna draws from."""
         entries = self.entries.items()
-        return {name: one for name, one in entries if isinstance(one, BaseDistribution)}
+        return {name: entry for name, entry in entries if isinstance(entry, BaseDistribution)}
 
     def described(self) -> dict[str, Any]:
-        """Return what the study cannot know: functions, and choices that Optuna cannot store."""
-        functions = {name: entry for name, entry in self.entries.items() if callable(entry)}
-        choices = {
-            f"{name}={label}": value
-            for name, values in self.choices.items()
-            for label, value in values.items()
-            if not isinstance(value, PLAIN)
-        }
-        return choices | functions | ({} if self.function is None else {"": self.function})
+        """Return what must stay as it is if trials are to be added to a study.
+
+        A range may change: its trials stay what they are.
+        """
+        described: dict[str, Any] = {} if self.function is None else {"": self.function}
+        for name, entry in self.entries.items():
+            if isinstance(entry, FloatDistribution | IntDistribution):
+                described[name] = [type(entry), entry.log]
+            else:
+                described[name] = self.choices.get(name, entry)
+        return described
 
     def suggest(self, trial: Any) -> dict[str, Any]:
         """Draw one value for each parameter, from functions that can be called again."""
@@ -185,8 +149,18 @@ class Space:
         }
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the values that a finished trial had; of a failed one, those that it drew."""
-        return self.draw_again(FixedTrial(trial.params, trial.number))[0]
+        """Return the values that a finished trial had; of a failed one, those that it drew.
+
+        Ranges are those from which it drew.
+        """
+        then = copy.copy(self)
+        ranges = FloatDistribution | IntDistribution
+        then.entries = self.entries | {
+            name: distribution
+            for name, distribution in trial.distributions.items()
+            if isinstance(distribution, ranges) and isinstance(self.entries.get(name), ranges)
+        }
+        return then.draw_again(FixedTrial(trial.params, trial.number))[0]
 
     def draw_again(self, trial: Any) -> tuple[dict[str, Any], dict[str, Exception]]:
         """Draw the values of a trial of which all or some are known, and return what fails.
@@ -212,14 +186,21 @@ class Space:
         if not self.choices or len(self.choices) < len(drawn):
             return None
         labels = product(*self.choices.values())
-        points = [dict(zip(self.choices, one, strict=True)) for one in labels]
-        if len(drawn) < len(self.entries):  # functions may draw more
-            for point in points:
-                trial = _Point(dict(point))
-                self.draw_again(trial)  # a candidate reports what its functions raise
-                if not trial.asked <= point.keys():
-                    return None
-        return points
+        points = [dict(zip(self.choices, combination, strict=True)) for combination in labels]
+        draws_more = len(drawn) < len(self.entries) and self._draws_more(points)
+        return None if draws_more else points
+
+    def _draws_more(self, points: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether functions draw other parameters than the choices of a grid."""
+        with quiet_log():
+            study = optuna.create_study()
+        for point in points:
+            study.enqueue_trial(dict(point))
+            trial = study.ask()
+            self.draw_again(trial)
+            if trial.params.keys() - point.keys():
+                return True
+        return False
 
 
 class _Label(str):
@@ -313,99 +294,3 @@ def _name(value: Any) -> str:
 def plain_repr(value: Any) -> str:
     """Return the `repr` of a value without addresses, which differ in every process."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-
-
-class _Point(FixedTrial):
-    """A trial with the choices of a grid, which notes the names that functions ask for."""
-
-    def __init__(self, params: dict[str, Any]) -> None:
-        super().__init__(params)
-        self.asked: set[str] = set()
-
-    def suggest_float(self, name: str, *args: Any, **kwargs: Any) -> float:
-        self.asked.add(name)
-        return super().suggest_float(name, *args, **kwargs)
-
-    def suggest_int(self, name: str, *args: Any, **kwargs: Any) -> int:
-        self.asked.add(name)
-        return super().suggest_int(name, *args, **kwargs)
-
-    def suggest_categorical(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.asked.add(name)
-        return super().suggest_categorical(name, *args, **kwargs)
-
-
-# parts of a skorch net: parameters such as module__n_features are arguments of their constructors
-_PARTS = ("module", "criterion", "optimizer")
-
-
-def _problem_with(estimator: Any, name: str, varied: Collection[str], prefix: str = "") -> str:
-    """Return why an estimator cannot be given a parameter of a name; empty if it can."""
-    params = estimator.get_params()
-    if name in params:
-        return ""
-    head, _, tail = name.partition("__")
-    if tail and isinstance(estimator, NeuralNet) and head in {*_PARTS, *estimator.prefixes_}:
-        part = getattr(estimator, head, None)
-        if f"{prefix}{head}" in varied or head not in _PARTS:
-            return ""
-        return _problem_with_argument(part if isinstance(part, type) else type(part), tail)
-    if tail and hasattr(params.get(head), "get_params"):
-        return _problem_with(params[head], tail, varied, f"{prefix}{head}__")
-    own = sorted(param for param in params if "__" not in param)
-    others = " and any module__, optimizer__, criterion__ ..." * isinstance(estimator, NeuralNet)
-    known = f" It has {own}{others}."
-    question = did_you_mean(f"{prefix}{name}", [f"{prefix}{param}" for param in params])
-    return f"{type(estimator).__name__} has no parameter {name!r}.{question or known}"
-
-
-def _problem_with_argument(part: type, name: str) -> str:
-    """Return why the constructor of a net's part cannot take an argument; empty if it can."""
-    try:
-        arguments = inspect.signature(part).parameters
-    except (TypeError, ValueError):  # implemented in C, without a signature
-        return ""
-    takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
-    if takes_any or name in arguments or name.startswith("param_groups"):
-        return ""
-    return f"{part.__name__} takes no argument {name!r}. It takes {sorted(arguments)}."
-
-
-# -- continuing a study: the same parameters, in ranges that are at least as wide -----------------
-
-
-def check_space(space: Space, study: optuna.Study) -> None:
-    """Refuse to continue a study of another space."""
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
-        problem = _problem_with_trial(space, trial)
-        if problem:
-            raise ValueError(
-                f"study {study.study_name!r} was made over another space: {problem}. Within a "
-                "study, ranges can be made wider, but choices stay. For another space, give this "
-                "search a study_name of its own."
-            )
-
-
-def _problem_with_trial(space: Space, trial: FrozenTrial) -> str:
-    """Say how a space gives a finished trial other parameters than it has; empty if it does not."""
-    for name, distribution in space.distributions().items():
-        before = trial.distributions.get(name, distribution)
-        if not _continues(before, distribution):
-            return f"{name!r} was drawn from {before}, and is now drawn from {distribution}"
-    again = FixedTrial(trial.params, trial.number)
-    params, errors = space.draw_again(again)
-    recorded = Minimum.from_trial(trial).params.items()
-    # the search computes scaled learning rates itself
-    then = trial.params | {n: x for n, x in recorded if not n.startswith("scaled_")}
-    now = dict.fromkeys(space.entries, "no value") | again.params | space.computed(again, params)
-    if then == now:
-        return ""
-    why = "".join(f" ({name}: {error})" for name, error in errors.items())
-    return f"trial {trial.number} has {then}, but in this space it has {now}{why}"
-
-
-def _continues(before: Any, now: Any) -> bool:
-    """Return whether a distribution can continue another one."""
-    if type(before) is not type(now) or isinstance(before, CategoricalDistribution):
-        return bool(before == now)
-    return bool(before.log == now.log and now.low <= before.low and before.high <= now.high)

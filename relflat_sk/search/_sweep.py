@@ -18,6 +18,7 @@ from itertools import chain, islice
 from typing import Any
 
 import joblib
+import optuna
 from joblib import Parallel, delayed
 from joblib.parallel import get_active_backend
 from optuna.trial import FrozenTrial
@@ -26,9 +27,8 @@ from relflat_sk._checks import is_integer
 from relflat_sk.fleet._fleet import Fleet, fleet_size
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._candidates import Candidate, Candidates
-from relflat_sk.search._failures import StorageFailedError
+from relflat_sk.search._failures import StorageFailedError, blame_storage
 from relflat_sk.search._fit import OnEpoch, isolated, nets_of
-from relflat_sk.search._recipe import pruning
 from relflat_sk.search._task import Task, Trained, train
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
@@ -49,13 +49,10 @@ def n_processes(n_jobs: int | None) -> int:
 
 
 def sweep(
-    candidates: Candidates,
-    task: Task,
-    n_jobs: int,
-    fleet: int | str | None,
-    on_finished: OnFinished,
+    candidates: Candidates, n_jobs: int, fleet: int | str | None, on_finished: OnFinished
 ) -> bool:
     """Train all candidates left; return whether Ctrl-C ended it."""
+    task = candidates.recipe.task
 
     def tell(*result: Any) -> None:
         on_finished(candidates.tell(*result), result[-1])
@@ -108,6 +105,22 @@ def _train_together(
         _LOG.log(level, f"trained one by one: {kind} holds no net of relflat_sk")
     while train_next():
         pass
+
+
+def pruning(trial: Any) -> OnEpoch | None:
+    """Return what reports the epochs of a trial to the pruner of its study, if it has one."""
+    study = getattr(trial, "study", None)
+    if study is None or len(study.directions) > 1:
+        return None
+    if isinstance(study.pruner, optuna.pruners.NopPruner):
+        return None
+
+    def on_epoch(epoch: int, loss: float) -> bool:
+        with blame_storage(study):
+            trial.report(loss, epoch)
+            return bool(trial.should_prune())
+
+    return on_epoch
 
 
 # -- processes -----------------------------------------------------------------------------------

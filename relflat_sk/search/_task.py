@@ -59,8 +59,8 @@ class Task:
 
     def prepare(self, params: Mapping[str, Any], seed: int) -> Any:
         """Make the estimator of a candidate."""
-        own = split_params(params)[0] | scale_lr(self.estimator, params)
-        return prepare(self.estimator, own, seed, self.goal)
+        of_estimator = split_params(params)[0] | scale_lr(self.estimator, params)
+        return prepare(self.estimator, of_estimator, seed, self.goal)
 
     def measure(
         self, names: Sequence[str], estimator: Any, data: TrainingData, seed: int
@@ -168,11 +168,3 @@ def train_again(task: Task, params: Mapping[str, Any], seed: int, *, together: b
         for check in later:
             check()
     return estimator
-
-
-def held_out(task: Task, estimator: Any, params: Mapping[str, Any], train_loss: float) -> Minimum:
-    """Compute the loss and the scores of a trained candidate on held-out data."""
-    minimum = Minimum(train_loss=train_loss)
-    record_held_out(minimum, estimator, task.data(params), task.X_test, task.y_test)
-    minimum.train_loss = None
-    return minimum

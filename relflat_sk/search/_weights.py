@@ -10,7 +10,7 @@ import io
 import tempfile
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,7 +31,7 @@ from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import seeded
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData
-from relflat_sk.search._failures import blame_call, explain
+from relflat_sk.search._failures import blame_call
 from relflat_sk.search._steps import last_step
 from relflat_sk.search._task import Trained
 from relflat_sk.training._after_fit import measured_later
@@ -72,32 +72,12 @@ def as_store(store: Any) -> Any:
 
 
 def check_store(store: Any) -> None:
-    """Refuse a store that cannot be written to, by writing a file and removing it."""
-    if store is None:
-        return
-    name = f"probe-{uuid.uuid4().hex}"
-    try:
-        store.write(name, io.BytesIO(b"probe"))
-        store.remove(name)
-    except Exception as error:
-        raise ValueError(
-            f"artifact_store={store!r} cannot be written to: {explain(error)} Nothing was trained."
-        ) from error
-
-
-def check_saved(store: Any, trials: Sequence[FrozenTrial]) -> None:
-    """Refuse another store than that of a study: one without its first file and its last."""
-    saved = [trial for trial in trials if "artifact_id" in trial.user_attrs]
-    if store is None or not saved:
-        return
-    for trial in (saved[0], saved[-1]):
-        try:
-            _open(store, trial).close()
-        except DamagedWeightsError as error:
-            lost = error
-        else:
-            return
-    raise ValueError(f"{lost} Give the artifact_store that the search was run with.") from None
+    """Write a file to a store and remove it, so that it fails before anything is trained."""
+    if store is not None:
+        name = f"probe-{uuid.uuid4().hex}"
+        with blame_call(f"artifact_store={store!r} cannot be written to", "Give another."):
+            store.write(name, io.BytesIO(b"probe"))
+            store.remove(name)
 
 
 def _open(store: Any, trial: FrozenTrial) -> BinaryIO:
@@ -124,15 +104,6 @@ def save_weights(store: Any, trial: optuna.Trial, weights: Weights, minimum: Min
             artifact_store=store, file_path=str(path), study_or_trial=trial
         )
     minimum.weights_hash = _checksum(weights)
-
-
-def replace_weights(store: Any, minimum: Minimum, weights: Weights) -> None:
-    """Write the weights of a minimum again, if they are the same to the bit."""
-    if store is not None and minimum.weights_hash == _checksum(weights):
-        content = io.BytesIO()
-        torch.save(weights, content)
-        content.seek(0)
-        store.write(minimum.artifact_id, content)
 
 
 def _checksum(weights: Weights) -> str:

@@ -11,7 +11,6 @@ from optuna.artifacts import FileSystemArtifactStore
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
-from relflat_sk.search import _task
 from relflat_sk.search._failures import CallError
 from relflat_sk.search._storage import open_storage
 from tests.search.examples import NO_MINIMA, X_TEST, Y_TEST, X, Y, attributes_of, load, logistic
@@ -212,26 +211,6 @@ def test_damaged_weights_are_named_and_the_others_are_measured(stored, tmp_path,
     expected = logistic(SPACE, measure=["relative_flatness", "l2_norm"]).fit(X, Y).minima_
     expected = expected.set_index("trial").sort_index()
     np.testing.assert_allclose(whole["l2_norm"], expected["l2_norm"], rtol=1e-6)
-    # the file is whole again
-    search.remeasure(["hessian_trace"])
-    assert search.minima_["hessian_trace"].notna().all()
-    damage(path)
     with pytest.warns(FlatnessWarning, match=AGAIN):
         again = search.get_estimator(1)
     np.testing.assert_array_equal(again.predict_proba(X), predicted)
-    np.testing.assert_array_equal(search.get_estimator(1).predict_proba(X), predicted)
-
-
-def test_other_weights_do_not_take_the_place_of_the_first(stored, tmp_path, monkeypatch):
-    """Another version of a library may compute other bits, of as good a network."""
-    search, path, _ = damaged_search(stored, tmp_path / "minima", truncate)
-    size, fit = path.stat().st_size, _task.fit
-
-    def fit_otherwise(estimator, *arguments):
-        fit(estimator, *arguments)
-        estimator.coef_ = estimator.coef_ + 1e-3
-
-    monkeypatch.setattr(_task, "fit", fit_otherwise)
-    with pytest.warns(FlatnessWarning, match=AGAIN):
-        search.remeasure(["l2_norm"], retrain=True)
-    assert path.stat().st_size == size

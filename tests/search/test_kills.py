@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 
 import optuna
 import pytest
@@ -22,7 +21,6 @@ from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatMinimaSearch, FlatnessWarning, MinimaObjective
-from relflat_sk.search import _storage
 from relflat_sk.search._storage import open_storage
 from tests.processes import fork_workers_of_joblib, forkserver
 from tests.search.examples import X, Y
@@ -378,19 +376,18 @@ def locked(folder, file):
         other.close()
 
 
-FREE = "Free space on its disk"
+FULL = "full|[Nn]o space|too large|I/O"
 FAULTS = [
-    *((fault, kind, FREE) for fault in (full_disk, file_that_cannot_grow) for kind in FILES),
-    (locked, "sqlite", "Another program holds the lock"),
+    *((fault, kind, FULL) for fault in (full_disk, file_that_cannot_grow) for kind in FILES),
+    (locked, "sqlite", "locked"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "storage", "advice"), FAULTS)
+@pytest.mark.parametrize(("fault", "storage", "why"), FAULTS)
 @pytest.mark.parametrize("way", ["alone", "loky"])
 def test_a_storage_that_fails_is_named_and_the_next_call_goes_on(
-    fault, storage, advice, way, tmp_path, monkeypatch
+    fault, storage, why, way, tmp_path
 ):
-    monkeypatch.setattr(_storage, "LOCK_TIMEOUT", 1)  # instead of 60 s
     disk, log = tmp_path / "disk", tmp_path / "log"
     disk.mkdir()
     log.mkdir()
@@ -404,7 +401,7 @@ def test_a_storage_that_fails_is_named_and_the_next_call_goes_on(
                 begin()
 
         search = make_search(log, "memory", way, **stored)
-        with pytest.raises(RuntimeError, match=f"storage of study 'sweep' failed: .*{advice}"):
+        with pytest.raises(RuntimeError, match=f"storage of study 'sweep' failed: .*({why})"):
             search.fit(X, Y, callbacks=[begin_late])
         end()
         study = optuna.load_study(study_name="sweep", storage=open_storage(file))
@@ -435,12 +432,3 @@ def test_a_server_that_restarts(postgresql, tmp_path):
     search = make_search(tmp_path, "memory", storage=postgresql.url, study_name="sweep")
     assert_complete(search.fit(X, Y, callbacks=[restart]), tmp_path)
     assert faults
-
-
-def test_a_place_that_cannot_be_written_to(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o555)
-    if os.access(folder, os.W_OK):
-        pytest.skip("root may write everywhere")
-    with pytest.raises(ValueError, match="may not write to the folder"):
-        make_search(tmp_path, "memory", storage=Path(folder / "minima.log")).fit(X, Y)

@@ -90,8 +90,7 @@ def test_remeasuring_by_name_and_by_function(kept):
     smallest_weight.__name__ = "coefficients"
     with pytest.raises(ValueError, match="measure coefficients: "):
         search.remeasure([smallest_weight])
-    with pytest.raises(ValueError, match="measures must be a sequence of names, got <function"):
-        search.remeasure(coefficients)
+    assert search.remeasure(coefficients)["coefficients"].notna().all()  # one is enough
 
 
 def test_a_resumed_study_knows_the_function(kept):
@@ -112,7 +111,7 @@ def test_a_measure_that_is_not_finite_is_no_minimum():
     def nowhere(model, X, y):
         return np.inf
 
-    message = r"no candidate has a finite measure.*\n  3 x cannot be ranked: nowhere is inf"
+    message = r"no candidate converged.*\n  3 x cannot be ranked: nowhere is inf"
     with pytest.warns(FlatnessWarning, match=message):
         search = logistic(SPACE, measure=nowhere).fit(X, Y)
     assert not search.minima_["converged"].any()
@@ -278,8 +277,9 @@ def test_saturated_networks_rank_behind_all_minima():
 
 
 def test_only_saturated_networks():
-    message = "no candidate has a curvature to compare.*train to a larger loss"
-    with pytest.warns(FlatnessWarning, match=message):
+    with pytest.warns(
+        FlatnessWarning, match="no candidate converged[\\s\\S]*has no curvature left"
+    ):
         found = search_gains([SATURATES]).fit(*BLOBS)
     assert not found.minima_["converged"].any()
     assert found.score(*BLOBS) == 1
@@ -318,7 +318,7 @@ def test_the_mean_has_networks_that_have_learned_but_do_not_reach_the_common_los
     found = FlatMinimaSearch(
         net, {"batch_size": [16, 32]}, measure="comparable_flatness", random_state=0
     )
-    with pytest.warns(FlatnessWarning, match="no candidate has a finite measure"):
+    with pytest.warns(FlatnessWarning, match="no candidate converged"):
         found.fit(X.astype(np.float32), y)
     assert found.minima_["state"].tolist() == ["complete", "complete"]
     assert found.minima_["comparable_flatness"].isna().all()

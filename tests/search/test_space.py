@@ -1,7 +1,6 @@
 """Tests for `space`: forms of a space, labels, what is refused."""
 
 import functools
-import warnings
 
 import numpy as np
 import optuna
@@ -16,13 +15,11 @@ from torch import nn
 
 from relflat_sk import (
     MinimaObjective,
-    RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
     relative_flatness,
 )
-from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.search._space import Space, check_space
+from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
 from tests.search.examples import X, Y, logistic, make_net, make_search, train_one
 from tests.search.storages import FILES
@@ -157,7 +154,6 @@ def test_one_function_of_the_trial_is_a_space():
     assert space.values(trial) == {"batch_size": size, "lr": 0.01 * size}
     assert trial.user_attrs["param_lr"] == 0.01 * size
     assert space.grid() is None
-    check_space(Space(of_trial), study_of(space))
     with pytest.raises(TypeError, match="must return a dict of parameters, got None"):
         draw(Space(lambda trial: None))
 
@@ -181,18 +177,6 @@ def test_search_over_one_function_of_the_trial():
     assert train_one(LogisticRegression(), lambda trial: {"C": 0.5})[2].C == 0.5
 
 
-def test_two_numbers_for_a_float_are_choices_and_perhaps_no_range():
-    with pytest.warns(FlatnessWarning, match=r"is two choices, 0.01 .*FloatDistribution\(0.01, 0"):
-        Space({"C": (0.01, 0.1)}).check(LogisticRegression())
-    net = RelativeFlatnessRegularizedClassifier()
-    with pytest.warns(FlatnessWarning, match=r"two choices, 0.0 and 0.1.* list: \[0.0, 0.1\]"):
-        Space({"optimizer__weight_decay": (0.1, 0.0)}).check(net)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Space({"C": [0.01, 0.1], "max_iter": (5, 10)}).check(LogisticRegression())
-        Space({"batch_size": (16, 64), "max_epochs": (1, 2)}).check(net)
-
-
 def test_values_of_a_trial_that_failed_while_drawing():
     def broken(trial):
         raise KeyError("lr")
@@ -204,14 +188,6 @@ def test_values_of_a_trial_that_failed_while_drawing():
         distributions={"batch_size": CategoricalDistribution((8, 16))},
     )
     assert space.values(trial) == {"batch_size": 16}
-
-
-def test_the_same_space_goes_on_with_its_study():
-    space = Space({"lr": [0.1, 0.2], "n": IntDistribution(1, 3), "b": lambda trial: 3})
-    check_space(space, study_of(space))
-    # ranges may grow
-    wider = {"lr": [0.1, 0.2], "n": IntDistribution(1, 9), "b": lambda trial: 3}
-    check_space(Space(wider), study_of(space))
 
 
 # -- choices that are enqueued, and the way back -------------------------------------------------
@@ -295,56 +271,3 @@ def test_an_enqueued_candidate_is_trained_as_it_would_have_been(tmp_path):
     study.enqueue_trial({"module__hidden_layer_sizes": (4,), "lr": 0.05})
     resumed = make_search(net, space, storage=tmp_path / "minima.db", study_name="sweep")
     assert resumed.fit(X, Y).minima_["state"].eq("complete").tolist() == [True, True]
-
-
-CHOICES = {"lr": [0.1, 0.2]}
-FLOATS, INTEGERS = {"n": FloatDistribution(2, 8)}, {"n": IntDistribution(2, 8)}
-DRAWN = {"lr": [0.1, 0.2], "n": [3, 4]}
-COMPUTED = {"lr": [0.1, 0.2], "n": lambda trial: 3}
-OTHER_NAME = {"lr": [0.1, 0.2], "n": lambda trial: trial.suggest_int("m", 3, 4)}
-FUNCTION = {"n": lambda trial: 3 + trial.suggest_int("m", 0, 1)}
-
-
-@pytest.mark.parametrize(
-    ("before", "now", "match"),
-    [
-        (CHOICES, {"lr": [0.1, 0.3]}, r"'lr' was drawn from .*0\.2\)\), and is now .*0\.3\)\)"),
-        (CHOICES, {"lr": FloatDistribution(0.1, 0.2)}, "drawn from Cat.* now drawn from Float"),
-        (CHOICES, {"n": [1]}, "study_name of its own"),
-        (CHOICES, DRAWN, r"has \{'lr': 0\..\}, but in this space it has \{'lr': .* 'no value'\}"),
-        (DRAWN, CHOICES, r"has \{'lr': 0\.., 'n': .\}, but in this space it has \{'lr': 0\..\}"),
-        (FLOATS, {"n": FloatDistribution(3, 8)}, "ranges can be made wider"),
-        (INTEGERS, {"n": IntDistribution(2, 7)}, "ranges can be made wider"),
-        (FLOATS, {"n": FloatDistribution(2, 8, log=True)}, "'n' was drawn from Float"),
-        (FLOATS, INTEGERS, "'n' was drawn from Float.* now drawn from Int"),
-        ({"n": [4]}, {"n": lambda trial: 3}, r"'n': 4\}, but in this space it has \{'n': 3\}"),
-        (COMPUTED, DRAWN, r"'n': 3\}, but in this space .* 'n': 'no value'\}"),
-        (COMPUTED, CHOICES, r"'n': 3\}, but in this space it has \{'lr': 0\..\}"),
-        (CHOICES, COMPUTED, r"but in this space it has \{'lr': 0\.., 'n': 3\}"),
-        (
-            COMPUTED,
-            {**DRAWN, "n": lambda trial: trial.params["m"]},
-            r"'n': 'no value'\} \(n: 'm'\)",
-        ),
-        (OTHER_NAME, COMPUTED, "'m': .* but in this space"),
-        (FUNCTION, {"n": lambda trial: 5 + trial.suggest_int("m", 0, 1)}, "'n': [34]}, but in"),
-    ],
-)
-def test_another_space_does_not_go_on_with_a_study(before, now, match):
-    """Otherwise the best parameters of earlier trials would be those of another function."""
-    study = study_of(Space(before))
-    check_space(Space(before), study)
-    with pytest.raises(ValueError, match=f"was made over another space: .*{match}"):
-        check_space(Space(now), study)
-
-
-def test_scaled_learning_rates_are_no_axes():
-    study = study_of(Space(COMPUTED))
-    trial = create_trial(
-        value=1.0,
-        params=study.trials[0].params,
-        distributions=study.trials[0].distributions,
-        user_attrs={"param_n": 3, "param_scaled_lr": 0.4},
-    )
-    study.add_trial(trial)
-    check_space(Space(COMPUTED), study)

@@ -166,14 +166,6 @@ def test_without_weights(tmp_path, store):
         search.remeasure(["trace_flatness"], X, Y)
 
 
-def test_a_study_whose_weights_are_elsewhere_is_not_resumed(stored, kept, tmp_path, monkeypatch):
-    logistic(n_trials=2, refit=False, **kept).fit(X, Y)
-    monkeypatch.setattr(_task, "fit", None)
-    with pytest.raises(ValueError, match="the weights of trial 1, .* are not in artifact_store="):
-        logistic(artifact_store=tmp_path / "elsewhere", **stored).fit(X, Y)
-    assert len(load(stored).trials) == 2
-
-
 @pytest.mark.parametrize("lost", [0, 2])
 def test_lost_files_are_those_of_damaged_weights(stored, kept, tmp_path, lost):
     """The flattest is trained again by the search, the others by `remeasure`."""
