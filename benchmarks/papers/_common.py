@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks._harness.data import load_images
 from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.timing import environment, table
-from relflat_sk import correlate_measures
+from relflat_sk import correlate_measures, measure
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
 _WIDEST = 0.4  # of an interval around a printed number that counts as agreement
@@ -105,6 +105,16 @@ def gaps_of(net: Any, data: Arrays) -> dict[str, float]:
     X, y, X_test, y_test = data
     train, test = ((net.predict(part) != of).mean() for part, of in ((X, y), (X_test, y_test)))
     return losses_of(net, data) | {"error_gap": float(test - train)}
+
+
+def at_equal_loss(name: str, model: Any, X: Any, y: Any, share: float, **given: Any) -> float:
+    """Measure at a share of a constant's loss; nan for networks that have not learned so much."""
+    try:
+        return measure(name, model, X, y, at_loss=share, random_state=0, **given)
+    except ValueError as error:
+        if "no temperature gives the loss" not in str(error):
+            raise
+        return np.nan
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks._harness.networks import LeNet5
 from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import Arrays, gaps_of, init
+from benchmarks.papers._common import Arrays, at_equal_loss, gaps_of, init
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
@@ -99,8 +99,8 @@ def of_layer(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
         for end, one in {"": module, "_rescaled": rescaled}.items()
         for name in ("trace_flatness", "eigenvalue_flatness", "hessian_trace")
     }
-    found["trace_flatness_at_loss"] = measure(
-        "trace_flatness", module, X, y, criterion=nn.CrossEntropyLoss(), at_loss=AT_LOSS
+    found["trace_flatness_at_loss"] = at_equal_loss(
+        "trace_flatness", module, X, y, AT_LOSS, criterion=nn.CrossEntropyLoss()
     )
     neurons = neuron_robustness(module, X, y, DELTA, layers=-1, criterion=nn.CrossEntropyLoss())
     return found | {"robustness": neurons["robustness"].abs().max()}
@@ -116,7 +116,7 @@ def of_network(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
     given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": run["param_seed"]}
     own = {name: {} for name in NAMES} | {"pac_bayes_flatness": {"n_draws": 5}}
     found = {name: measure(name, module, X, y, **given, **own[name]) for name in NAMES}
-    found["relative_flatness_at_loss"] = measure(
-        "relative_flatness", module, X, y, **given, at_loss=AT_LOSS
+    found["relative_flatness_at_loss"] = at_equal_loss(
+        "relative_flatness", module, X, y, AT_LOSS, criterion=nn.CrossEntropyLoss()
     )
     return found | {"l2_norm_last": module.get_submodule("head").weight.square().sum().item()}

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
+    at_equal_loss,
     bootstrap,
     conditions,
     correlation,
@@ -69,8 +70,8 @@ def measures(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:
         found |= {f"{name}_all": values.sum(), f"{name}_largest": values.max()}
     joint = measure("joint_eigenvalue_flatness", model, X, y, rtol=0.05, random_state=0)
     at_loss = {
-        f"trace_flatness_{layer}_at_loss": measure(
-            "trace_flatness", model, X, y, layer=layer, at_loss=0.05, rtol=0.05, random_state=0
+        f"trace_flatness_{layer}_at_loss": at_equal_loss(
+            "trace_flatness", model, X, y, 0.05, layer=layer, rtol=0.05
         )
         for layer in (1, 4)
     }
