@@ -34,27 +34,48 @@ class ReplacedForwards:
     """Context in which modules run another forward method; afterwards they run their own.
 
     Replacements can be nested: a forward method that somebody else put in place of the class's
-    is put back, too. A class instead of a generator, because the training step enters it.
+    is put back, too. A copy of a module has no replacement. A class instead of a generator,
+    because the training step enters it.
     """
 
     def __init__(self, forwards: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> None:
         self._forwards = forwards
-        self._before: list[tuple[dict[str, Any], Any]] = []
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> Self:
         for module, forward in self._forwards:
             attributes = module.__dict__
-            self._before.append((attributes, attributes.get("forward")))
+            before = {name: attributes[name] for name in _REPLACED if name in attributes}
+            self._before.append((attributes, before))
+            if "__getstate__" not in before:  # of a replacement around this one
+                attributes["__getstate__"] = partial(_state_of_copy, module, before)
             attributes["forward"] = forward
         return self
 
     def __exit__(self, *_: object) -> None:
         while self._before:
-            attributes, forward = self._before.pop()
-            if forward is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = forward
+            attributes, before = self._before.pop()
+            for name in _REPLACED:
+                attributes.pop(name, None)
+            attributes.update(before)
+
+
+_REPLACED = "forward", "__getstate__"
+
+
+def _state_of_copy(module: nn.Module, before: dict[str, Any]) -> Any:
+    """Return what a copy of a module, or a pickle, gets: what is replaced for a while is left out.
+
+    Python asks the instance for this method, not its class.
+    """
+    state: Any = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
+    if not isinstance(state, dict):
+        return state
+    kept = {name: value for name, value in state.items() if name not in _REPLACED}
+    if "_modules" in kept:
+        parts = module._modules.items()
+        kept["_modules"] = {n: part for n, part in parts if not isinstance(part, InProjection)}
+    return kept | before
 
 
 def eagerly() -> AbstractContextManager[Any]:
@@ -119,6 +140,12 @@ class InProjection(nn.Linear):
         self.out_features = 3 * attention.embed_dim
         self.weight = attention.in_proj_weight
         self.bias = attention.in_proj_bias
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        """Save nothing: attention saves its parameters itself."""
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """Load nothing."""
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class QuietHooks:
 
     def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that does nothing while all are quiet."""
-        return lambda *args: None if self.is_quiet else hook(*args)
+        return _Guarded(self, hook)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -70,6 +71,24 @@ class QuietHooks:
             self.is_quiet = False
             for activation, gradient in before:
                 activation.grad = gradient
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """A hook that does nothing while all are quiet; a copy of it is the hook itself."""
+
+    hooks: QuietHooks
+    hook: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.hooks.is_quiet else self.hook(*args)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return _same, (self.hook,)
+
+
+def _same(hook: Callable[..., Any]) -> Callable[..., Any]:
+    return hook
 
 
 class _OfActivations(TorchFunctionMode):

@@ -748,6 +748,52 @@ def test_a_resumed_training_goes_on_as_the_uninterrupted_one(copied, layer):
     assert torch.equal(*found)
 
 
+class Attending(nn.Module):
+    """Has all that is replaced while a penalty records: layers, norms, attention, hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 8), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.last = nn.Linear(8, 3)
+        self.last.register_full_backward_hook(lies_still)
+
+    def forward(self, X):
+        h = self.norm(self.first(X))[:, None]
+        return self.last(self.attention(h, h, h)[0].squeeze(1))
+
+
+def lies_still(layer, grad_input, grad_output):
+    """Hook that does nothing."""
+
+
+def averaged(net):
+    return AveragedModel(net).module
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, averaged])
+@pytest.mark.parametrize("layer", [-1, 0, "all"], ids=str)
+def test_a_network_is_copied_while_a_penalty_records(copied, layer):
+    torch.manual_seed(0)
+    net, X, y = Attending(), torch.randn(8, 5), torch.arange(8) % 3
+    penalty, names = RelativeFlatnessPenalty(layer), [name for name, _ in net.named_modules()]
+    for _ in range(2):  # the first pass records all layers
+        with penalty.capture(net):
+            output = net(X)
+            penalty(CE, output, y)
+            copies = [copied(net)]
+            assert net.state_dict().keys() == copies[0].state_dict().keys()
+        copies.append(copied(net))
+        for parameter in net.parameters():
+            parameter.data += 1  # a copy that runs the network's own layers sees it
+        for other in copies:
+            torch.testing.assert_close(other(X), output)
+            assert [name for name, _ in other.named_modules()] == names
+            assert "forward" not in vars(other.first)
+            evaluate(RelativeFlatnessPenalty(layer), other, CE, X, y).backward()
+            assert list(other.last._backward_hooks.values()) == [lies_still]
+
+
 @pytest.mark.parametrize("in_a_step", [False, True])
 def test_modules_that_hold_a_penalty_are_copied(in_a_step):
     torch.manual_seed(0)
