@@ -63,6 +63,7 @@ class Settings(NamedTuple):
     factors: Any  # (k,)
     clips: Any  # (k,), or a number
     limit: PenaltyLimit
+    every: int  # steps from one penalty to the next
     # whether `limit` is the one of a single network, whose numbers need no wait for a device
     is_single: bool
 
@@ -83,13 +84,14 @@ def settings_of(jobs: Sequence[Job], like: Any) -> Settings | None:
     penalties = [job.penalty for job in jobs if job.penalty is not None]
     if not penalties:
         return None
-    factors = as_kind([penalty.weight for penalty in penalties], like)
     first, clips = penalties[0], [penalty.clip for penalty in penalties]
+    factors = as_kind([first.every * penalty.weight for penalty in penalties], like)
     on_host = not isinstance(like, Tensor) or like.device.type == "cpu"
-    if first.clip is None or (len(clips) == 1 and on_host):
-        return Settings(factors, first.clip, first.limit, is_single=True)
+    if len(penalties) == 1 and (on_host or first.clip is None):
+        return Settings(factors, first.clip, first.limit, first.every, is_single=True)
     limit = PenaltyLimit.stack([penalty.limit for penalty in penalties], like)
-    return Settings(factors, as_kind(clips, like), limit, is_single=False)
+    shared = None if first.clip is None else as_kind(clips, like)
+    return Settings(factors, shared, limit, first.every, is_single=False)
 
 
 def hand_back(settings: Settings | None, jobs: Iterable[Job]) -> None:

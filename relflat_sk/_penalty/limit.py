@@ -65,7 +65,7 @@ _GAIN = 0.5
 # how much of the penalty's average a step replaces
 _NEWEST = 0.03
 # what a limit knows of past steps
-_COUNTED = "steps", "_measured_at"
+_COUNTED = "steps", "_measured_at", "rest"
 _MEASURED = "_gradient", "_gradients", "_movements", "_ratios", "_n_ratios", "_most", "_mean"
 
 
@@ -106,8 +106,10 @@ class PenaltyLimit:
     """
 
     def __init__(self) -> None:
-        self.steps: Any = 0  # an integer, or a NumPy array of them
-        self._measured_at: Any = 0  # the step of the last measurement
+        self.steps: Any = 0  # with a penalty: an integer, or a NumPy array of them
+        # the step of the last measurement, less the steps without a penalty since then
+        self._measured_at: Any = 0
+        self.rest: Any = 0  # number of steps until the next one with a penalty
         self._weights: Any = None  # those of the last measurement, as `Measured` has them
         self._gradient: Any = np.nan  # of that step, its norm squared
         # sums over measurements, in which old ones count for less: of `_gradient`; of the weights'
@@ -143,9 +145,8 @@ class PenaltyLimit:
         values: Any = [getattr(self, name) for name in _MEASURED]
         if isinstance(values[0], Tensor):
             values = torch.stack(values).cpu()
-        for name, numbers in zip(
-            _COUNTED + _MEASURED, [self.steps, self._measured_at, *values], strict=True
-        ):
+        counts = [getattr(self, name) for name in _COUNTED]
+        for name, numbers in zip(_COUNTED + _MEASURED, [*counts, *values], strict=True):
             for limit, value in zip(limits, numbers.tolist(), strict=True):
                 setattr(limit, name, value)
         if self._weights is not None:
@@ -177,6 +178,18 @@ class PenaltyLimit:
                 "that of a penalty."
             )
         vars(self).update({names[name]: value for name, value in state_dict.items()})
+
+    def is_resting(self, every: int) -> bool:
+        """Return whether the next step has no penalty, if one in `every` steps has."""
+        return every > 1 and bool(np.any(self.rest))
+
+    def begin_step(self, every: int) -> bool:
+        """Count a step of the training; return whether it has a penalty."""
+        if self.is_resting(every):
+            self.rest, self._measured_at = self.rest - 1, self._measured_at - 1
+            return False
+        self.rest = 0 * self.rest + every - 1
+        return True
 
     @property
     def _due(self) -> Any:

@@ -7,7 +7,7 @@ second pass. Its gradient flows to all parameters that influence features, weigh
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,14 +79,17 @@ class RelativeFlatnessPenalty:
         penalty is scaled down to it, by what its past calls have shown: use one penalty for one
         training. None: no limit, as published. Without a limit, a large weight can end in a dead
         network, which is perfectly flat.
+    every : int, default=1
+        Steps from one penalty to the next. With k, every k-th call returns the penalty k times as
+        heavy, which is the same in the mean, and the others return 0 at no cost.
 
     Raises
     ------
     ValueError
-        If `probes` is not a positive integer, `normalize` is not a boolean, `layer` is empty, or
-        `weight` or `clip` are out of range. When called: if layer, target or weights do not fit
-        the forward pass, or gradient checkpointing runs normalisations or attention behind an
-        earlier layer again.
+        If `probes` or `every` is no positive integer, `normalize` is not a boolean, `layer` is
+        empty, or `weight` or `clip` are out of range. When called: if layer, target or weights do
+        not fit the forward pass, or gradient checkpointing runs normalisations or attention behind
+        an earlier layer again.
     LayerNotFoundError
         From `capture`, if there is no such layer.
     RuntimeError
@@ -140,11 +143,13 @@ class RelativeFlatnessPenalty:
         *,
         weight: float = 0.1,
         clip: float | None = 0.5,
+        every: int = 1,
     ) -> None:
         check_boolean("normalize", normalize)
         check_integer("probes", probes, minimum=1)
         check_number("weight", weight, positive=None)
         check_number("clip", clip, optional=True)
+        check_integer("every", every, minimum=1)
         if isinstance(layer, list | tuple) and not layer:
             raise ValueError("layer must name at least one layer, got an empty sequence.")
         self.layer = layer
@@ -152,13 +157,14 @@ class RelativeFlatnessPenalty:
         self.probes = probes
         self.weight = weight
         self.clip = clip
+        self.every = every
         self.limit = PenaltyLimit()
         self._checked: Any = None  # a criterion
         self._capture = Capture()
         self._hooks = QuietHooks()
 
     def __repr__(self) -> str:
-        names = ("layer", "normalize", "probes", "weight", "clip")
+        names = ("layer", "normalize", "probes", "weight", "clip", "every")
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"{type(self).__name__}({values})"
 
@@ -230,6 +236,10 @@ class RelativeFlatnessPenalty:
         >>> with penalty.capture(net):
         ...     y_pred = net(torch.ones(5, 4))
         """
+        return nullcontext() if self.limit.is_resting(self.every) else self._record(module)
+
+    def _record(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Record a forward pass of a step that has the penalty."""
         recorded = self._capture.open(module, self._asked())
         parts = self._capture.parts_of(module)
         hooked = [part for part in parts if has_hooks(part)]
@@ -277,6 +287,8 @@ class RelativeFlatnessPenalty:
         loss = Loss(as_criterion(criterion))
         check_part(loss, y_pred, y, "penalty")
         output = full_precision(primary_output(y_pred))
+        if not self.limit.begin_step(self.every):
+            return output.new_zeros(())
         if sample_weight is not None:
             check_weights(sample_weight.detach().cpu(), len(output))
         output = loss.classes_second(output, y)
@@ -323,7 +335,7 @@ class RelativeFlatnessPenalty:
                 probes=self.probes,
                 normalize=self.normalize,
                 sample_weight=weight,
-                scale=scale,
+                scale=scale * self.every,
             )
         if self.clip is None:
             return penalty, None

@@ -150,8 +150,9 @@ class Fleet:
         waiting, self._waiting = self._waiting, {}
         groups: dict[Any, list[Routine]] = {}
         for routine, job in waiting.items():
-            groups.setdefault(job.key, []).append(routine)
-        for key, routines in groups.items():
+            rest = 0 if job.penalty is None else job.penalty.limit.rest
+            groups.setdefault((job.key, rest), []).append(routine)
+        for (key, _), routines in groups.items():
             started = time.perf_counter()
             try:
                 kind: Any = self._kinds[key]

@@ -238,4 +238,4 @@ def _penalty_key(penalty: RelativeFlatnessPenalty | None) -> tuple[Any, ...]:
         return ()
     layer: Any = penalty.layer
     layers = tuple(layer) if isinstance(layer, list | tuple) else (layer,)
-    return layers, penalty.normalize, penalty.probes, penalty.clip is None
+    return layers, penalty.normalize, penalty.probes, penalty.clip is None, penalty.every

@@ -177,6 +177,12 @@ def _check_outcome(net: Any, since: int) -> None:
     """
     losses = epoch_losses(net)[since:]
     found = net._record.comparison
+    if losses and net.flatness_weight and not net._penalty_weight():
+        warn(
+            f"the training of the {type(net).__name__} ended after {len(net.history)} epochs, "
+            f"before its penalty began, with flatness_start={net.flatness_start!r}. Choose an "
+            "earlier start."
+        )
     diverged = found.is_known and not math.isfinite(found.loss)
     if diverged or not all(map(math.isfinite, losses[-1:])):
         warn(f"the training of {describe(net)} has diverged: its loss is not finite.")
@@ -208,7 +214,11 @@ def _check_limit(net: Any, since: int) -> None:
     usual = defaults_of(type(net))
     if all(getattr(net, name) == usual[name] for name in ("flatness_weight", "flatness_clip")):
         return  # nobody chose a weight that could have mattered
-    clipped = [batch["flatness_clipped"] for batch in batches if "flatness_clipped" in batch]
+    clipped = [
+        batch["flatness_clipped"]
+        for batch in batches
+        if batch.get("flatness_clipped") or batch.get("flatness_penalty")  # others have no penalty
+    ]
     if len(clipped) < _FIRST_STEPS:
         return
     share = float(np.mean(clipped))

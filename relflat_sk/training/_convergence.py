@@ -219,7 +219,7 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     loss = training_network(net, dataset).loss
     summed = getattr(net.criterion_, "reduction", "mean") == "sum"
     divisor = 0.0
-    with borrowed(net.module_), torch.enable_grad(), _kept_limit(net):
+    with borrowed(net.module_), torch.enable_grad(), _between_steps(net):
         for X, y in map(split_labels, net.get_iterator(dataset, training=False)):
             output = net.infer(X)
             objective = net.get_loss(output, y, X=X, training=True)
@@ -245,16 +245,18 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
 
 
 @contextmanager
-def _kept_limit(net: Any) -> Iterator[None]:
-    """Leave the limit of the penalty as it is, because these are no steps of the training."""
+def _between_steps(net: Any) -> Iterator[None]:
+    """Penalise every pass, and leave the limit as it is: these are no steps of the training."""
     limit = getattr(net, "_limit", None)  # nets of others have none
-    if limit is not None:
-        net._limit = limit.copy()
+    if limit is None:
+        yield
+        return
+    every, net.flatness_every = net.flatness_every, 1
+    net._limit = limit.copy()
     try:
         yield
     finally:
-        if limit is not None:
-            net._limit = limit
+        net._limit, net.flatness_every = limit, every
 
 
 class StopAtDepth(StopAtLoss):

@@ -49,7 +49,7 @@ from relflat_sk.training._batches import plain_batch, split_target, with_weights
 from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._own_steps import penalised, recording, warn_without_penalty
-from relflat_sk.training._skorch_net import SkorchNet
+from relflat_sk.training._skorch_net import SkorchNet, check_start, epochs_before
 from relflat_sk.training._tasks import (
     TASKS,
     UNSEEN,
@@ -98,6 +98,7 @@ class _Training:
     is_penalised: bool = False  # whether any step has computed the penalty, or that was said
     # of the current step: its loss, then the penalty, then the share of it that the limit leaves
     recorded: bool = False
+    rests: bool = False  # whether the step has no penalty, but others have
     terms: list[Tensor] | None = None
 
 
@@ -120,6 +121,8 @@ class FlatNet(SkorchNet):
     flatness_probes: int
     flatness_warmup: float
     flatness_clip: float | None
+    flatness_every: int
+    flatness_start: float
     random_state: Any
     classes: Any
 
@@ -618,6 +621,8 @@ class FlatNet(SkorchNet):
         check_boolean("flatness_normalize", self.flatness_normalize)
         check_integer("flatness_probes", self.flatness_probes, minimum=1)
         check_number("flatness_clip", self.flatness_clip, optional=True)
+        check_integer("flatness_every", self.flatness_every, minimum=1)
+        check_start("flatness_start", self.flatness_start)
         RelativeFlatnessPenalty(*self._penalty_settings())  # checks the layers
         if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
@@ -650,6 +655,7 @@ class FlatNet(SkorchNet):
         if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
             penalty = state.penalty = RelativeFlatnessPenalty(*settings)
         penalty.weight, penalty.clip = self._penalty_weight(), self.flatness_clip
+        penalty.every = self.flatness_every
         penalty.limit = self._penalty_limit()
         return penalty
 
@@ -687,10 +693,13 @@ class FlatNet(SkorchNet):
 
     def _penalty_weight(self) -> float:
         """Return the weight of the penalty in the current epoch, warm-up included."""
-        if not self.flatness_warmup:
+        if not (self.flatness_warmup or self.flatness_start):
             return float(self.flatness_weight)
-        epoch = max(1, len(self.history or ()))
-        return float(min(1.0, epoch / self.flatness_warmup) * self.flatness_weight)
+        n_before = epochs_before(self.flatness_start, self.max_epochs)
+        epoch = max(1, len(self.history or ())) - n_before
+        if epoch <= 0:
+            return 0.0
+        return float(min(1.0, epoch / (self.flatness_warmup or epoch)) * self.flatness_weight)
 
     # -- called by skorch in each step ---------------------------------------------------
 
@@ -702,18 +711,23 @@ class FlatNet(SkorchNet):
                 output = super().infer(x, **fit_params)
             self._ending = find_ending(primary_output(output))
             return _on_tensors(lambda one: full_precision(one.detach()), output)
-        if not self._must_record() or self._state().in_infer:
+        penalty = self._penalty_of_pass()
+        if penalty is None:
             return _on_tensors(full_precision, super().infer(x, **fit_params))
-        state, network, penalty = self._state(), unwrapped(module), self._penalty()
-        with uncompiled(module), penalty.capture(network):
+        with uncompiled(module), penalty._record(unwrapped(module)):
             output = _on_tensors(full_precision, super().infer(x, **fit_params))
-        state.recorded = True
+        self._state().recorded = True
         return output
 
-    def _must_record(self) -> bool:
-        """Return whether a pass through the module is one of which a penalty is computed."""
-        wanted = self.flatness_weight and not self._is_unseen and not _IS_MEASURED.get()
-        return bool(torch.is_grad_enabled() and wanted)
+    def _penalty_of_pass(self) -> RelativeFlatnessPenalty | None:
+        """Return the penalty of a pass through the module, if it has one that is not recorded."""
+        state = self._state()
+        is_free = self._is_unseen or _IS_MEASURED.get() or not torch.is_grad_enabled()
+        if is_free or state.in_infer or not self._penalty_weight():
+            return None
+        if state.terms is None:  # further passes of a step have what the first one has
+            state.rests = self._penalty_limit().is_resting(self.flatness_every)
+        return None if state.rests else self._penalty()
 
     def _to_inputs(self, x: Any) -> Any:
         return cast_inputs(to_tensor(x, device=self.device), self.module_)
@@ -747,10 +761,17 @@ class FlatNet(SkorchNet):
             )
             state.is_penalised = True
         if training and state.terms is None:  # the first pass of a step is at its first weights
+            self._count_step()
             state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
         if penalty is None:
             return loss
         return loss + (penalty if share is None else share * penalty)
+
+    def _count_step(self) -> None:
+        """Count a step of the training, in which the penalty may rest."""
+        if self._penalty_weight():
+            penalised = self._penalty_limit().begin_step(self.flatness_every)
+            self._state().is_penalised |= not penalised
 
     def _read_loss(
         self, output: Tensor, y_true: Any

@@ -80,7 +80,7 @@ def make_job(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Job:
         net.module_,
         net.optimizer_,
         net.criterion_,
-        net._penalty() if net.flatness_weight else None,
+        net._penalty() if net._penalty_weight() else None,
         inputs,
         targets,
         samples.weights,

@@ -57,13 +57,18 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         layers.
     flatness_warmup : int, default=0
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
-        `flatness_weight` in the first epoch, and all of it from epoch k on.
+        `flatness_weight` in the first epoch after `flatness_start`, and all of it k - 1 later.
     flatness_clip : float or None, default=0.5
         Limit of the penalty in each step: the largest share of it that the step may remove by the
         penalty's own gradient. The penalty is also at most half of what the network has gained over
         a constant output; the notes of `RelativeFlatnessRegularizedNet` have the formula. It is
         scaled down to the limit, so that a large weight or learning rate does not end in a dead
         network, which is perfectly flat. None: no limit, as published.
+    flatness_every : int, default=1
+        Steps from one penalty to the next. With k, every k-th step has the penalty, k times as
+        heavy, which is the same in the mean and takes less time.
+    flatness_start : int or float, default=0
+        The epoch after which the penalty begins, or the share of `max_epochs` if a float.
     random_state : int, RandomState or None, default=None
         Makes `fit` reproducible (initial weights, shuffling, dropout, probes), without changing
         torch's global random state. If None, `fit` draws from that global state. All threads of a
@@ -188,6 +193,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         flatness_probes: int = 1,
         flatness_warmup: int = 0,
         flatness_clip: float | None = 0.5,
+        flatness_every: int = 1,
+        flatness_start: float = 0,
         random_state: Any = None,
         optimizer: Any = torch.optim.Adam,
         lr: float = 0.003,
@@ -204,6 +211,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         self.flatness_probes = flatness_probes
         self.flatness_warmup = flatness_warmup
         self.flatness_clip = flatness_clip
+        self.flatness_every = flatness_every
+        self.flatness_start = flatness_start
         self.random_state = random_state
         self.classes = classes
         super().__init__(

@@ -28,15 +28,15 @@ def recording(infer: Method) -> Method:
 
     @wraps(infer)
     def recorded(net: Any, x: Any, **fit_params: Any) -> Any:
-        if not net._must_record() or net._state().in_infer:
+        penalty = net._penalty_of_pass()
+        if penalty is None:
             return infer(net, x, **fit_params)
-        state = net._state()
-        network, penalty = unwrapped(net.module_), net._penalty()
+        state, network = net._state(), unwrapped(net.module_)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             replaced.__exit__()
             try:
-                with penalty.capture(network):
+                with penalty._record(network):
                     output = network.forward(*args, **kwargs)
             finally:
                 replaced.__enter__()
@@ -72,6 +72,7 @@ def penalised(get_loss: Method) -> Method:
             state.own_loss = None
         state.is_penalised |= len(terms) > 1
         if is_first:
+            net._count_step()
             state.terms = terms
         return total
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from relflat_sk._checks import did_you_mean
+from relflat_sk._checks import check_number, did_you_mean
 from relflat_sk._network.batches import LoadedBatches, pair_labels
 from relflat_sk.training._batches import make_loader, rows_loader, rows_of
 from relflat_sk.training._jobs import train_otherwise
@@ -191,6 +191,24 @@ class SkorchNet(NeuralNet):
     def _is_trained_otherwise(self, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
         """Train for an epoch together with other nets, or by written-out gradients, if possible."""
         return train_otherwise(self, iterator, fit_params)
+
+
+# -- epochs --------------------------------------------------------------------------------
+
+
+def check_start(name: str, start: Any) -> None:
+    """Refuse what is no epoch, and no share of a training's epochs."""
+    check_number(name, start, positive=False)
+    if isinstance(start, float) and start > 1:
+        raise ValueError(
+            f"{name}={start!r} is a share of max_epochs, and cannot be above 1. Pass an int for a "
+            "number of epochs."
+        )
+
+
+def epochs_before(start: float, max_epochs: int) -> float:
+    """Return the number of epochs before a start that is an epoch, or a share of all if a float."""
+    return start * max_epochs if isinstance(start, float) else start
 
 
 # -- names of parameters -------------------------------------------------------------------

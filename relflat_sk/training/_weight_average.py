@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from relflat_sk._checks import check_number
 from relflat_sk._network.batches import split_labels
 from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.training._skorch_net import check_start, epochs_before
 
 
 class WeightAverage(Callback):
@@ -94,18 +95,11 @@ class WeightAverage(Callback):
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and begin a new average."""
-        check_number("start", self.start, positive=False)
-        is_share = isinstance(self.start, float)
-        if is_share and self.start > 1:
-            raise ValueError(
-                f"start={self.start!r} is a share of max_epochs, and cannot be above 1. Pass an "
-                "int for a number of epochs."
-            )
+        check_start("start", self.start)
         check_number("decay", self.decay, positive=False, optional=True)
         if self.decay is not None and self.decay >= 1:
             raise ValueError(f"decay must be below 1, got {self.decay!r}.")
-        n_before = self.start * net.max_epochs if is_share else self.start
-        self._first = len(net.history) + n_before
+        self._first = len(net.history) + epochs_before(self.start, net.max_epochs)
         self.n_averaged_ = 0
         self._average: AveragedModel | None = None
 

@@ -9,13 +9,14 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from joblib import Parallel, delayed
 from sklearn.base import clone
 from skorch.callbacks import Callback
 from threadpoolctl import threadpool_info
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, fleet_training
 from relflat_sk._engine import epoch
 from relflat_sk._engine.step import Step
 from tests.engine.compare import assert_same, compare, curve, data, own_loop
@@ -209,6 +210,17 @@ def test_nets_are_trained_further():
         warm = classifier(warm_start=True).fit(X, y).fit(X[:40], y[:40])
     assert_same(own, classifier().fit(X, y).partial_fit(X, y))
     assert_same(warm, classifier(warm_start=True).fit(X, y).fit(X[:40], y[:40]))
+
+
+def test_nets_whose_penalties_rest_in_different_steps_are_trained_further_together():
+    X, y = data()
+    nets = [classifier(flatness_every=3, max_epochs=n).fit(X, y) for n in (1, 2)]
+    with own_loop():
+        own = [copy.deepcopy(net).partial_fit(X, y) for net in nets]
+    with fleet_training(2):
+        together = Parallel()(delayed(net.partial_fit)(X, y) for net in nets)
+    for one, other in zip(own, together, strict=True):
+        assert_same(one, other)
 
 
 class Copies(Callback):

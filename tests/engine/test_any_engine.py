@@ -1,5 +1,6 @@
 """Whatever network and settings are, every engine gives the result of a plain torch loop."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -81,7 +82,7 @@ def assert_trained_by_hand(net, X, y, weights):
     torch.manual_seed(draw_seed(net.random_state))
     module = net.module(**net.get_params_for("module"))
     optimizer = net.optimizer(module.parameters(), lr=net.lr, **net.get_params_for("optimizer"))
-    options = ("layer", "normalize", "probes", "clip")
+    options = ("layer", "normalize", "probes", "clip", "every")
     penalty = RelativeFlatnessPenalty(**{one: getattr(net, f"flatness_{one}") for one in options})
     targets = torch.from_numpy(y.reshape(len(y), -1) if y.dtype == float else y)
     shares = torch.from_numpy(np.ones(len(X)) if weights is None else weights)
@@ -93,16 +94,19 @@ def assert_trained_by_hand(net, X, y, weights):
     criterion = net.criterion_
     each_of = type(criterion)(**net.get_params_for("criterion"), reduction="none")
     losses, terms = [], []
+    start = net.flatness_start
+    start = start * net.max_epochs if isinstance(start, float) else start
     for epoch in range(1, 1 + net.max_epochs):
-        penalty.weight = net.flatness_weight * min(1, epoch / (net.flatness_warmup or 1))
+        penalised = net.flatness_weight and epoch > start  # else probes would be drawn
+        penalty.weight = net.flatness_weight * min(1, (epoch - start) / (net.flatness_warmup or 1))
         for x, target, weight in loader:
             optimizer.zero_grad()
-            with penalty.capture(module):
+            with penalty.capture(module) if penalised else nullcontext():
                 output = module(x)
             each = each_of(output, target).reshape(len(x), -1).mean(dim=1)
             loss = weight @ each / weight.sum()
             term = 0 * loss
-            if net.flatness_weight:  # else probes would be drawn
+            if penalised:
                 term = penalty(criterion, output, target, None if weights is None else weight)
             (loss + term).backward()
             optimizer.step()
@@ -131,6 +135,8 @@ CHOICES = {
     "flatness_weight": [10.0, 0.1, 0.0, -0.5],
     "flatness_clip": [0.1, 2.0, None],
     "flatness_warmup": [0, 3],
+    "flatness_every": [1, 1, 2, 3],
+    "flatness_start": [0, 0, 1, 0.5],
     "flatness_probes": [1, 2],
     "flatness_normalize": [False, False, False, True],
     "batch_size": [7, 1, 16, 64],

@@ -208,6 +208,22 @@ def test_several_nets_at_once_have_the_limits_of_each(kind):
     assert shares[0] == shares[1]
 
 
+def test_steps_without_a_penalty_move_the_weights_as_well():
+    """A random walk has the same rate, measured in all steps or in every third."""
+    shares = []
+    for every in (1, 3):
+        limit, weights, axis = PenaltyLimit(), torch.zeros(60).double(), 0
+        for _ in range(6):
+            while not limit.begin_step(every):
+                weights[axis], axis = 1.0, axis + 1
+            share = limit.share(1.0, 9.0, 2.0, 0.5, Measured(3.0, 4.0, weights.clone()))
+            weights[axis], axis = 1.0, axis + 1
+        assert axis == 5 * every + 1
+        shares.append(share)
+    assert 0 < shares[0] < 1
+    assert shares[1] == pytest.approx(shares[0], rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["numbers", "torch"])
 def test_what_overflows_is_left_out(kind):
     limits = [PenaltyLimit(), PenaltyLimit()]

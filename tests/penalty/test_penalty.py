@@ -443,10 +443,11 @@ def test_refuses_a_layer_in_a_part_without_gradients():
 
 def test_repr_shows_all_parameters_and_defaults_are_those_of_the_nets():
     defaults = RelativeFlatnessRegularizedNet().get_params()
-    names = {"layer": -1, "normalize": False, "probes": 1, "weight": 0.1, "clip": 0.5}
+    names = {"layer": -1, "normalize": False, "probes": 1, "weight": 0.1, "clip": 0.5, "every": 1}
     assert {name: defaults[f"flatness_{name}"] for name in names} == names
     assert repr(RelativeFlatnessPenalty(["0", -1], probes=2)) == (
-        "RelativeFlatnessPenalty(layer=['0', -1], normalize=False, probes=2, weight=0.1, clip=0.5)"
+        "RelativeFlatnessPenalty("
+        "layer=['0', -1], normalize=False, probes=2, weight=0.1, clip=0.5, every=1)"
     )
 
 
@@ -814,3 +815,32 @@ def test_a_state_dict_of_something_else_is_refused():
         ValueError, match=r"state_dict must have the names .*'steps'.* got \['lr'\]"
     ):
         RelativeFlatnessPenalty().load_state_dict({"lr": 0.1})
+
+
+# -- in some steps only ------------------------------------------------------------------
+
+
+def steps_of(penalty, steps):
+    """The penalties of some steps, and the gradients of the penalised objective."""
+    torch.manual_seed(0)
+    net, batches, y = nn.Linear(5, 3).double(), torch.randn(7, 9, 5).double(), torch.arange(9) % 3
+    found = []
+    for step in steps:
+        with penalty.capture(net):
+            output = net(batches[step])
+        value = penalty(nn.CrossEntropyLoss(), output, y)
+        (slope,) = torch.autograd.grad(output.square().sum() + value, net.weight)
+        found.append((value, slope))
+    return found
+
+
+def test_every_third_step_has_the_penalty_three_times_as_heavy_also_when_a_training_resumes():
+    heavy = steps_of(RelativeFlatnessPenalty(weight=3.0, clip=None), range(7))
+    none = steps_of(RelativeFlatnessPenalty(weight=0.0, clip=None), range(7))
+    expected = [(none, heavy)[step % 3 == 0][step] for step in range(7)]
+    rare = {"weight": 1.0, "clip": None, "every": 3}
+    assert_close(steps_of(RelativeFlatnessPenalty(**rare), range(7)), expected)
+    stopped, resumed = RelativeFlatnessPenalty(**rare), RelativeFlatnessPenalty(**rare)
+    before = steps_of(stopped, range(2))
+    resumed.load_state_dict(stopped.state_dict())
+    assert_close(before + steps_of(resumed, range(2, 7)), expected)

@@ -151,7 +151,7 @@ HEAVY = torch.tensor([1.0, 5.0, 0.2])
 @pytest.mark.parametrize("sample_weight", [None, WEIGHTS], ids=["alike", "weighted"])
 @pytest.mark.parametrize("weight", [0.0, 2.0], ids=["plain", "penalised"])
 def test_gradient_norm_is_that_of_the_whole(criterion, sample_weight, weight):
-    params = {**criterion, "flatness_weight": weight, "flatness_clip": None}
+    params = {**criterion, "flatness_weight": weight, "flatness_clip": None, "flatness_every": 4}
     net = make(module=Dropping, max_epochs=2, **params).fit(X, NAMES)
     dataset = net.get_dataset(X, INDEX)  # batches of 16, 16 and 10
     share = HEAVY[TARGETS] if "criterion__weight" in criterion else torch.ones(42)

@@ -22,7 +22,14 @@ from skorch.helper import SliceDataset
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import MLP, FlatnessWarning, LayerNotFoundError, StopAtLoss, relative_flatness
+from relflat_sk import (
+    MLP,
+    FlatnessWarning,
+    LayerNotFoundError,
+    SharpnessAwareMixin,
+    StopAtLoss,
+    relative_flatness,
+)
 from relflat_sk.training._after_fit import _has_collapsed
 from tests.rounding import FLOAT32, rounding
 from tests.training.common import (
@@ -96,6 +103,40 @@ def test_warm_up_grows_linearly_goes_on_with_the_training_and_starts_anew_with_a
     assert np.divide(ramp, [*full, *full]) == pytest.approx(shares, rel=FLOAT32)
     net.fit(X, NAMES)
     assert net.history[0, "flatness_penalty"] == pytest.approx(full[0] / 6, rel=FLOAT32)
+
+
+@pytest.mark.parametrize(("start", "first"), [(2, 2), (0.5, 2), (4, 4), (1.0, 4), (0, 0)])
+def test_the_penalty_begins_after_an_epoch_or_a_share_of_them(start, first):
+    params = {**STILL, "max_epochs": 4, "flatness_weight": 2.0}
+    full = make(**params).fit(X, NAMES).history[:, "flatness_penalty"]
+    late = {"flatness_start": start, "flatness_warmup": 2}
+    if first == 4:
+        with pytest.warns(FlatnessWarning, match="before its penalty began"):
+            net = make(**params, **late).fit(X, NAMES)
+        net.partial_fit(X, NAMES)
+    else:
+        net = make(**params, **late).fit(X, NAMES).partial_fit(X, NAMES)
+    shares = np.divide(net.history[:, "flatness_penalty"], [*full, *full])
+    expected = [0.0] * first + [0.5] + [1.0] * (7 - first)
+    assert shares == pytest.approx(expected, rel=FLOAT32)
+
+
+class Sam(SharpnessAwareMixin, Classifier):
+    pass
+
+
+class WithLoss(Classifier):
+    def get_loss(self, y_pred, y_true, *args, **kwargs):
+        return self.criterion_(y_pred, torch.as_tensor(y_true))
+
+
+@pytest.mark.parametrize("kind", [Classifier, Sam, WithLoss])
+def test_the_penalty_rests_in_whole_steps_also_between_epochs_and_trainings(kind):
+    params = {**STILL, "max_epochs": 2, "flatness_weight": 0.5, "flatness_every": 4, "verbose": 0}
+    net = make(kind, batch_size=16, **{**params, "optimizer": torch.optim.SGD, "lr": 1e-30})
+    net.fit(X, NAMES).partial_fit(X, NAMES)  # three steps in each of four epochs
+    batches = [b["flatness_penalty"] > 0 for epoch in net.history for b in epoch["batches"]]
+    assert batches == [True, False, False, False] * 3
 
 
 @pytest.mark.parametrize(("warmup", "share"), [(0, 1), (4, 1 / 4)])

@@ -118,6 +118,9 @@ OF_TYPE = [
 OF_VALUE = [
     ({"flatness_weight": np.nan}, "must be a finite number, got nan"),
     ({"flatness_warmup": -1}, "flatness_warmup must be a finite"),
+    ({"flatness_every": 0}, "flatness_every must be a positive integer, got 0"),
+    ({"flatness_start": 1.5}, "flatness_start=1.5 is a share of max_epochs"),
+    ({"flatness_start": -1}, "flatness_start must be a finite"),
     ({"flatness_probes": 0}, "flatness_probes must be a positive integer, got 0"),
     ({"flatness_normalize": "x"}, "flatness_normalize must be True or False, got 'x'"),
     ({"flatness_layer": []}, "at least one layer"),
