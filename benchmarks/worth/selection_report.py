@@ -31,7 +31,7 @@ GROUPS = {
 }
 # the ways of the table by data set, with their names in the diagram
 MAIN = {
-    FLAT: "flattest per feature at equal loss",
+    FLAT: "flattest by comparable_flatness",
     "nearest to the mean of all": "nearest to the mean of all",
     "relative_flatness": "flattest",
     "relative_flatness, as in a search": "flattest, as FlatMinimaSearch ranks",
@@ -64,7 +64,7 @@ DRAWN = [
 # rules of what to do by default: the way for classes, and for values
 RULES = {
     "flattest, as in a search": ("relative_flatness, as in a search",) * 2,
-    "flattest per feature at equal loss": (FLAT,) * 2,
+    "flattest by comparable_flatness": (FLAT,) * 2,
     "the same if most fit, else hold-out": (IF_MOST_FIT, BASE),
     "nearest to the mean of all": ("nearest to the mean of all",) * 2,
     "mean rank; hold-out": ("mean rank of flatness and 20%", BASE),
