@@ -447,42 +447,6 @@ def lstm():
     return Problem(net, torch.randn(7, 6, 4).double(), torch.arange(7) % 3, layers=("out",))
 
 
-class Cube(torch.autograd.Function):
-    """A user's own function, which torch cannot run for several vectors at once."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x * Square.apply(x, g)
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, g):
-        ctx.save_for_backward(x, g)
-        return x * g
-
-    @staticmethod
-    def backward(ctx, outer):
-        x, g = ctx.saved_tensors
-        if bool(outer.isnan().any()):  # a question that has several answers for several vectors
-            raise FloatingPointError
-        return outer * g, outer * x
-
-
-def not_vectorised():
-    torch.manual_seed(0)
-    cube = Net(lambda _, x: Cube.apply(x))
-    net = nn.Sequential(nn.Linear(4, 6), cube, nn.Linear(6, 3)).double()
-    oracle = nn.Sequential(net[0], Net(lambda _, x: x**3), net[2])
-    return Problem(net, torch.randn(7, 4).double(), torch.arange(7) % 3, oracle=oracle)
-
-
 def head(criterion, y, n_outputs, *parts, method="closed form"):
     """A linear layer whose outputs are reshaped, or followed by a softmax."""
     torch.manual_seed(0)
@@ -523,6 +487,38 @@ def of_criterion(case, reduction=None):
     return problem
 
 
+def pixels(criterion, y, *, last=(1,), closed=None, is_mean=True):
+    """A head of segmentation, with a loss for each pixel."""
+    torch.manual_seed(0)
+    head = nn.Conv2d(4, 3, *last)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), head).double()
+    X = torch.randn(len(y), 2, 4, 5).double()
+    return Problem(net, X, y, criterion, layers=("2",), closed=closed, is_mean=is_mean)
+
+
+def classes(*size):
+    return torch.arange(5 * math.prod(size)).reshape(5, *size) % 3
+
+
+CLASSES = classes(4, 5)
+PIXELS = {
+    "pixels": partial(pixels, CE, CLASSES),
+    "pixels, weighted, some ignored": partial(
+        pixels, nn.CrossEntropyLoss(WEIGHTS[:3]), CLASSES.where(CLASSES.flip(1) < 2, -100),
+        is_mean=False,
+    ),
+    "pixels, probabilities": partial(
+        pixels, CE, torch.rand(5, 3, 4, 5).double().softmax(1), is_mean=False
+    ),
+    "pixels, masks": partial(
+        pixels, nn.BCEWithLogitsLoss(), torch.rand(5, 3, 4, 5).double().round(), is_mean=False
+    ),
+    "images": partial(pixels, nn.MSELoss(), torch.randn(5, 3, 4, 5).double(), is_mean=False),
+    "padded pixels": partial(pixels, CE, classes(6, 7), last=(1, 1, 1), closed=()),
+    "nine pixels": partial(pixels, CE, classes(2, 3), last=(3,), closed=()),
+}  # fmt: skip
+
+
 REDUCED = ("cross-entropy", "cross-entropy class weights", "squared error")
 OF_CRITERIA = {
     **{case: partial(of_criterion, case) for case in cases.CASES},
@@ -550,7 +546,7 @@ PROBLEMS = {
         for axis in ("classes second", "mapping")
     },
     "regression on tokens": regression_on_tokens,
-    "functions that cannot be vectorised": not_vectorised,
+    **PIXELS,
     "lstm": lstm,
     **OF_CRITERIA,
 }

@@ -17,6 +17,7 @@ from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
 from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._names import NETWORK_WIDE
 from tests import oracles
+from tests.cases import published_penalty
 from tests.hugging_face import LoraLayer, conv1d
 from tests.measures.evaluate import evaluate
 from tests.measures.nets import (
@@ -33,6 +34,7 @@ from tests.measures.nets import (
     network,
     reached,
 )
+from tests.penalty.every_draw import evaluate as penalise
 
 # networks with random weights are at no minimum
 pytestmark = [
@@ -99,6 +101,14 @@ def test_every_measure_agrees_with_the_dense_hessian(name, layer):
     problem = PROBLEMS[name]()
     last = layer == problem.all_layers()[-1]
     assert_measures(problem, layer, every_term=name in NETS, top=last or name not in OF_CRITERIA)
+
+
+def test_the_penalty_of_a_head_of_pixels():
+    problem = PROBLEMS["pixels, weighted, some ignored"]()
+    H, W = problem.hessian("2")
+    found = penalise(published_penalty(), problem.net, problem.criterion, problem.X, problem.y)
+    kappa = oracles.TABLE_1["relative_flatness"](H, W)
+    assert found.item() == pytest.approx(kappa / (2 * 4), rel=1e-9)
 
 
 # chunks of classes depend on the criterion, and on whether there is a closed form

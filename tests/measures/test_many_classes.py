@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from relflat_sk import _numerics, measure
+from relflat_sk import measure
 from relflat_sk._network.network import mean_loss
 from tests.losses.test_many_classes import class_by_class
 from tests.measures.evaluate import evaluate, opened
@@ -85,13 +85,6 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in before:
             self.found.append(out.untyped_storage().nbytes())
         return out
-
-
-def test_squares_of_columns_are_summed_in_float64(monkeypatch):
-    monkeypatch.setattr(_numerics, "_TOGETHER", 10)
-    matrix = torch.randn(23, 3)
-    expected = matrix.double().square().sum(dim=0)
-    torch.testing.assert_close(_numerics.column_squares(matrix), expected)
 
 
 def test_memory_is_that_of_a_chunk(monkeypatch):

@@ -25,7 +25,6 @@ from relflat_sk import (
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._minimum import ConstantComparison, find_objection
 from tests.cases import Net
-from tests.measures.nets import count_runs
 
 CE = nn.CrossEntropyLoss()
 X, Y = load_iris(return_X_y=True)
@@ -52,10 +51,6 @@ def detached(output, target):
     return nn.functional.cross_entropy(output.detach(), target)
 
 
-def own_absolute_error(output, target):
-    return (output - target).abs().mean()
-
-
 def hinge(output, target):
     return (1 - output * target).relu().mean()
 
@@ -68,7 +63,6 @@ CRITERIA = {
     "0-1 loss": (zero_one, 2, Y),
     "detached": (detached, 2, Y),
     "L1Loss": (nn.L1Loss(), 1, COLUMN),
-    "own L1": (own_absolute_error, 1, COLUMN),
     "hinge": (hinge, 1, np.sign(COLUMN)),
     "NLLLoss of logits": (nn.NLLLoss(), 2, Y),
 }
@@ -81,15 +75,10 @@ def test_a_criterion_without_curvature_is_reported(name, layer):
     with pytest.warns(FlatnessWarning, match="relative_flatness is 0 because .* has no curvature"):
         value = relative_flatness(network(n_outputs), X, y, layer=layer, criterion=criterion)
     assert value == 0
-
-
-def test_the_report_warns_once_and_names_the_measures():
     names = ["relative_flatness", "hessian_trace", "gradient_norm"]
-    with pytest.warns(FlatnessWarning) as caught:
-        flatness_report(network(1), X, COLUMN, measures=names, criterion=nn.L1Loss())
-    (message,) = [str(warning.message) for warning in caught]
-    assert message.startswith("relative_flatness, hessian_trace is 0 because L1Loss has no curv")
-    assert "So 0 does not mean that the minimum is flat" in message
+    with pytest.warns(FlatnessWarning, match="^relative_flatness, hessian_trace is 0") as caught:
+        flatness_report(network(n_outputs), X, y, measures=names, layers=layer, criterion=criterion)
+    assert len(caught) == 1
 
 
 def test_other_values_are_no_reason_to_warn():
@@ -219,38 +208,17 @@ def test_a_layer_that_the_loss_ignores_is_not_called_dead():
         relative_flatness(net, INPUTS, labels, layer=0, criterion=CE)
 
 
-def test_honest_and_dead_networks_are_measured_in_as_many_passes():
-    honest, dead = Measured(0.1), Measured(0.0)
-    options = {"batch_size": 25, "criterion": CE}
-    with pytest.warns(FlatnessWarning, match=DEAD):
-        n_dead = count_runs(dead, lambda: relative_flatness(dead, INPUTS, LABELS, **options))
-    n_honest = count_runs(honest, lambda: relative_flatness(honest, INPUTS, LABELS, **options))
-    assert n_dead == n_honest
-
-
-def test_criteria_that_take_no_constant_are_measured_without_one():
+@pytest.mark.parametrize(("scale", "said"), [(0.0, "is 0: there is no curvature"), (0.1, "is ")])
+def test_a_constant_loss_that_cannot_be_computed_is_said_of_small_values(scale, said):
     class Own(nn.Module):
         def forward(self, output, target):
             if output.dtype == torch.float64:
                 raise TypeError("float32 networks only")
-            return nn.functional.mse_loss(output[:, 0], target)
+            return (output[:, 0] - target).square().mean() * 1e-4 + (1e3 if scale else 0)
 
-    said = "best constant prediction could not be computed .*float32 networks only"
-    message = f"relative_flatness is 0: there is no curvature.*{said}"
-    with pytest.warns(FlatnessWarning, match=message):
-        relative_flatness(Measured(0.0), INPUTS, LABELS.float(), criterion=Own())
-
-
-def test_a_constant_loss_that_cannot_be_computed_is_said_of_small_values():
-    class Own(nn.Module):
-        def forward(self, output, target):
-            if output.dtype == torch.float64:
-                raise TypeError("float32 networks only")
-            return (output[:, 0] - target).square().mean() * 1e-4 + 1e3
-
-    said = "best constant prediction could not be computed .*float32 networks only"
-    with pytest.warns(FlatnessWarning, match=f"^relative_flatness is .*{said}"):
-        assert relative_flatness(Measured(0.1), INPUTS, LABELS.float(), criterion=Own()) > 0
+    said += ".*best constant prediction could not be computed .*float32 networks only"
+    with pytest.warns(FlatnessWarning, match=f"^relative_flatness {said}"):
+        relative_flatness(Measured(scale), INPUTS, LABELS.float(), criterion=Own())
 
 
 @pytest.mark.filterwarnings("ignore:it could not be checked:relflat_sk.FlatnessWarning")
@@ -304,12 +272,9 @@ def with_weight(value, parameter="hidden0.weight"):
     [
         ("relative_flatness", {"layer": 0}),
         ("relative_flatness", {"layer": -1}),
-        ("relative_flatness", {"layer": -1, "method": "hutchinson"}),
         ("normalized_relative_flatness", {"layer": -1}),
-        ("eigenvalue_flatness", {"layer": 0}),
         ("eigenvalue_flatness", {"layer": -1}),
         ("hessian_trace", {"aggregate": "max"}),
-        ("hessian_trace", {"aggregate": "sum"}),
         ("l2_norm", {}),
     ],
 )
@@ -415,7 +380,6 @@ class Complex(nn.Module):
     [
         ("relative_flatness", 0),
         ("l2_norm", -1),
-        ("frobenius_product", -1),
         ("adaptive_sharpness", -1),
         ("joint_eigenvalue_flatness", -1),
     ],

@@ -14,7 +14,6 @@ from relflat_sk import FlatnessWarning
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.folding import fold_layers
-from relflat_sk._network.tail import find_faster_step
 from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
 from tests.cases import Net
@@ -397,17 +396,6 @@ def test_robustness_of_a_chain_of_all_kinds():
     X = torch.randn(20, 1, 6, 6)
     y = net.eval()(X).argmax(dim=1)
     assert 0 < value("log_robustness", net, X, y, percentile=0) < math.inf
-
-
-@pytest.mark.parametrize("include", [True, False])
-def test_average_pooling_that_passes_is_no_faster_than_its_input(include):
-    pool = nn.AvgPool1d(2, 1, 1, count_include_pad=include)
-    net = nn.Sequential(nn.Unflatten(1, (1, 3)), pool, nn.Flatten(), nn.Linear(4, 3))
-    matrix = pool(torch.eye(3)[:, None])[:, 0].T
-    largest = torch.linalg.matrix_norm(matrix, math.inf)
-    X = torch.randn(1, 3, requires_grad=True)
-    refused = find_faster_step(net(X), X, 1) is not None
-    assert refused == bool(largest > 1 + 1e-6)
 
 
 # ---- refusals

@@ -14,7 +14,6 @@ import torch
 from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -22,14 +21,8 @@ from torch import nn
 
 from relflat_sk import (
     FlatMinimaSearch,
-    FlatnessGapDisplay,
     FlatnessScorer,
-    HyperparameterDisplay,
-    LabelNoiseDisplay,
-    MeasurePanelsDisplay,
     MinimaObjective,
-    MinimaRankingDisplay,
-    correlate_measures,
     flatness_report,
     measure,
     rank_minima,
@@ -150,23 +143,6 @@ def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():
                 use()
 
 
-def test_a_table_of_minima_knows_the_columns_of_functions():
-    minima = pd.DataFrame({"size_of_weights": [2.0, 1.0, 3.0], "with_error": [1.0, 2.0, 4.0]})
-    assert rank_minima(minima, by=size_of_weights)["size_of_weights"].tolist() == [1.0, 2.0, 3.0]
-    expected = correlate_measures(minima, "with_error", random_state=0)
-    pd.testing.assert_frame_equal(correlate_measures(minima, with_error, random_state=0), expected)
-    minima["param_random_labels"] = [0.0] * 3
-    at = minima, size_of_weights, with_error
-    gap, ranking = FlatnessGapDisplay.from_minima(*at), MinimaRankingDisplay.from_minima(*at)
-    assert (gap.measure, gap.target) == ("size_of_weights", "with_error")
-    assert (ranking.by, ranking.target) == ("size_of_weights", "with_error")
-    assert MeasurePanelsDisplay.from_minima(*at).measures == ["size_of_weights"]
-    noise = LabelNoiseDisplay.from_minima(minima, [size_of_weights], with_error)
-    assert noise.correlations["measure"].tolist() == ["size_of_weights"]
-    axis = HyperparameterDisplay.from_minima(minima, "random_labels", size_of_weights)
-    assert axis.measure == "size_of_weights"
-
-
 def test_arguments_that_get_no_value_are_refused():
     for name in sorted(TAKEN):
         namespace = {}
@@ -223,9 +199,3 @@ def returns(value):
         return value
 
     return own
-
-
-def test_functions_in_a_grid_reach_workers():
-    search = FlatMinimaSearch(LogisticRegression(max_iter=1000), {"C": [1.0]})
-    grid = GridSearchCV(search, {"measure": [size_of_weights]}, cv=2, n_jobs=2).fit(X, Y)
-    assert "size_of_weights" in grid.best_estimator_.minima_

@@ -6,7 +6,6 @@ import re
 import warnings
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 
 import numpy as np
 import pandas as pd
@@ -15,10 +14,10 @@ import sklearn
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
-from sklearn.datasets import load_digits, load_iris, load_wine, make_classification
+from sklearn.datasets import load_digits, load_iris, make_classification
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.inspection import permutation_importance
-from sklearn.linear_model import LogisticRegression, LogisticRegressionCV, Ridge
+from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import make_scorer
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_validate, learning_curve
 from sklearn.neural_network import MLPClassifier
@@ -88,12 +87,7 @@ def folds(model, scoring, X=X, y=NAMES, **options):
 MODELS = {
     "skorch": (net, Y),
     "logistic, two names": (LogisticRegression, np.where(Y == 0, "yes", "no")),
-    "ridge, two targets": (Ridge, np.stack([TARGET, TARGET**2], axis=1)),
     "regressor": (lambda: regressor()[0], TARGET[:, None]),
-    "pandas": (
-        lambda: make_pipeline(StandardScaler().set_output(transform="pandas"), flat_net()),
-        NAMES,
-    ),
     "search": (lambda: GridSearchCV(LogisticRegression(max_iter=500), {"C": [0.1, 1.0]}), NAMES),
 }
 
@@ -106,22 +100,9 @@ def test_score_is_minus_the_flatness(name):
     assert isinstance(score, float)
     assert score == -relative_flatness(model, X[::2], y[::2])
     assert score < 0
-
-
-@pytest.mark.parametrize("layer", [0, "hidden0"])
-def test_any_layer_and_measure_can_be_scored(layer):
-    model = flat_net(max_epochs=3).fit(X, NAMES)
-    scorer = FlatnessScorer(
-        "normalized_relative_flatness", layer=layer, measure_params={"batch_size": 32}
-    )
-    expected = measure("normalized_relative_flatness", model, X, NAMES, layer=0)
-    assert_allclose(scorer(model, X, NAMES), -expected, rtol=FLOAT32)
-
-
-def test_a_flatness_of_zero_gives_a_score_without_a_sign():
-    zeros = Ridge().fit(X, np.zeros(len(X)))
-    score = FlatnessScorer(non_minimum="accept")(zeros, X, np.zeros(len(X)))
-    assert str(score) == "0.0"
+    of_first = FlatnessScorer("hessian_trace", layer=0, measure_params={"rtol": 1e-3})(model, X, y)
+    expected = measure("hessian_trace", model, X, y, layer=0, rtol=1e-3)
+    assert of_first == pytest.approx(-expected, rel=0.01)
 
 
 # -- scikit-learn's tools -------------------------------------------------------------------
@@ -157,31 +138,6 @@ def test_a_measure_is_called_by_users_through_joblib_partials_and_wrappers():
     )
     scored = cross_validate(model, X, Y, scoring=SCORER, error_score="raise")
     assert_array_equal(found["test_score"], scored["test_score"])
-
-
-def test_importances_are_differences_of_scores():
-    model, scoring = net().fit(X, Y), {"flat": FlatnessScorer(non_minimum="accept")}
-    with torch.no_grad():
-        model.module_.hidden0.weight[:, 1] = 0
-    arguments = {"n_repeats": 2, "random_state": 0, "sample_weight": np.ones(len(Y))}
-    found = permutation_importance(model, X, Y, scoring=scoring, **arguments)["flat"]
-    assert found["importances"].shape == (4, 2)
-    assert_allclose(found["importances"][1], 0, atol=FLOAT32)  # of a feature that no weight reads
-    assert (np.abs(found["importances"][0]) > 1e-4).all()
-
-
-@pytest.mark.parametrize("refit", [True, "flat", "accuracy"])
-def test_grid_searches_rank_by_the_score(refit):
-    scoring = SCORER if refit is True else {"flat": SCORER, "accuracy": "accuracy"}
-    name, rank = ("score", "score") if refit is True else ("flat", refit)
-    model = make_pipeline(StandardScaler(), net())
-    grid = {"neuralnetclassifier__batch_size": [16, 64]}
-    search = GridSearchCV(model, grid, scoring=scoring, refit=refit, cv=STRATIFIED).fit(X, Y)
-    assert search.cv_results_[f"rank_test_{rank}"][search.best_index_] == 1
-    assert (search.cv_results_[f"mean_test_{name}"] < 0).all()
-    if name == rank:
-        assert search.best_index_ == np.argmax(search.cv_results_[f"mean_test_{name}"])
-        assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
 
 
 def test_scores_of_folds_are_those_of_their_samples_also_in_workers_and_data_frames():
@@ -248,17 +204,6 @@ def test_routing_refuses_weights_without_a_request(make, several):
     # before version 1.7, scikit-learn answers with an error of its own about the estimator
     errors = f"{caught.value} {caught.value.__context__}"
     assert "FlatnessScorer.score" in errors
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
-def test_weights_without_routing(several):
-    flat = FlatnessScorer()
-    scoring = {"flat": flat, "accuracy": "accuracy"} if several else flat
-    options = {"scoring": scoring, "refit": "flat" if several else True, "error_score": "raise"}
-    search = GridSearchCV(LogisticRegression(max_iter=500), {"C": [1.0]}, cv=3, **options)
-    search.fit(X, NAMES, sample_weight=WEIGHTS)
-    model = search.best_estimator_
-    assert search.score(X, NAMES) == -relative_flatness(model, X, NAMES)
 
 
 # -- the check of the minimum ---------------------------------------------------------------
@@ -380,7 +325,6 @@ NO_BETTER = {
         "no better than the best constant prediction's, 0",
     ),
     "dead regressor": (lambda: regressor(module=Dead), NO_REGRESSOR),
-    "untrained regressor": (lambda: regressor(max_epochs=0), NO_REGRESSOR),
     "R2": (
         lambda: (Ridge(alpha=1e-6).fit(X, TARGET), X, -TARGET),
         "its R2 of -.* is not clearly better than .*, 0, and",
@@ -403,15 +347,6 @@ def test_trained_weights_without_a_history_are_scored():
     assert SCORER(loaded, X, Y) == SCORER(trained, X, Y)
 
 
-@pytest.mark.parametrize("callbacks", [None, "disable"], ids=["epochs", "batches alone"])
-def test_one_epoch_that_made_progress_is_evidence(callbacks):
-    model = net(max_epochs=1, lr=0.002, callbacks=callbacks)
-    model.set_params(batch_size=1).fit(X, Y)
-    found = evaluate("relative_flatness", model, X, Y)
-    assert 0.5 < found.passes.risk / constant_loss(model, X, Y) < 1
-    assert SCORER(model, X, Y) == -relative_flatness(model, X, Y)
-
-
 def history(*epochs, shuffle=True):
     """Make a net with lucky initial weights and a history of these batch losses."""
     model = net(module=Lucky, max_epochs=0)
@@ -430,14 +365,11 @@ HARDER = np.linspace(0.5, 1.5, 10)[::-1]  # batches in a fixed order, harder one
 PROGRESS = {  # losses of the batches in each epoch, whether they are shuffled, and the verdict
     "large": ([[1.0], [0.7]], True, True),
     "an outlier at the end": ([[1.0], [0.7], [99.0]], True, True),
-    "rounding": ([[1.0], [1.0 - 1e-6]], True, False),
     "small, may be noise": ([[1.0], [0.95]], True, False),
     "noise": ([1 + noise for noise in NOISE[:3]], True, False),
     "beyond noise": ([1 - 0.02 * at + noise for at, noise in enumerate(NOISE)], True, True),
     "batches of one epoch": ([np.linspace(1.0, 0.9, 40)], True, True),
     "nan": ([[1.0, math.nan], [math.nan, 0.5]], True, False),
-    "noise in one epoch": ([1 + NOISE[0]], True, False),
-    "order": ([np.linspace(1.5, 0.5, 20)], False, False),
     "order and noise": ([HARDER + noise / 10 for noise in NOISE[:3]], False, False),
     "lower in the same order": ([HARDER - 0.05 * at for at in range(3)], False, True),
 }
@@ -508,11 +440,11 @@ ARCHITECTURES = [
     {"module": Regularized, "module__kind": "batch norm"},
     {"module": Regularized, "module__kind": "dropout"},
 ]
-DATA_SETS = {"iris": load_iris, "wine": load_wine, "digits": load_digits}
+DATA_SETS = {"iris": load_iris, "digits": load_digits}
 
 
 @pytest.mark.filterwarnings("ignore:.* is not at a minimum:relflat_sk.FlatnessWarning")
-@pytest.mark.parametrize("epochs", [0, 1, 3])
+@pytest.mark.parametrize("epochs", [0, 3])
 @pytest.mark.parametrize("data_set", DATA_SETS)
 def test_no_random_initialisation_passes(data_set, epochs):
     inputs, labels = DATA_SETS[data_set](return_X_y=True)
@@ -633,8 +565,6 @@ NOT_RECORDED = [
     (net(), {}, r"records its flatness in fit.*; the NeuralNetClassifier did not"),
     (flat_net(), {"layer": 0}, "with layer=-1, normalize=False, but .* asks for layer=0, norm"),
     (flat_net(flatness_layer=[0, -1]), {"layer": 0}, r"with layer=\[0, -1\], normalize=False, but"),
-    (flat_net(), {"layer": "hidden0"}, "with layer=-1, norm.* asks for layer='hidden0'"),
-    (flat_net(), {"layer": "hidden9"}, "but the scorer asks for layer='hidden9'"),
     (flat_net(), NORMALIZED, "asks for layer=-1, normalize=True. Give the same layer and measure"),
 ]
 
@@ -645,15 +575,6 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
         FlatnessScorer(data="train", **scorer)(model.set_params(max_epochs=1).fit(X, Y), X, Y)
 
 
-def test_parameters_that_are_set_after_fit_do_not_change_what_was_recorded():
-    model = flat_net(max_epochs=1).fit(X, Y).set_params(flatness_layer=0, flatness_normalize=True)
-    for arguments in ({"layer": 0}, NORMALIZED, {**NORMALIZED, "layer": 0}):
-        with pytest.raises(ValueError, match="recorded its flatness with layer=-1, normalize=Fal"):
-            FlatnessScorer(data="train", **arguments)(model, X, Y)
-    scorer = FlatnessScorer(data="train", non_minimum="accept")
-    assert scorer(model, X, Y) == -model.relative_flatness_
-
-
 # -- refusals -------------------------------------------------------------------------------
 
 
@@ -662,23 +583,3 @@ def test_parameters_that_are_set_after_fit_do_not_change_what_was_recorded():
 def test_refuses_unfitted_estimators(model, data):
     with pytest.raises(NotFittedError):
         FlatnessScorer(data=data)(clone(model), X, Y)
-
-
-def test_a_monitor_records_the_flatness_of_each_iteration():
-    callback = pytest.importorskip("sklearn.callback", reason="scikit-learn has them from 1.9 on")
-    monitor = callback.ScoringMonitor(scoring={"flatness": FlatnessScorer(non_minimum="accept")})
-    LogisticRegression(max_iter=6).set_callbacks(monitor).fit(X, Y)
-    rows = [row for row in monitor.get_logs().data if row["task_name"] == "lbfgs-iter"]
-    assert len(rows) == 6
-    for n_iterations in (2, 6):
-        expected = -relative_flatness(LogisticRegression(max_iter=n_iterations).fit(X, Y), X, Y)
-        assert rows[n_iterations - 1]["flatness"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_scikit_learns_own_cross_validation_takes_the_scorer():
-    options = {"l1_ratios": (0.0,), "use_legacy_attributes": False}
-    if "use_legacy_attributes" not in signature(LogisticRegressionCV).parameters:
-        options = {}  # scikit-learn before 1.8 warns of l1_ratios
-    model = LogisticRegressionCV(scoring=SCORER, Cs=[0.01, 1.0], cv=3, max_iter=1000, **options)
-    assert model.fit(X, NAMES).score(X, NAMES) < 0
-    assert np.ravel(model.C_)[0] == 0.01  # more regularisation is flatter

@@ -18,11 +18,10 @@ from relflat_sk import (
 )
 from relflat_sk._models.network_of import DataOptions, to_network
 from relflat_sk._network.borrowing import MathAttention, explicit_attention
-from relflat_sk._network.layers import weight_layers
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests.cases import Net, published_penalty
 from tests.hugging_face import Conv1D, GPT2LMHeadModel
-from tests.measures.evaluate import constant_loss, evaluate
+from tests.measures.evaluate import evaluate
 from tests.measures.nets import (
     CE,
     IDS,
@@ -30,10 +29,8 @@ from tests.measures.nets import (
     LABELS,
     PROBLEMS,
     FusedAttention,
-    LanguageModel,
     Problem,
     allowed,
-    best_constant,
     gpt2,
     make_fused,
     own_loss_of,
@@ -76,16 +73,6 @@ def test_explicit_attention_is_the_same_function(n_keys, masks, batch_first):
         assert_close([attention(*case, **masks) for case in cases], expected)
     assert [name for name, _ in attention.named_modules()] == names
     assert "forward" not in attention.__dict__
-
-
-def test_explicit_attention_drops_out_in_training_as_torch_does():
-    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True).double()
-    x = torch.randn(5, 3, 4).double()
-    torch.manual_seed(1)
-    expected = attention(x, x, x)
-    torch.manual_seed(1)
-    with explicit_attention(attention):
-        assert_close(attention(x, x, x), expected)
 
 
 def test_fused_encoder_layers_are_taken_apart_for_a_while():
@@ -215,12 +202,6 @@ def test_report_leaves_out_layers_that_compute_more_than_a_product(kind):
         flatness_report(net[:1], X, y, criterion=CE)
 
 
-def test_other_classes_of_that_name_are_no_layers():
-    """A user's own module, which happens to have that name."""
-    own = type("Conv1D", (Net,), {"nf": 3})(lambda net, x: net.inner(x), inner=nn.Linear(4, 3))
-    assert list(weight_layers(nn.Sequential(own))) == ["0.inner"]
-
-
 @pytest.mark.parametrize("labels", [None, torch.zeros(3)], ids=["none", "one for each sample"])
 def test_labels_are_needed_for_each_token(labels):
     with pytest.raises(ValueError, match=r"labels of shape \(samples, tokens\) as y, got"):
@@ -242,21 +223,6 @@ def test_a_language_model_may_read_as_many_tokens_as_it_has_classes():
         for y, options in ((ids, {}), (labels[:, 1:], {"criterion": CE}))
     )
     assert own == pytest.approx(criterion, rel=1e-12)
-
-
-def test_a_model_with_another_loss_needs_a_criterion():
-    net = GPT2LMHeadModel()
-    net.loss_function = nn.functional.mse_loss
-    with pytest.raises(ValueError, match="criterion is needed"):
-        measure("relative_flatness", net, INPUTS, LABELS, layer="lm_head")
-
-
-def test_the_best_constant_of_tokens():
-    criterion = nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.1)
-    X, y = torch.randint(0, 6, (2, 5, 3))
-    expected = best_constant(lambda z: criterion(z.expand(5, 6, 3), y), 6, 1)
-    best = constant_loss(LanguageModel().double(), X, y, criterion=criterion)
-    assert best == pytest.approx(expected, rel=1e-3)
 
 
 # -- models of the library itself -----------------------------------------------------------------

@@ -131,27 +131,7 @@ def test_a_penalty_warns_of_it_in_the_first_step(data, chain):
     assert caught[1] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("classes", [False, True])
-def test_a_criterion_that_is_no_mean_warns_under_any_default_dtype(data, chain, dtype, classes):
-    X, y = data
-    if classes:
-        chain, y = nn.Linear(4, 2), (y > y.median()).long().flatten()
-    criterion = partial(F.cross_entropy, weight=torch.tensor([1.0, 9.0])) if classes else rmse
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with pytest.warns(FlatnessWarning, match="is no mean of losses of single samples"):
-            relative_flatness(chain, X, y, criterion=criterion)
-    finally:
-        torch.set_default_dtype(before)
-
-
-class RefusesParts(Exception):
-    pass
-
-
-@pytest.mark.parametrize("error", [AssertionError, RefusesParts, ValueError])
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
 def test_a_criterion_that_takes_no_part_of_a_batch_says_so(data, chain, error):
     def criterion(output, target):
         if len(output) < len(data[0]):
@@ -219,7 +199,8 @@ def test_layers_behind_batch_norm_without_running_statistics_are_measured_with_a
     assert found == pytest.approx(
         relative_flatness(last, features, data[1], criterion=nn.MSELoss()), rel=1e-5
     )
-    with pytest.warns(FlatnessWarning, match="'0' left out"):
+    left_out = pytest.warns(FlatnessWarning, match="'0' left out")
+    with left_out, pytest.warns(FlatnessWarning, match="mixes the samples"):
         report = flatness_report(
             mixing, *data, measures=["relative_flatness"], criterion=nn.MSELoss()
         )
@@ -270,26 +251,19 @@ def report_of(net, y=Y, criterion=None, **arguments):
 
 HEADS = {
     "matrix": (lambda net, h, w: h.relu() @ w, (3, 3)),
-    "transposed": (lambda net, h, w: h @ w.T, (3, 3)),
     "functional": (lambda net, h, w, b: F.linear(h, w, b), (3, 3), (3,)),
     "cosine": (lambda net, h, w: F.normalize(h) @ F.normalize(w).T, (3, 3)),
     "einsum": (lambda net, h, w: torch.einsum("nd,dk->nk", h, w), (3, 3)),
     "not called": (lambda net, h: F.linear(h, net.head.weight, net.head.bias),),
-    "of the norm": (lambda net, h, w: net.norm(h) @ w, (3, 3)),
     "normed": (lambda net, h, w: net.norm(h @ w), (3, 3)),
-    "residual": (lambda net, h, w: h + h.tanh() @ w, (3, 3)),
     "bilinear": (lambda net, h, w: F.bilinear(h, h, w), (3, 3, 3)),
 }
 OTHERS = {
-    "none": (lambda net, h: h,),
     "log-softmax": (lambda net, h: 3 * h.log_softmax(dim=1),),
-    "activation": (lambda net, h: h.sigmoid().tanh(),),
     "scale and bias": (lambda net, h, w, b: h * w + b, (3,), (3,)),
     "norm": (lambda net, h: net.norm(h),),
-    "residual": (lambda net, h: h + h.relu(),),
     "another branch": (lambda net, h, w: h + torch.ones(len(h), 3) @ w, (3, 3)),
     "constant matrix": (lambda net, h: h @ net.fixed,),
-    "a bias": (lambda net, h, b: F.linear(h, net.fixed, b), (3,)),
     "pooling": (lambda net, h: F.max_pool1d(h[:, None], 3, 1, 1)[:, 0],),
 }  # fmt: skip
 
@@ -328,33 +302,16 @@ def test_a_product_of_two_layers_has_no_other_head():
     report_of(Two(), layers=[0, -1], measures="hessian_trace")
 
 
-def test_a_vector_can_be_a_head():
-    net = Net(lambda net, h, w: h @ w, (3,))
-    with pytest.warns(FlatnessWarning, match="by the parameter 'more.0'"):
-        flat(net, y=torch.randn(12), criterion=nn.MSELoss())
-    with pytest.warns(FlatnessWarning, match="by the parameter 'more.0'"):
-        report_of(net, torch.randn(12), nn.MSELoss())
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_ends_of_a_network_are_no_heads(name):
     flat(Net(*OTHERS[name]))
     report_of(Net(*OTHERS[name]))
 
 
-@pytest.mark.filterwarnings("ignore:layer=-1:relflat_sk.FlatnessWarning")
-def test_the_graph_of_the_pass_is_enough(monkeypatch):
-    net = Net(*HEADS["matrix"])
-    n_passes = count_runs(net, lambda: flat(net))
-    monkeypatch.setattr("relflat_sk._network.layer_checks.find_multiplier", lambda *_: None)
-    assert n_passes == count_runs(net, lambda: flat(net))
-
-
 # -- functions of a user ------------------------------------------------------------------------
 
 # names of torch's operations that are piecewise linear, linear in an input, or no change at all
-NAMES = ["Abs", "Add", "Clamp", "Clone", "Div", "Max", "Mul", "NativeBatchNorm", "Relu", "View",
-         "_OfBatch", "Embedding"]  # fmt: skip
+NAMES = ["Abs", "Add", "Div", "Mul", "NativeBatchNorm", "View", "_OfBatch", "Embedding"]
 
 
 def smooth_absolute_value(name):
@@ -396,44 +353,6 @@ class SmoothAbsoluteValue(nn.Module):
         return (x.square() + 1).sqrt()
 
 
-def test_a_function_that_is_named_as_a_lookup_uses_a_weight():
-    class EmbeddingOfRows(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, h, weight):
-            ctx.save_for_backward(h, weight)
-            return h @ weight
-
-        @staticmethod
-        def backward(ctx, gradient):
-            h, weight = ctx.saved_tensors
-            return gradient @ weight.T, h.T @ gradient
-
-    torch.manual_seed(0)
-    net = cases.Net(
-        lambda net, x: net.head(EmbeddingOfRows.apply(net.first(x), net.first.weight)),
-        first=nn.Linear(4, 5),
-        head=nn.Linear(4, 3),
-    )
-    X, y, criterion = torch.randn(6, 4), torch.arange(6) % 3, nn.CrossEntropyLoss()
-    with pytest.raises(ValueError, match="'first' outside of the layer's call"):
-        relative_flatness(net, X, y, criterion=criterion, layer="first")
-    with pytest.raises(ValueError, match="'first' outside of the layer's call"):
-        penalty_of(published_penalty(layer="first"), net, criterion, X, y)
-
-
-class TimeFirst(nn.Module):
-    """A recurrent network whose first layer has the time steps as its rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.recurrent = nn.Linear(3, 4), nn.RNN(4, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        states, _ = self.recurrent(torch.tanh(self.embed(x.transpose(0, 1))))
-        return self.head(states[-1])
-
-
 class Windows(nn.Module):
     """A network whose middle layer has the windows of all samples as its rows."""
 
@@ -447,44 +366,30 @@ class Windows(nn.Module):
 
 
 @pytest.mark.parametrize("n_steps", [6, 12], ids=lambda n_steps: f"{n_steps} steps")
-@pytest.mark.parametrize(
-    ("build", "mixing", "rest"),
-    [(TimeFirst, "embed", ["head"]), (Windows, "within", ["first", "head"])],
-)
-def test_a_layer_whose_rows_are_no_samples_is_left_out(build, mixing, rest, n_steps):
+def test_a_layer_whose_rows_are_no_samples_is_left_out(n_steps):
     torch.manual_seed(0)
-    net, X, y = build().double(), torch.randn(12, n_steps, 3).double(), torch.arange(12) % 3
+    net, X, y = Windows().double(), torch.randn(12, n_steps, 3).double(), torch.arange(12) % 3
     options = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
-    left_out = partial(pytest.warns, FlatnessWarning, match=f"'{mixing}' left out")
+    exact = {"method": "exact", **options}
+    left_out = partial(pytest.warns, FlatnessWarning, match="'within' left out")
     expected = {
-        layer: relative_flatness(net, X, y, layer=layer, method="exact", **options)
-        for layer in rest
+        layer: relative_flatness(net, X, y, layer=layer, **exact) for layer in ("first", "head")
     }
     with left_out():
-        report = flatness_report(
-            net, X, y, measures="relative_flatness", method="exact", **options
-        ).set_index("layer")
-    assert report["value"].to_dict() == pytest.approx(expected)
+        report = flatness_report(net, X, y, measures="relative_flatness", **exact)
+    assert report.set_index("layer")["value"].to_dict() == pytest.approx(expected)
     with left_out():
-        most = measure("relative_flatness", net, X, y, aggregate="max", method="exact", **options)
-    assert most == pytest.approx(max(expected.values()))
+        assert measure("network_flatness", net, X, y, **options) > 0
     with left_out():
-        flattest = measure("network_flatness", net, X, y, **options)
-    eigenvalues = [
-        measure("eigenvalue_flatness", net, X, y, layer=layer, **options) for layer in rest
-    ]
-    assert flattest == pytest.approx(max(eigenvalues), rel=0.05)
-    with left_out():
-        assert set(layer_sensitivity(net, X, y, bits=8, **options)["layer"]) == set(rest)
-    with pytest.raises(ValueError, match=mixing):
-        relative_flatness(net, X, y, layer=mixing, **options)
+        assert set(layer_sensitivity(net, X, y, bits=8, **options)["layer"]) == {"first", "head"}
+    with pytest.raises(ValueError, match="within"):
+        relative_flatness(net, X, y, layer="within", **options)
 
 
 # -- views that are changed in place --------------------------------------------------------------
 
 VIEWS = {
     "slice": lambda h: h[:, 2:6],
-    "transposed": lambda h: h.T[2:6].T,
     "reshaped": lambda h: h.view(-1, 2, 4)[:, 1],
     "whole": lambda h: h.view(-1, 8).narrow(1, 0, 4),
 }
@@ -507,9 +412,6 @@ def test_a_layer_between_a_view_and_its_change_in_place(view, frozen):
     found = relative_flatness(net, X, y, criterion=criterion, layer="shortcut")
     assert found == pytest.approx(expected, rel=1e-9)
     assert [p.requires_grad for p in net.parameters()] == [not frozen, *[True] * 5]
-    measures = ["relative_flatness", "gradient_norm"]
-    report = flatness_report(net, X, y, criterion=criterion, layers="shortcut", measures=measures)
-    assert report.value[0] == pytest.approx(expected, rel=1e-9)
 
 
 def test_parameters_need_gradients_again_after_an_exception():
@@ -524,28 +426,14 @@ def test_parameters_need_gradients_again_after_an_exception():
 # -- parts that torch.compile has compiled --------------------------------------------------------
 
 
-def compile_in_place(net):
-    net.compile(backend="aot_eager")
-
-
-def compile_part_in_place(net):
-    net.backbone.compile(backend="aot_eager")
-
-
-def compile_backbone(net):
-    net.backbone = torch.compile(net.backbone, backend="aot_eager")
-
-
-def compile_forward(net):
-    net.backbone.forward = torch.compile(net.backbone.forward, backend="aot_eager")
-
-
-def compile_function(net):
-    net.function = torch.compile(torch.tanh, backend="aot_eager")
-
-
-COMPILED = [compile_in_place, compile_part_in_place, compile_backbone, compile_forward,
-            compile_function]  # fmt: skip
+compiled = partial(torch.compile, backend="aot_eager")
+COMPILED = {
+    "in place": lambda net: net.compile(backend="aot_eager"),
+    "a part in place": lambda net: net.backbone.compile(backend="aot_eager"),
+    "a part": lambda net: setattr(net, "backbone", compiled(net.backbone)),
+    "its forward": lambda net: setattr(net.backbone, "forward", compiled(net.backbone.forward)),
+    "a function": lambda net: setattr(net, "function", compiled(torch.tanh)),
+}
 
 
 class WithBackbone(nn.Module):
@@ -569,15 +457,14 @@ def test_networks_with_compiled_parts_are_measured_and_penalised(change, called)
         oracles.relative_flatness(net, name, criterion, X, y) for name in ("backbone.0", "head")
     ]
     torch._dynamo.reset()
-    change(net)
+    COMPILED[change](net)
     if called:  # compiled already
         criterion(net(X), y).backward()
     before = net._compiled_call_impl, net.backbone, vars(net.backbone).get("forward")
     for layer, kappa in zip((0, -1), kappas, strict=True):
         found = relative_flatness(net, X, y, criterion=criterion, layer=layer, method="exact")
         assert found == pytest.approx(kappa, rel=1e-9)
-    sharpness = measure("fisher_rao_norm", net, X, y, criterion=criterion)
-    assert sharpness > 0
+    assert measure("fisher_rao_norm", net, X, y, criterion=criterion) > 0
     for layer, kappa, m in ((0, kappas[0], 5), (-1, kappas[1], 4)):
         penalty = published_penalty(layer)
         assert_right_on_average(penalty, net, criterion, X, y, kappa / (2 * m))
@@ -672,27 +559,13 @@ def test_one_of_several_outputs_is_chosen(kind, which):
     net, X, y = SeveralOutputs(kind).double(), torch.randn(30, 4).double(), torch.arange(30) % 3
     alone = OneOutput(net, which)
     params = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
-    for name in ("relative_flatness", "hessian_trace"):
-        chosen = measure(name, net, X, y, layer="head", output=which, **params)
-        expected = measure(name, alone, X, y, layer="net.head", **params)
+    for name, layer in (("relative_flatness", "head"), ("fisher_rao_norm", None)):
+        at, inside = ({"layer": layer}, {"layer": f"net.{layer}"}) if layer else ({}, {})
+        chosen = measure(name, net, X, y, output=which, **at, **params)
+        expected = measure(name, alone, X, y, **inside, **params)
         assert chosen == pytest.approx(expected, rel=1e-9)
-    for name in ("expected_sharpness", "fisher_rao_norm"):
-        chosen = measure(name, net, X, y, output=which, **params)
-        assert chosen == pytest.approx(measure(name, alone, X, y, **params), rel=1e-9)
-    report = flatness_report(
-        net, X, y, measures="relative_flatness", layers=["body", "head"], output=which, **params
-    )
-    assert report.value[1] == relative_flatness(
-        net, X, y, layer="head", output=which, criterion=params["criterion"]
-    )
-    assert report.value[0] > 0
-
-
-@pytest.mark.parametrize(("kind", "which"), [(dict, "logits"), (tuple, 2), (tuple, "out")])
-def test_an_output_that_is_not_there(kind, which):
-    net, X, y = SeveralOutputs(kind), torch.randn(30, 4), torch.arange(30) % 3
     with pytest.raises(ValueError, match="output="):
-        relative_flatness(net, X, y, output=which, criterion=nn.CrossEntropyLoss())
+        relative_flatness(net, X, y, output="no such", criterion=nn.CrossEntropyLoss())
     if kind is dict:
         with pytest.raises(TypeError, match="output="):
             relative_flatness(net, X, y, criterion=nn.CrossEntropyLoss())

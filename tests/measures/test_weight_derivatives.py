@@ -42,8 +42,8 @@ def norm_by_loop(net, loss_of, X, weight=None):
     return float(np.sqrt(np.average(squares, weights=weight)))
 
 
-# a function of a user's own and recurrent layers have no forward derivative
-OTHERS = ["functions that cannot be vectorised", "lstm", "computed weights"]
+# recurrent layers have no forward derivative
+OTHERS = ["lstm", "computed weights"]
 
 
 @pytest.mark.parametrize("name", [*NETS, *CASES, *OTHERS])

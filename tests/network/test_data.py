@@ -46,7 +46,7 @@ def net():
 
 
 def measured(net, inputs, labels=Y, **options):
-    return relative_flatness(net, inputs, labels, criterion=CE, **options)
+    return relative_flatness(net, inputs, labels, **{"criterion": CE, **options})
 
 
 def make_classifier():
@@ -183,60 +183,9 @@ def test_an_overflowing_sum_is_not_mistaken_for_infinity():
 # -- refusals -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("inputs", "labels", "error", "message"),
-    [
-        (np.where(X > 1, np.nan, X), Y, ValueError, "X contains NaN or infinity"),
-        (np.where(X > 1, np.inf, X), Y, ValueError, "X contains NaN or infinity"),
-        (X, Y[:9], ValueError, "X has 12 samples, y has 9 labels"),
-        (X, 3, ValueError, "X has 12 samples, y has no labels.$"),
-        (X[0], 3, ValueError, r"X has 4 samples, y has no labels. X is 1-D, .*reshape\(1, -1\)"),
-        (X[:0], Y[:0], ValueError, "X has no samples"),
-        (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), None, ValueError, "X has no samples"),
-        (X, np.array(list("abc"))[Y], ValueError, "labels of type <U1 such as .*'a'.* encode"),
-        (X, np.where(Y == 1, np.nan, Y), ValueError, "y contains NaN"),
-        (X, torch.full((12,), torch.nan), ValueError, "y contains NaN"),
-        (X, Y + 1, ValueError, "class indices from 0 to 2, one per output, got .* from 1 to 3"),
-        (X, Y - 1, ValueError, "got values from -1 to 1"),
-        (X, Y + 0.5, ValueError, "needs class indices 0, 1, ..., got fractions such as 2.5"),
-        (X, np.zeros((12, 2)), ValueError, r"outputs of shape \(12, 3\) needs .* got \(12, 2\)"),
-        ("text", Y, TypeError, "a row of numbers .* got str"),
-        (np.array([["a"] * 4] * 12), Y, TypeError, "a row of numbers .* got ndarray: .*'a'"),
-        (3.0, Y, TypeError, "a row of numbers .* got float"),
-        ({"a": X, "b": X[:3]}, Y, ValueError, r"must have equal lengths, got \[3, 12\]"),
-        (TensorDataset(TENSOR), None, TypeError, r"must give \(x, y\) pairs"),
-        (TensorDataset(torch.zeros(2, 4)), Y, ValueError, "has its own labels"),
-    ],
-)
-def test_bad_data(net, inputs, labels, error, message):
-    with pytest.raises(error, match=message):
-        measured(net, inputs, labels)
-
-
-@pytest.mark.filterwarnings("ignore:it could not be checked")
-@pytest.mark.parametrize(
-    ("criterion", "labels", "message"),
-    [
-        (nn.MSELoss(), Y, r"MSELoss needs targets of the outputs' shape \(12, 3\), got \(12,\)"),
-        (nn.BCEWithLogitsLoss(), np.full((12, 3), 2), "needs targets from 0 to 1, got .* 2 to 2"),
-        (nn.PoissonNLLLoss(), np.full((12, 3), -1), "needs counts, .* got -1"),
-        (
-            nn.BCEWithLogitsLoss(weight=torch.ones(12, 1)),
-            np.ones((12, 3)),
-            r"weight of BCEWithLogitsLoss has shape \(12, 1\)",
-        ),
-        (lambda output, y: output[:, :2].square(), Y, None),
-        (lambda output, y: output[:5, 0], Y, r"gave losses of shape \(5,\) for 12 samples"),
-        (lambda output, y: 1.0, Y, "returned float, expected a tensor"),
-        (nn.CosineEmbeddingLoss(), Y, r"CosineEmbeddingLoss cannot take outputs of shape"),
-    ],
-)
-def test_criterion_and_labels_that_do_not_fit(net, criterion, labels, message):
-    if message is None:
-        assert np.isfinite(relative_flatness(net, X, labels, criterion=criterion))
-        return
-    with pytest.raises(ValueError, match=message):
-        relative_flatness(net, X, labels, criterion=criterion)
+V, T = ValueError, TypeError
+BCE, FEW = nn.BCEWithLogitsLoss, np.full((12, 3), 2)
+NO_WEIGHTS = "must be finite, not negative, and not all zero"
 
 
 def bent(bend, n_outputs=3):
@@ -244,32 +193,60 @@ def bent(bend, n_outputs=3):
     return Net(lambda net, x: bend(net.out(x)), out=nn.Linear(4, n_outputs))
 
 
-@pytest.mark.parametrize(
-    ("net", "message"),
-    [
-        (bent(lambda z: z.squeeze(1), 1), r"one output per class, .* outputs of shape \(12,\)"),
-        (bent(lambda z: z.mean(0, keepdim=True)), "turned 12 rows at layer 'out' into outputs of"),
-    ],
-)
-def test_outputs_that_do_not_fit(net, message):
-    with pytest.raises(ValueError, match=message):
-        measured(net, X)
+BAD = [
+    ({"X": np.where(X > 1, np.nan, X)}, V, "X contains NaN or infinity"),
+    ({"X": np.where(X > 1, np.inf, X)}, V, "X contains NaN or infinity"),
+    ({"y": Y[:9]}, V, "X has 12 samples, y has 9 labels"),
+    ({"y": 3}, V, "X has 12 samples, y has no labels.$"),
+    ({"X": X[0], "y": 3}, V, r"X has 4 samples, y has no labels. X is 1-D, .*reshape\(1, -1\)"),
+    ({"X": X[:0], "y": Y[:0]}, V, "X has no samples"),
+    ({"X": TensorDataset(torch.zeros(0, 4), torch.zeros(0)), "y": None}, V, "X has no samples"),
+    ({"y": np.array(list("abc"))[Y]}, V, "labels of type <U1 such as .*'a'.* encode"),
+    ({"y": np.where(Y == 1, np.nan, Y)}, V, "y contains NaN"),
+    ({"y": torch.full((12,), torch.nan)}, V, "y contains NaN"),
+    ({"y": Y + 1}, V, "class indices from 0 to 2, one per output, got .* from 1 to 3"),
+    ({"y": Y - 1}, V, "got values from -1 to 1"),
+    ({"y": Y + 0.5}, V, "needs class indices 0, 1, ..., got fractions such as 2.5"),
+    ({"y": np.zeros((12, 2))}, V, r"outputs of shape \(12, 3\) needs .* got \(12, 2\)"),
+    ({"X": "text"}, T, "a row of numbers .* got str"),
+    ({"X": np.array([["a"] * 4] * 12)}, T, "a row of numbers .* got ndarray: .*'a'"),
+    ({"X": 3.0}, T, "a row of numbers .* got float"),
+    ({"X": {"a": X, "b": X[:3]}}, V, r"must have equal lengths, got \[3, 12\]"),
+    ({"X": TensorDataset(TENSOR), "y": None}, T, r"must give \(x, y\) pairs"),
+    ({"X": TensorDataset(torch.zeros(2, 4))}, V, "has its own labels"),
+    ({"criterion": nn.MSELoss()}, V, r"MSELoss needs targets of the outputs' shape \(12, 3\), got"),
+    ({"criterion": BCE(), "y": FEW}, V, "needs targets from 0 to 1, got .* 2 to 2"),
+    ({"criterion": nn.PoissonNLLLoss(), "y": -FEW}, V, "needs counts, .* got -2"),
+    (
+        {"criterion": BCE(weight=torch.ones(12, 1)), "y": FEW / 2},
+        V,
+        r"weight of BCEWithLogitsLoss has shape \(12, 1\)",
+    ),
+    ({"criterion": lambda z, y: z[:5, 0]}, V, r"gave losses of shape \(5,\) for 12 samples"),
+    ({"criterion": lambda z, y: 1.0}, V, "returned float, expected a tensor"),
+    ({"criterion": nn.CosineEmbeddingLoss()}, V, r"CosineEmbeddingLoss cannot take outputs of"),
+    ({"net": bent(lambda z: z.squeeze(1), 1)}, V, r"one output per class, .* of shape \(12,\)"),
+    ({"net": bent(lambda z: z.mean(0, keepdim=True))}, V, "turned 12 rows at layer 'out' into"),
+    ({"sample_weight": np.ones(3)}, V, r"shape \(12,\), one weight per sample, got \(3,\)"),
+    ({"sample_weight": np.ones((N, 1))}, V, r"must have shape \(12,\)"),
+    ({"sample_weight": 1.0}, V, r"must have shape \(12,\)"),
+    ({"sample_weight": np.r_[-1.0, np.ones(N - 1)]}, V, NO_WEIGHTS),
+    ({"sample_weight": np.r_[np.nan, np.ones(N - 1)]}, V, NO_WEIGHTS),
+    ({"sample_weight": np.zeros(N)}, V, NO_WEIGHTS),
+]
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (np.ones(3), r"must have shape \(12,\), one weight per sample, got \(3,\)"),
-        (np.ones((N, 1)), r"must have shape \(12,\)"),
-        (1.0, r"must have shape \(12,\)"),
-        (np.r_[-1.0, np.ones(N - 1)], "must be finite, not negative, and not all zero"),
-        (np.r_[np.nan, np.ones(N - 1)], "must be finite, not negative, and not all zero"),
-        (np.zeros(N), "must be finite, not negative, and not all zero"),
-    ],
-)
-def test_bad_sample_weights(net, weights, message):
-    with pytest.raises(ValueError, match=message):
-        measured(net, X, sample_weight=weights)
+@pytest.mark.filterwarnings("ignore:it could not be checked")
+@pytest.mark.parametrize(("bad", "error", "message"), BAD, ids=[message for *_, message in BAD])
+def test_data_that_do_not_fit(net, bad, error, message):
+    good = {"net": net, "X": X, "y": Y, "criterion": CE}
+    at = {**good, **bad}
+    with pytest.raises(error, match=message):
+        relative_flatness(at.pop("net"), at.pop("X"), at.pop("y"), **at)
+
+
+def test_losses_of_some_outputs_fit(net):
+    assert np.isfinite(measured(net, X, criterion=lambda output, y: output[:, :2].square()))
 
 
 def with_column(values):
