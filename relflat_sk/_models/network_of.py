@@ -355,6 +355,24 @@ def final_estimator(model: Any) -> Any:
     return list(unwrap(model))[-1]
 
 
+def last_step(estimator: Any) -> Any:
+    """Find the unfitted estimator that is going to hold the network."""
+    return _descend(estimator)[1]
+
+
+def last_prefix(estimator: Any) -> str:
+    """Return what stands before the parameters of the estimator that holds the network."""
+    return _descend(estimator)[0]
+
+
+def _descend(estimator: Any, prefix: str = "") -> tuple[str, Any]:
+    inside = [(name, getattr(estimator, name, None)) for name in ("regressor", "estimator")]
+    for name, inner in [*getattr(estimator, "steps", [])[-1:], *inside]:
+        if hasattr(inner, "fit"):
+            return _descend(inner, f"{prefix}{name}__")
+    return prefix, estimator
+
+
 def name_layer(model: Any, layer: Layer) -> Layer:
     """Replace a layer that is passed as a module by its name, which copies of the model share."""
     if not isinstance(layer, nn.Module):

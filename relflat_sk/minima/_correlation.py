@@ -49,11 +49,11 @@ BASELINE = "train_loss"
 
 @dataclass(frozen=True)
 class SelectedMinima:
-    """A table of minima, and which of them a statistic uses. Shapes: `target`, `usable` (N,)."""
+    """A table of minima, and which of them a statistic uses."""
 
     table: pd.DataFrame
-    target: Floats
-    usable: NDArray[np.bool_]
+    target: Floats  # (N,)
+    usable: NDArray[np.bool_]  # (N,)
     measures: list[str]
 
     def tabulate(
@@ -76,7 +76,7 @@ class SelectedMinima:
         return pd.DataFrame(table, columns=["measure", *names, "n", "n_left_out"])
 
     def of_group(self, rows: NDArray[np.bool_]) -> "SelectedMinima":
-        """Select some of the minima. Shapes: `rows` (N,)."""
+        """Select some of the minima."""
         return SelectedMinima(self.table[rows], self.target[rows], self.usable[rows], self.measures)
 
     def pairs(self, measure: str) -> tuple[NDArray[np.intp], Floats, Floats]:
@@ -84,8 +84,6 @@ class SelectedMinima:
 
         The minima are sorted by target and measure, so that a seed draws the same resamples
         whatever the order of the table.
-
-        Shapes: returns rows (n,), (n,).
         """
         x = numeric_column(self.table, measure, argument="measure")
         order = np.lexsort((x, self.target))
@@ -111,27 +109,18 @@ def select_minima(
         raise ValueError(
             f"{usable.sum()} of the {len(table)} minima converged and have a finite "
             f"{target!r}, and a correlation needs at least {FEWEST_MINIMA}. "
-            f"{_advice(target, known=bool(np.isfinite(y).any()))}"
+            "The columns 'converged' and 'reason' of the table say why minima were left out. "
+            "Held-out losses and scores are recorded if the search gets X_test and y_test."
         )
     names = [*measure_columns(table), *(name for name in [BASELINE] if name in table.columns)]
     return SelectedMinima(table, y, usable, [name for name in names if name != target])
-
-
-def _advice(target: str, *, known: bool) -> str:
-    """Return what to do about too few minima, if some have a finite target or none."""
-    if not known and target in ("generalization_gap", "test_loss", "test_score"):
-        return (
-            "Pass X_test and y_test to the search to record held-out values. The columns "
-            "'converged' and 'reason' of the table say why minima were left out."
-        )
-    return "The columns 'converged' and 'reason' of the table say why minima were left out."
 
 
 CONFIDENCE = 0.95
 
 
 def resample(n: int, n_bootstrap: int, seed: int | list[int]) -> Floats:
-    """Draw bootstrap resamples of n minima. Shapes: returns (n_bootstrap, n)."""
+    """Draw bootstrap resamples of n minima, (n_bootstrap, n)."""
     if n == 0:
         return np.zeros((n_bootstrap, 0))
     rng = np.random.default_rng(seed)
@@ -144,20 +133,14 @@ def with_ends(name: str) -> list[str]:
 
 
 def interval(name: str, value: float, resampled: Floats) -> dict[str, float]:
-    """Return a value with the ends of its 95% percentile interval, by column.
-
-    Shapes: `resampled` (b,).
-    """
+    """Return a value with the ends of its 95% percentile interval, by column."""
     finite, tail = resampled[np.isfinite(resampled)], (1 - CONFIDENCE) / 2
     ends = np.quantile(finite, [tail, 1 - tail]).tolist() if len(finite) else [np.nan, np.nan]
     return dict(zip(with_ends(name), [float(value), *ends], strict=True))
 
 
 def signs(values: Floats, first: NDArray[np.intp], second: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the sign of the difference in each pair of values.
-
-    Shapes: `values` (n,), `first, second` (p,); returns (p,).
-    """
+    """Return the sign of the difference in each pair of values."""
     a, b = values[first], values[second]
     return np.subtract(a > b, a < b, dtype=np.intp)
 

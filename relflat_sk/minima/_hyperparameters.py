@@ -178,8 +178,6 @@ def resample_cells(levels: Integers, n_bootstrap: int, seed: int) -> Floats:
     """Draw resamples within each combination of hyper-parameters, if all have repeats.
 
     If a combination has a single minimum, resamples are drawn from all minima instead.
-
-    Shapes: `levels` (n, k); returns (n_bootstrap, n).
     """
     # numbered by their first minimum, whatever the numbers of the levels
     cell, _ = pd.factorize(np.unique(levels, axis=0, return_inverse=True)[1].ravel())
@@ -398,10 +396,7 @@ class _Cells:
 
     @classmethod
     def of(cls, levels: Integers, first: Integers, second: Integers, given: Integers) -> "_Cells":
-        """Assign every pair to a cell, from the levels of the set and signs of other measures.
-
-        Shapes: `levels` (n, k), `given` (p, l).
-        """
+        """Assign every pair to a cell, from the levels of the set and signs of other measures."""
         # a column of zeros makes the empty set a case like any other
         constant = np.zeros((len(levels), 1), dtype=np.intp)
         _, values = np.unique(np.hstack([constant, levels]), axis=0, return_inverse=True)

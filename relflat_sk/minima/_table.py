@@ -63,7 +63,7 @@ def measure_column(
 
 
 def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[np.float64]:
-    """Return one column of a table of minima as floats. Shapes: returns (n_minima,)."""
+    """Return one column of a table of minima as floats."""
     if name in table.columns and _is_numeric(table[name]):
         return table[name].to_numpy(dtype=np.float64, na_value=np.nan)
     problem = "is not numeric" if name in table.columns else "is not a column of these minima"
@@ -77,19 +77,19 @@ def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[
 
 
 def is_complete(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows come from a trial that ran to its end. Shapes: returns (n_minima,)."""
+    """Return which rows come from a trial that ran to its end."""
     if "state" not in table.columns:
         return np.ones(len(table), dtype=bool)
     return table["state"].eq("complete").to_numpy(dtype=bool)
 
 
 def is_minimum(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows are minima, of any depth. Shapes: returns (n_minima,)."""
+    """Return which rows are minima, of any depth."""
     return _is_marked(table, "converged")
 
 
 def is_comparable(table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Return which rows are minima of the depth that is compared. Shapes: returns (n_minima,)."""
+    """Return which rows are minima of the depth that is compared."""
     return _is_marked(table, "converged") & _is_marked(table, "comparable")
 
 
@@ -97,11 +97,6 @@ def _is_marked(table: pd.DataFrame, name: str) -> NDArray[np.bool_]:
     """Return which rows a column of booleans marks: all of them without such a column."""
     if name not in table.columns:
         return np.ones(len(table), dtype=bool)
-    if pd.api.types.infer_dtype(table[name]) == "string":
-        raise ValueError(
-            f"the column {name!r} must hold True and False, got texts such as "
-            f"{table[name].dropna().iloc[0]!r}. Convert it to booleans first."
-        )
     return table[name].eq(True).fillna(False).to_numpy(dtype=bool)
 
 
@@ -197,10 +192,7 @@ def _is_seed(column: str) -> bool:
 
 
 def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:
-    """Give the distinct values of each column numbers from 0, in the order of their first row.
-
-    Shapes: returns (n_minima, n_columns).
-    """
+    """Give the distinct values of each column numbers from 0, in the order of their first row."""
     numbers = []
     for column in columns:
         values = table[column]

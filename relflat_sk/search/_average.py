@@ -8,8 +8,7 @@ from sklearn.base import is_classifier, is_regressor
 from sklearn.ensemble import VotingClassifier, VotingRegressor
 from sklearn.frozen import FrozenEstimator
 
-from relflat_sk._models.network_of import describe, final_estimator
-from relflat_sk.search._steps import last_prefix
+from relflat_sk._models.network_of import describe, final_estimator, last_prefix
 
 
 class _MeanRegressor(VotingRegressor):
@@ -40,8 +39,7 @@ def has_mean(estimator: Any, y: Any = None) -> bool:
 def average(estimators: Mapping[str, Any], y: Any) -> Any:
     """Return fitted estimators, with their names, as one that averages their predictions."""
     members = [(name, FrozenEstimator(estimator)) for name, estimator in estimators.items()]
-    first, *others = estimators.values()
-    for estimator in (first, *others):
+    for estimator in estimators.values():
         is_multilabel = getattr(final_estimator(estimator), "multilabel_", False)
         # a net that was fitted on a dataset or a loader has not seen which classes there are
         has_classes = is_regressor(estimator) or hasattr(estimator, "classes_")
@@ -51,10 +49,12 @@ def average(estimators: Mapping[str, Any], y: Any) -> Any:
                 f"predictions of regressors, and {describe(estimator)} has no such predictions "
                 "here. Average the predictions of the networks yourself."
             )
+    first = next(iter(estimators.values()))
     if is_regressor(first):
         return _MeanRegressor(members).fit(None, [0.0])  # frozen members learn nothing
     ensemble = VotingClassifier(members, voting="soft").fit(None, first.classes_)
-    if not all(np.array_equal(member.classes_, ensemble.classes_) for member in (first, *others)):
+    classes = [estimator.classes_ for estimator in estimators.values()]
+    if not all(np.array_equal(ensemble.classes_, of_member) for of_member in classes):
         raise ValueError(
             "an ensemble averages probabilities of the same sorted classes, and some candidates "
             "have others, or were trained on data that lack a class. Average the predictions of "

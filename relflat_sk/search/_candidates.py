@@ -84,14 +84,14 @@ def is_gone(owner: Sequence[Any] | None) -> bool:
     """Return whether a thread no longer exists, is the calling thread itself, or is not known."""
     if not owner:
         return True
-    host, process_id, started, thread = owner
+    host, process_id, started, thread_id = owner
     if host != socket.gethostname():
         return False
     if started != _start_time(process_id):
         return True
     if process_id == os.getpid():
-        others = {other.ident for other in threading.enumerate()} - {threading.get_ident()}
-        return thread not in others
+        alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        return thread_id not in alive
     if os.name == "posix":  # os.kill(..., 0) would end the process on Windows
         try:
             os.kill(process_id, 0)

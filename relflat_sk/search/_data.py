@@ -35,14 +35,14 @@ DATA_NAMES = tuple(
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The data of a candidate. Shapes: `X_fit`, `y_fit` (n_fit, ...), `sample_weight` (n,)."""
+    """The data of a candidate."""
 
-    X_fit: Any
+    X_fit: Any  # (n_fit, ...)
     y_fit: Any
     X: Any
     y: Any
     fit_params: Mapping[str, Any] = field(default_factory=dict)
-    sample_weight: Any = None
+    sample_weight: Any = None  # (n,)
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -72,8 +72,6 @@ def vary_data(  # noqa: PLR0913
 
     Arguments of `fit` with one value for each sample are chosen with the samples. `stratify` says
     whether the classes have the same shares among the chosen samples as among all.
-
-    Shapes: `X`, `y` (n, ...), `sample_weight` (n,).
     """
     if not is_number(random_labels) or not 0 <= random_labels <= 1:
         raise ValueError(f"data__random_labels must be a share from 0 to 1, got {random_labels!r}.")

@@ -223,7 +223,7 @@ def _watched(estimator: Any, layers: Sequence[Any], on_epoch: OnEpoch | None) ->
     yield
     # a TransformedTargetRegressor fits a copy of its net
     for net in [*nets, final_estimator(estimator)] if nets else []:
-        net.callbacks = [one for one in net.callbacks or [] if one is not watcher] or None
+        net.callbacks = [x for x in net.callbacks or [] if x is not watcher] or None
         if hasattr(net, "callbacks_"):
             net.callbacks_ = [pair for pair in net.callbacks_ if pair[1] is not watcher]
 

@@ -16,11 +16,10 @@ from torch import nn
 
 from relflat_sk._checks import is_number
 from relflat_sk._losses.table import TABLE
-from relflat_sk._models.network_of import final_estimator
+from relflat_sk._models.network_of import final_estimator, last_step
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._results import Measured
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.search._steps import last_step
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._convergence import StopAtDepth
 
@@ -54,16 +53,16 @@ def own_goals(net: NeuralNet) -> list[Any]:
     """List the callbacks of a net that stop its training at a goal."""
     kinds = (StopAtLoss, StopAtGradientNorm)
     return [
-        one
-        for one in callbacks_of(net)
-        if isinstance(one, kinds) or (isinstance(one, type) and issubclass(one, kinds))
+        callback
+        for callback in callbacks_of(net)
+        if issubclass(callback if isinstance(callback, type) else type(callback), kinds)
     ]
 
 
 def callbacks_of(net: NeuralNet) -> list[Any]:
     """List the callbacks that a net was given, without their names."""
-    given = [] if net.callbacks in (None, "disable") else net.callbacks
-    return [one[1] if isinstance(one, tuple) else one for one in given]
+    callbacks = [] if net.callbacks in (None, "disable") else net.callbacks
+    return [item[1] if isinstance(item, tuple) else item for item in callbacks]
 
 
 def add_goal(estimator: Any, goal: Any) -> None:
@@ -110,7 +109,7 @@ def _ending_of_net(net: NeuralNet, constant_loss: float) -> tuple[str, str]:
     if getattr(net, "converged_", False):
         return "goal", ""
     callbacks = [callback for _, callback in getattr(net, "callbacks_", [])]
-    auto = next((one for one in callbacks if isinstance(one, StopAtDepth)), None)
+    auto = next((x for x in callbacks if isinstance(x, StopAtDepth)), None)
     n_epochs = len(net.history)
     after = f"after {n_epochs} epoch{'' if n_epochs == 1 else 's'}"
     if auto is None and hasattr(net, "converged_"):
@@ -136,7 +135,7 @@ def _has_goal(estimator: Any, goal: Any) -> bool:
     """Return whether a user has chosen a goal, for the search or for the net."""
     net = final_estimator(estimator)
     chosen = own_goals(net) if isinstance(net, NeuralNet) else []
-    return is_number(goal) or not all(isinstance(one, StopAtDepth) for one in chosen)
+    return is_number(goal) or not all(isinstance(callback, StopAtDepth) for callback in chosen)
 
 
 # how the reason of a minimum begins whose measures are nan or infinite
@@ -152,7 +151,7 @@ def record_verdict(
     minimum: Minimum,
     estimator: Any,
     goal: Any,
-    found: Mapping[str, Measured],
+    results: Mapping[str, Measured],
     ranking: Sequence[str],
 ) -> list[float]:
     """Record whether a candidate is a minimum, and why not.
@@ -163,13 +162,13 @@ def record_verdict(
     assert minimum.train_loss is not None
     row = minimum.row()
     train_loss, values = minimum.train_loss, [row[name] for name in ranking]
-    ranked = next(iter(found.values())).passes
+    ranked = next(iter(results.values())).passes
     constant_loss = np.nan if minimum.constant_loss is None else minimum.constant_loss
     minimum.n_samples = ranked.n_samples
     # at equal loss, it does not matter what the loss itself leaves of other curvatures
     judged = {
         name: measured
-        for name, measured in found.items()
+        for name, measured in results.items()
         if ranked.at_loss is None or measured.passes.at_loss is not None
     }
     ended_by = ""
@@ -188,7 +187,7 @@ def record_verdict(
         values = [np.inf] * len(values)
     elif not np.isfinite(values).all():
         wrong = [name for name in ranking if not np.isfinite(row[name])]
-        why = {name: one.reason and f", {one.reason}" for name, one in found.items()}
+        why = {name: x.reason and f", {x.reason}" for name, x in results.items()}
         reason = NO_MEASURE + ", ".join(
             f"{name} is {row[name]}{why.get(name, '')}" for name in wrong
         )
@@ -199,7 +198,7 @@ def record_verdict(
             ended_by, reason = EQUAL_LOSS, ""
     failed = [
         f"{name} is nan: {measured.reason}"
-        for name, measured in found.items()
+        for name, measured in results.items()
         if name not in ranking and measured.reason
     ]
     reasons = [reason, *failed] if reason else failed

@@ -13,7 +13,7 @@ from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._measure_network import measure_network
 from relflat_sk.measures._names import check_arguments, check_at_loss, check_layers, find_measures
-from relflat_sk.measures._results import Measure, Measured, name_of, range_of
+from relflat_sk.measures._results import Measure, Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.minima._ranking import AUTO, depth_of, find_depth_band
@@ -22,11 +22,7 @@ from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call
 from relflat_sk.search._fit import LAST, missing_layer
 
-# arguments that a scorer may hold, and a table of minima passes itself, and where users give them
-_OWN = {
-    "criterion": "models know theirs, and rank_models takes criterion=...",
-    "random_state": "give it to the search or to rank_models: random_state=...",
-}
+_OF_LOSS = {"at_loss", "weight_decay"}  # arguments that each measure takes
 
 
 @dataclass(frozen=True)
@@ -57,16 +53,11 @@ def _find_way(measure: Measure, scorer: FlatnessScorer) -> Way:
             f"candidate has a network of its own, got {layer!r}."
         )
     check_layers([measure], layer)
-    for key in _OWN.keys() & params.keys():
-        raise ValueError(
-            f"the scorer of {name_of(measure)} holds {key!r} in measure_params: {_OWN[key]}."
-        )
     batch_size = params.pop("batch_size", DataOptions.batch_size)
     check_integer("batch_size", batch_size, minimum=1)
     device = params.pop("device", None)
     check_device(device)
-    own = {key: value for key, value in params.items() if key not in {"at_loss", "weight_decay"}}
-    check_arguments([measure], own)
+    check_arguments([measure], {key: params[key] for key in params.keys() - _OF_LOSS})
     check_at_loss([measure], params.get("at_loss"))
     return Way(layer, batch_size, device, params)
 
@@ -75,7 +66,7 @@ class Measuring:
     """Measures all candidates of a search in the same way."""
 
     def __init__(self, measures: Sequence[Any], criterion: Any = None) -> None:
-        scorers = [read_measure(one) for one in measures]
+        scorers = [read_measure(measure) for measure in measures]
         self.measures = find_measures([scorer.measure for scorer in scorers])
         names = [column_of(scorer.measure) for scorer in scorers]
         self.names = list(self.measures)
@@ -97,7 +88,7 @@ class Measuring:
     @property
     def layers(self) -> list[Any]:
         """The layers that each candidate must have, but for the last."""
-        return list(dict.fromkeys(one.layer for one in self.ways.values() if one.layer != LAST))
+        return list(dict.fromkeys(way.layer for way in self.ways.values() if way.layer != LAST))
 
     def networks(self, estimator: Any, data: TrainingData) -> dict[tuple[int, str], Network]:
         """Turn a trained candidate into networks with its training data, as they are read."""
@@ -111,7 +102,7 @@ class Measuring:
                 device=way.device,
                 sample_weight=data.sample_weight,
             )
-            for way in {one.reading: one for one in self.ways.values()}.values()
+            for way in {way.reading: way for way in self.ways.values()}.values()
         }
 
     def __call__(
@@ -127,7 +118,7 @@ class Measuring:
 
         Measures that are taken in the same way share their passes over the data.
         """
-        found: dict[str, Measured] = {}
+        results: dict[str, Measured] = {}
         left = list(dict.fromkeys(names))
         while left:
             way = self.ways[left[0]]
@@ -138,16 +129,15 @@ class Measuring:
                     networks[way.reading],
                     [self.measures[name] for name in alike],
                     [way.layer],
-                    random_state=seed,
                     tolerates=lambda name, error: name not in required,
-                    **way.params,
+                    **{"random_state": seed} | way.params,
                 )
             except LayerNotFoundError as error:
                 if way.layer == LAST:
                     raise
                 raise missing_layer(way.layer, error) from error
-            found |= {name: result for (_, name), result in measured.items()}
-        return {name: found[name] for name in names}
+            results |= {name: result for (_, name), result in measured.items()}
+        return {name: results[name] for name in names}
 
 
 TRAIN_LOSS = "train_loss"
@@ -189,11 +179,11 @@ def record_measures(
     One pass over the data gives both. A network that diverged need not be measurable, but it
     has a loss, which then takes a pass of its own. A failure of a `ranking` measure is raised.
     """
-    found: dict[str, Measured] = {}
+    measured: dict[str, Measured] = {}
     error, train_loss = None, np.nan
     try:
-        found = measuring(networks, measuring.names, seed, required=ranking)
-        train_loss = next(iter(found.values())).passes.risk
+        measured = measuring(networks, measuring.names, seed, required=ranking)
+        train_loss = next(iter(measured.values())).passes.risk
     except Exception as caught:
         error = caught
     if not np.isfinite(train_loss):
@@ -204,15 +194,15 @@ def record_measures(
         return {}
     if error is not None:
         raise error
-    minimum.measures = {name: measured.value for name, measured in found.items()}
+    minimum.measures = {name: result.value for name, result in measured.items()}
     first = measuring.names[0]
-    losses = range_of(networks[measuring.ways[first].reading], found[first].passes)
+    losses = range_of(networks[measuring.ways[first].reading], measured[first].passes)
     if np.isfinite(losses.constant):
         minimum.constant_loss = losses.constant
     depth = depth_of(train_loss, losses)
     if np.isfinite(depth):
         minimum.depth = depth
-    return found
+    return measured
 
 
 def record_held_out(

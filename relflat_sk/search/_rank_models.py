@@ -252,20 +252,19 @@ class _Ranking:
 
     def add(self, name: str, item: Any) -> None:
         """Load and measure one model; one that cannot be has a row with the reason."""
-        row: dict[str, Any] = {"model": name, "trial": len(self.rows), "kind": None}
-        row |= {"state": "complete", "ended_by": "", "reason": ""}
+        minimum, kind, params = Minimum(converged=False, ended_by="", reason=""), None, {}
         try:
             model, has_record = self._load(item)
-            row |= _parameters(model)
-            row["kind"] = type(model), type(final_estimator(model))
+            kind, params = (type(model), type(final_estimator(model))), _parameters(model)
             with seeded(self.seed):  # data loaders draw from torch's random state
-                self._measure(row, model, has_record)
+                self._measure(minimum, model, has_record)
         except CallError as error:
             raise ValueError(f"{name!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            row |= {"reason": reason, "state": "failed", "converged": False}
-        self.rows.append(row)
+            minimum.fail(error)
+        row = {"model": name, "trial": len(self.rows), "kind": kind}
+        state = "failed" if minimum.failed else "complete"
+        self.rows.append(row | params | minimum.row() | {"state": state})
 
     def _load(self, item: Any) -> tuple[Any, bool]:
         """Return a model, and whether it may have a record of its training."""
@@ -283,20 +282,18 @@ class _Ranking:
         net = final_estimator(item)
         return item, not isinstance(net, NeuralNet) or bool(getattr(net, "history", None))
 
-    def _measure(self, row: dict[str, Any], model: Any, has_record: bool) -> None:
-        """Measure a model, and write what is found into its row."""
+    def _measure(self, minimum: Minimum, model: Any, has_record: bool) -> None:
+        """Measure a model, and record what is found."""
         networks = self.measuring.networks(model, self.data)
         network = next(iter(networks.values()))
         if network.loss.row is None or network.loss.row.task == "regression":
             self.units["loss_unit"] = ""
         by = self.measuring.names[:1]
-        minimum = Minimum()
         measured = record_measures(minimum, networks, self.seed, self.measuring, by)
         if measured:
             record_held_out(minimum, model, self.data, *self.held_out)
             trained = model if has_record else network.module
             record_verdict(minimum, trained, None, measured, by)
-        row |= minimum.row()
 
     def table(self) -> pd.DataFrame:
         """Return the ranked table; warn of models that are no minima or have no value."""

@@ -15,7 +15,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import Pipeline
 
 from relflat_sk._checks import check_integer
-from relflat_sk._models.network_of import DataOptions, to_network
+from relflat_sk._models.network_of import DataOptions, last_prefix, to_network
 from relflat_sk._random import draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.minima._minimum import Minimum
@@ -25,7 +25,6 @@ from relflat_sk.search._failures import blame_storage
 from relflat_sk.search._fit import isolated
 from relflat_sk.search._measure import TRAIN_LOSS, Measuring, find_objectives, record_held_out
 from relflat_sk.search._space import Space, labels_of
-from relflat_sk.search._steps import last_prefix
 from relflat_sk.search._task import Task, Trained, train_again
 from relflat_sk.search._weights import (
     DamagedWeightsError,

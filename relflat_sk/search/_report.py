@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from skorch import NeuralNet
 
 from relflat_sk.measures._scorer import read_measure
 from relflat_sk.minima import correlate_measures
@@ -27,10 +26,8 @@ from relflat_sk.plots import (
 )
 from relflat_sk.plots._base import require_matplotlib
 from relflat_sk.plots._points import color_column
-from relflat_sk.search._goal import own_goals, predicts_numbers
 from relflat_sk.search._measure import listed
 from relflat_sk.search._space import plain_repr
-from relflat_sk.search._steps import last_prefix, last_step
 from relflat_sk.search._storage import without_password
 
 LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy", "pandas")
@@ -89,7 +86,7 @@ def _summary(search: Any) -> str:
     parts = [
         f"{len(minima)} candidates were each trained once on all the data, in "
         f"{minima['seconds'].sum():.4g} s altogether; {outcome}" + _say_what_predicts(search),
-        describe_goal(search),
+        _say_how_training_ended(minima, search.goal),
     ]
     depths, losses = ranked["depth"], ranked["train_loss"]
     if depths.notna().any():
@@ -109,22 +106,11 @@ def _say_what_predicts(search: Any) -> str:
     return " The search predicts with this one." * hasattr(search, "best_estimator_")
 
 
-def describe_goal(search: Any) -> str:
-    """Say what the candidates were trained to."""
-    model = last_step(search.estimator)
-    loss = "" if search.goal in (None, "auto") else f"a training loss of {search.goal:g}"
-    if not isinstance(model, NeuralNet):
-        return f"Goal: the solver ends by its own tolerance{', at ' * bool(loss)}{loss}."
-    goals = own_goals(model)
-    if goals:
-        return f"Goal: {', '.join(map(text_of, goals))}, as the estimator brings it."
-    plateau = "a plateau of the training loss"
-    if search.goal == "auto" and not predicts_numbers(model):
-        return (
-            "Goal: a twentieth of the loss of the best constant prediction, which is a depth of "
-            f"20, or {plateau}."
-        )
-    return f"Goal: {loss or plateau}."
+def _say_how_training_ended(minima: pd.DataFrame, goal: Any) -> str:
+    """Say what the candidates were trained to, and what ended the training of the minima."""
+    counts = minima.loc[minima["converged"], "ended_by"].value_counts()
+    ends = ", ".join(f"{what} {n}" for what, n in counts.items())
+    return f"Goal of the search: {goal!r}. What ended the training of minima: {ends or 'nothing'}."
 
 
 def _left_out(minima: pd.DataFrame) -> list[str]:
@@ -244,21 +230,10 @@ def _settings(search: Any) -> dict[str, str]:
 
 
 def _parameters_of(estimator: Any) -> dict[str, str]:
-    """Return the parameters of an estimator, those of the network without a pipeline's prefix.
-
-    Parameters of the callbacks that skorch adds are left out, unless they were set.
-    """
-    prefix = last_prefix(estimator)
-    of_net = last_step(estimator).get_params(deep=False)
+    """Return the parameters of an estimator, without the callbacks that skorch adds to nets."""
     params = estimator.get_params()
-    params.pop("steps", None)  # the steps themselves follow, by name
-    short = {name: name.removeprefix(prefix) for name in params}
-    names = list(short.values())
-    return {
-        end if names.count(end) == 1 else name: text_of(params[name])
-        for name, end in short.items()
-        if end in of_net or not name.startswith(f"{prefix}callbacks__")
-    }
+    names = [name for name in params if "callbacks__" not in name and name != "steps"]
+    return {name: text_of(params[name]) for name in names}
 
 
 def _versions() -> dict[str, str]:

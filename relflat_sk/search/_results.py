@@ -81,11 +81,11 @@ def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
 
 def _warn_of_missing(table: pd.DataFrame) -> None:
     """Warn of candidates that rank behind all others, and of measures without a value."""
-    others = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
-    if len(others):
+    no_minima = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
+    if len(no_minima):
         warn(
-            f"{len(others)} of {len(table)} candidates are no minima, and rank behind all others. "
-            "Reasons:\n" + list_reasons(others)
+            f"{len(no_minima)} of {len(table)} candidates are no minima, and rank behind all "
+            "others. Reasons:\n" + list_reasons(no_minima)
         )
     lacking = table[table["comparable"] & (table["reason"] != "")]
     if len(lacking):
@@ -167,10 +167,10 @@ def cv_results(
     ranks = np.where(minima, rankdata(-scores, method="min", nan_policy="omit"), order)
     columns = {
         f"param_{name}": np.ma.MaskedArray(
-            np.fromiter((one.get(name) for one in params), dtype=object, count=n),
-            mask=[name not in one for one in params],
+            np.fromiter((drawn.get(name) for drawn in params), dtype=object, count=n),
+            mask=[name not in drawn for drawn in params],
         )
-        for name in dict.fromkeys(name for one in params for name in one)
+        for name in dict.fromkeys(name for drawn in params for name in drawn)
     }
     return {
         "mean_fit_time": table["seconds"].to_numpy(dtype=float),

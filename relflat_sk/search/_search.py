@@ -22,6 +22,7 @@ from sklearn.utils.validation import check_is_fitted
 from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_number
+from relflat_sk._models.network_of import last_prefix
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
@@ -45,7 +46,6 @@ from relflat_sk.search._results import (
     warn_if_few_fit,
 )
 from relflat_sk.search._space import Space
-from relflat_sk.search._steps import last_prefix
 from relflat_sk.search._storage import open_storage, quiet_log, without_password
 from relflat_sk.search._sweep import n_processes, sweep
 from relflat_sk.search._task import Trained
@@ -131,12 +131,10 @@ def _if_available(method: str) -> Callable[[Any], Any]:
                 f"{method} is not available in a search with refit=False, which keeps no "
                 "estimator. Set refit='mean' or True, and fit again."
             )
-        if method == "decision_function" and search._predicts_with_mean():
-            raise AttributeError(
-                "decision_function is of one network, and the search predicts with a mean "
-                "of several. Take best_estimator_.decision_function, or set refit=True."
-            )
-        return hasattr(getattr(search, "best_estimator_", search.estimator), method)
+        is_of_one = method == "decision_function" and search._predicts_with_mean()
+        return not is_of_one and hasattr(
+            getattr(search, "best_estimator_", search.estimator), method
+        )
 
     return available_if(is_there)  # type: ignore[no-any-return]
 
@@ -526,12 +524,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             )
         return self._recipe
 
-    def _table(self, recipe: Recipe, others: Sequence[str] = ()) -> pd.DataFrame:
+    def _table(self, recipe: Recipe, further: Sequence[str] = ()) -> pd.DataFrame:
         """Return the unranked table of candidates, with `comparable` and short parameter names.
 
         Measures that no candidate has are columns of nan.
         """
-        table = candidate_table(self.study_, [*recipe.task.measuring.names, *others])
+        table = candidate_table(self.study_, [*recipe.task.measuring.names, *further])
         return mark_depth_band(
             shorten_parameters(table, last_prefix(self.estimator)), recipe.depth_band
         )
@@ -915,25 +913,25 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             numbers = self._first_trials(None)
             members = {n: provide(n, retrain=False)[0] for n in numbers if n != best}
             members[best] = estimator
-            at_hand = {n: members[n] for n in numbers if members.get(n) is not None}
+            at_hand = {f"trial{n}": members[n] for n in numbers if members.get(n) is not None}
             self._set_ensemble(at_hand, recipe.task.y, len(numbers))
         model = getattr(self, "best_estimator_", getattr(self, "ensemble_", None))
         for name in _OF_PREDICTOR:
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
 
-    def _set_ensemble(self, found: Mapping[int, Any], y: Any, n_all: int) -> None:
+    def _set_ensemble(self, members: Mapping[str, Any], y: Any, n_all: int) -> None:
         """Average the networks that are at hand."""
-        if not found:
+        if not members:
             return
         try:
-            self.ensemble_ = average({f"trial{n}": model for n, model in found.items()}, y)
+            self.ensemble_ = average(members, y)
         except ValueError as error:
             warn(f"the search predicts with the flattest minimum only: {error}")
             return
-        if len(found) < n_all:
+        if len(members) < n_all:
             warn(
-                f"the search predicts with the mean of {len(found)} of {n_all} networks: other "
+                f"the search predicts with the mean of {len(members)} of {n_all} networks: other "
                 "sessions or processes trained the rest, and their weights were not saved or "
                 "cannot be read. Give the search an artifact_store before it trains, or train "
                 "them again by get_ensemble()."

@@ -88,8 +88,8 @@ class Trained:
                 epoch["batches"] = []
             if hasattr(final, "optimizer_"):
                 final.optimizer_.state.clear()
-        known = {name: vars(final)[name] for name in _OF_TRAINING if name in vars(final)}
-        return cls(estimator, module.state_dict(), known)
+        of_training = {name: vars(final)[name] for name in _OF_TRAINING if name in vars(final)}
+        return cls(estimator, module.state_dict(), of_training)
 
     def to_send(self) -> "Trained":
         """Leave out the estimator of a net: its module may be of a class that cannot be sent."""

@@ -26,13 +26,12 @@ from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNet
 from torch import Tensor
 
-from relflat_sk._models.network_of import final_estimator
+from relflat_sk._models.network_of import final_estimator, last_step
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import seeded
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import blame_call
-from relflat_sk.search._steps import last_step
 from relflat_sk.search._task import Trained
 from relflat_sk.training._after_fit import measured_later
 
@@ -159,8 +158,8 @@ def restore(estimator: Any, trained: Trained, data: TrainingData, seed: int) -> 
         unwrapped(fitted.module_).load_state_dict(trained.weights)
     else:
         _set_coefficients(fitted, [tensor.numpy() for tensor in trained.weights.values()])
-    for one in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
-        vars(one).update(before)
+    for net in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
+        vars(net).update(before)
     of_training = dict(trained.of_training)
     if isinstance(of_training.get("n_iter_"), list):  # of a file
         of_one_step, n_iter = fitted.n_iter_, of_training["n_iter_"]
@@ -185,7 +184,9 @@ def _set_coefficients(estimator: Any, arrays: list[NDArray[Any]]) -> None:
     """
     if hasattr(estimator, "coefs_"):
         held = [*estimator.coefs_, *estimator.intercepts_]
-        for old, new in zip(held, [*(one.T for one in arrays[::2]), *arrays[1::2]], strict=True):
+        for old, new in zip(
+            held, [*(weight.T for weight in arrays[::2]), *arrays[1::2]], strict=True
+        ):
             old[...] = new
         return
     weight, bias = arrays

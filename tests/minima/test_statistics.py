@@ -164,7 +164,7 @@ def test_a_study_gives_the_result_of_its_table(statistic):
     ("change", "arguments", "message"),
     [
         ({}, {"target": "gap"}, r"target='gap' is not a column.*\['relative_flatness'\]"),
-        ({"generalization_gap": np.nan}, {}, "0 of the 24 minima.*Pass X_test and y_test"),
+        ({"generalization_gap": np.nan}, {}, "0 of the 24 minima.*X_test and y_test"),
         ({"converged": [True] * 2 + [False] * 22}, {"target": "relative_flatness"},
          r"2 of the 24 minima.*needs at least 3\. The columns.*why minima were left out"),
         ({}, {"n_bootstrap": 0}, "n_bootstrap must be a positive integer, got 0"),

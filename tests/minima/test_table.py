@@ -64,10 +64,11 @@ def test_a_column_is_named_or_is_that_of_a_function():
 
 
 def test_depths_are_ratios_of_losses():
-    assert depth_of(0.1, 2.0) == pytest.approx(20)
-    assert depth_of(0.0, 2.0) == depth_of(1e-30, 1.0) == pytest.approx(1e6)
-    for losses in [(-1.0, 2.0), (1.0, -2.0), (np.nan, 1.0), (1.0, np.nan), (np.inf, 1.0), (1, 0)]:
-        assert np.isnan(depth_of(*losses))
+    assert depth_of(0.1, (0.0, 2.0)) == pytest.approx(20)
+    assert depth_of(0.0, (0.0, 2.0)) == depth_of(1e-30, (0.0, 1.0)) == pytest.approx(1e6)
+    assert depth_of(0.6, (0.5, 2.5)) == pytest.approx(20)  # of smoothed labels
+    for loss, best in [(-1.0, 2.0), (1.0, -2.0), (np.nan, 1.0), (1.0, np.nan), (np.inf, 1), (1, 0)]:
+        assert np.isnan(depth_of(loss, (0.0, best)))
 
 
 def test_the_error_lists_the_numeric_columns():

@@ -151,8 +151,6 @@ VALUES = [
         r"goal=0.1, but the net has a goal of its own: \[StopAtLoss\(0.4",
     ),
     # measures
-    (scored(measure_params={"random_state": 0}), "give it to the search .*: random_state=..."),
-    (scored(measure_params={"criterion": torch.nn.MSELoss()}), "criterion.*models know theirs"),
     (scored(measure_params={"batch_size": 0}), "batch_size must be"),
     (scored("joint_eigenvalue_flatness", layer=0), "has no layers to ch"),
     (scored("l2_norm", measure_params={"at_loss": 0.1}), "at_loss=0.1 has no effect on l2_norm"),
@@ -239,6 +237,7 @@ TYPES = [
     (scored(layer=True), "layer must be the position"),
     (scored(measure_params={"probes": 3}), "'probes' is no argument of"),
     (scored(measure_params={"layer": 0}), "'layer'"),
+    (scored(measure_params={"criterion": torch.nn.MSELoss()}), "'criterion'"),
     (objective(fit_params=WEIGHTS), "sequence|iterable"),
     (objective(X={"C": [1.0]}, y=X, space=Y), "space must be a dict .* got ndarray"),
     (lambda: Space([{"lr": [0.1]}]), "space must be a dict .* got list"),
