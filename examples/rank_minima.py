@@ -21,6 +21,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, train_test_split
+from skorch.callbacks import Callback
 from tqdm import tqdm
 
 from relflat_sk import (
@@ -43,6 +44,15 @@ def linear_lr(batch_size):
     return BASE_LR * batch_size / BASE_BATCH
 
 
+class Progress(Callback):
+    """Count the networks whose training has ended, also of those that are trained together."""
+
+    bar = None
+
+    def on_train_end(self, net, **kwargs):
+        Progress.bar.update()
+
+
 def make_net(max_epochs, loss):
     """Return a net that stops at a training loss (nats)."""
     return RelativeFlatnessRegularizedClassifier(
@@ -51,7 +61,7 @@ def make_net(max_epochs, loss):
         optimizer=torch.optim.SGD,
         optimizer__momentum=0.9,
         iterator_train__shuffle=True,
-        callbacks=[StopAtLoss(loss)],
+        callbacks=[StopAtLoss(loss), Progress()],
         max_epochs=max_epochs,
         verbose=0,
     )
@@ -65,8 +75,9 @@ def sweep(net, data, batch_sizes, seeds, fleet):
         "lr": lambda trial: linear_lr(trial.params["batch_size"]),
         "random_state": seeds,
     }
-    search = FlatMinimaSearch(net, space, fleet=fleet, n_threads=None, verbose=1)
-    return search.fit(X, y, X_test=X_test, y_test=y_test)
+    search = FlatMinimaSearch(net, space, fleet=fleet, n_threads=None)
+    with tqdm(total=len(batch_sizes) * len(seeds), desc="minima") as Progress.bar:
+        return search.fit(X, y, X_test=X_test, y_test=y_test)
 
 
 def cross_validate(net, X, y, batch_sizes, seeds, fleet):
@@ -77,13 +88,10 @@ def cross_validate(net, X, y, batch_sizes, seeds, fleet):
         for seed in seeds
     ]
     folds = StratifiedKFold(5, shuffle=True, random_state=0)
-    with fleet_training(fleet), tqdm(total=5 * len(candidates), desc="cross-validation") as bar:
-
-        def score(net, X, y):
-            bar.update()
-            return net.score(X, y)
-
-        return GridSearchCV(net, candidates, scoring=score, cv=folds).fit(X, y)
+    search = GridSearchCV(net, candidates, cv=folds, refit=False)
+    bar = tqdm(total=5 * len(candidates), desc="cross-validation")
+    with bar as Progress.bar, fleet_training(fleet):
+        return search.fit(X, y)
 
 
 def timed(function, *arguments):
@@ -114,7 +122,7 @@ def compare(minima, mean, seconds, cv_params, cv_seconds):
         ("best candidate (hindsight)", best["test_score"], best["test_loss"], np.nan),
     ]
     columns = ["choice", "held-out accuracy", "held-out loss", "seconds"]
-    return pd.DataFrame(rows, columns=columns).set_index("choice")
+    return pd.DataFrame(rows, columns=columns).set_index("choice").rename_axis(None)
 
 
 def verdict(low, high):
@@ -133,9 +141,9 @@ def in_words(table, correlation, granulated, n_test):
     kappa = correlation.set_index("measure").loc["relative_flatness"]
     granules = granulated.set_index("measure").loc["relative_flatness"]
     rows = [
-        ("all minima together, Kendall tau", kappa, "kendall"),
-        ("equal seeds, other batch sizes, granulated", granules, "psi_batch_size"),
-        ("equal batch sizes, other seeds, granulated", granules, "psi_random_state"),
+        ("all minima, Kendall tau", kappa, "kendall"),
+        ("batch sizes at equal seeds, granulated", granules, "psi_batch_size"),
+        ("seeds at equal batch sizes, granulated", granules, "psi_random_state"),
     ]
     found = []
     for name, row, column in rows:
@@ -173,7 +181,7 @@ def draw(minima, path):
     FlatnessGapDisplay.from_minima(minima, ax=axes[0], random_state=0)
     MinimaRankingDisplay.from_minima(minima, ax=axes[1], random_state=0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
@@ -209,10 +217,10 @@ def main(arguments=None):
     print(
         "\nMinima, flattest first:"
         if len(shown) <= 10
-        else "\nThe 6 flattest and 4 sharpest minima:"
+        else "\nThe 4 flattest and 3 sharpest minima:"
     )
     if len(shown) > 10:
-        shown = pd.concat([shown.head(6), shown.tail(4)])
+        shown = pd.concat([shown.head(4), shown.tail(3)])
     print(shown.to_string(index=False, float_format=lambda v: f"{v:.4g}"))
     correlation = correlate_measures(minima, random_state=0)
     print("\nRank correlation with the generalisation gap, with 95% intervals:")
@@ -225,7 +233,7 @@ def main(arguments=None):
     granulated = granulated_kendall(minima, ["batch_size", "random_state"], random_state=0)
     print("\n" + in_words(table, correlation, granulated, len(X_test)))
     draw(minima, options.output)
-    print(f"\nPicture: {options.output}. All in {time.perf_counter() - started:.0f} s.")
+    print(f"Picture: {options.output}. All in {time.perf_counter() - started:.0f} s.")
 
 
 if __name__ == "__main__":
