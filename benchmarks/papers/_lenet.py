@@ -24,7 +24,8 @@ from relflat_sk import (
 DELTA = 0.001
 AT_LOSS = 0.1  # of the loss of a constant
 FIVE = ["relative_flatness", "hessian_trace", "fisher_rao_norm", "pac_bayes_flatness", "l2_norm"]
-NAMES = [*FIVE, "normalized_relative_flatness"]
+NAMES = [name for name in FIVE if name != "pac_bayes_flatness"] + ["normalized_relative_flatness"]
+FULL = (50_000, 10_000)  # CIFAR-10's training and test images
 
 Run = dict[str, Any]
 Measures = Callable[[nn.Module, Any, Any, Run], dict[str, float]]
@@ -47,13 +48,15 @@ def complete(
     measures: Measures,
     arguments: Namespace,
 ) -> None:
-    """Add the minima that are missing; on a GPU, 36 of a batch size and optimizer at a time."""
+    """Add the minima that are missing; on a GPU, 36 of a batch size and optimizer at a time.
+
+    Large batches come first: their epochs have the fewest steps.
+    """
     size = 1
-    if arguments.device != "cpu":
-        runs = sorted(runs, key=lambda run: (run["param_batch_size"], run.get("param_optimizer")))
+    if arguments.full or arguments.device != "cpu":
+        runs = sorted(runs, key=lambda run: (-run["param_batch_size"], run.get("param_optimizer")))
         size = 36
-    minima.complete(runs, train_rows, lr, data, goal, measures, arguments.device, arguments.quick,
-                    size=size)  # fmt: skip
+    minima.complete(runs, train_rows, lr, data, goal, measures, arguments, size=size)
 
 
 def train_rows(
@@ -62,25 +65,25 @@ def train_rows(
     data: Arrays,
     goal: float,
     measures: Measures,
-    device: str,
-    quick: bool,
+    arguments: Namespace,
 ) -> list[Run]:
     """Train LeNet-5s together until their losses are the goal, and measure them."""
     X, y, *_ = data
+    max_epochs = 8 if arguments.quick else 100 if arguments.full else 400
     nets = [
         RelativeFlatnessRegularizedClassifier(
             InitializedLeNet5, module__kind=run["param_init"], flatness_weight=0, lr=lr(run),
             batch_size=run["param_batch_size"],
             optimizer=getattr(torch.optim, run.get("param_optimizer", "SGD")),
-            max_epochs=8 if quick else 400, callbacks=[StopAtLoss(goal)], device=device,
+            optimizer__weight_decay=run.get("param_decay", 0.0), max_epochs=max_epochs,
+            callbacks=[StopAtLoss(goal)], device=arguments.device,
             random_state=run["param_seed"], verbose=0,
         )
         for run in runs
     ]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fleet = None if device == "cpu" else len(nets)
-        trained = FleetTrainer(nets, fleet=fleet).fit(X, y).estimators_
+        trained = FleetTrainer(nets, fleet=len(nets)).fit(X, y).estimators_
         return [
             run
             | gaps_of(net, data)
@@ -114,8 +117,11 @@ def rescaling(run: Run) -> float:
 def of_network(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
     """Compute P21's five measures, and two as the authors' code has them."""
     given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": run["param_seed"]}
-    own = {name: {} for name in NAMES} | {"pac_bayes_flatness": {"n_draws": 5}}
-    found = {name: measure(name, module, X, y, **given, **own[name]) for name in NAMES}
+    found = {name: measure(name, module, X, y, **given) for name in NAMES}
+    # hundreds of passes: on a part of 50,000 images
+    found["pac_bayes_flatness"] = measure(
+        "pac_bayes_flatness", module, X[:5000], y[:5000], **given, n_draws=5
+    )
     found["relative_flatness_at_loss"] = at_equal_loss(
         "relative_flatness", module, X, y, AT_LOSS, criterion=nn.CrossEntropyLoss()
     )

@@ -1,6 +1,7 @@
 """P19 Figures 2 to 4: LeNet-5, flatness at the last layer against the gap, rescaled, robustness.
 
     python -m benchmarks.papers.p19_figures_2_to_4 --data NPZ   # 144 minima, 5,000 images, a day
+    python -m benchmarks.papers.p19_figures_2_to_4 --data NPZ --full --device cuda  # 50,000 images
     python -m benchmarks.papers.p19_figures_2_to_4 --quick      # a minute
 
 The paper's gap, five times the summed test losses minus the summed training losses, is ours times
@@ -24,7 +25,7 @@ from benchmarks.papers._common import (
     load,
     read_arguments,
 )
-from benchmarks.papers._lenet import DELTA, complete, of_layer
+from benchmarks.papers._lenet import DELTA, FULL, complete, of_layer
 
 RATES = {4: 0.001, 32: 0.008, 64: 0.02, 512: 0.1}
 GOAL = 0.01
@@ -33,6 +34,8 @@ INITS = ("xavier_normal", "kaiming_uniform", "uniform", "normal")
 
 def seed_share(gaps: pd.DataFrame) -> float:
     """Compute the share of the variance that is between seeds; rows are setups."""
+    if min(gaps.shape) < 2:
+        return float("nan")
     between_seeds = gaps.var(axis=1).mean()
     between_setups = gaps.mean(axis=1).var() - between_seeds / gaps.shape[1]
     return float(between_seeds / (between_seeds + max(between_setups, 0)))
@@ -40,9 +43,9 @@ def seed_share(gaps: pd.DataFrame) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, measure and print."""
-    arguments = read_arguments("p19_figures_2_to_4", __doc__, argv)
-    n = 5000 if arguments.data else 1000
-    data = load(arguments, 48 if arguments.quick else n, 1000, images=True)
+    arguments = read_arguments("p19_figures_2_to_4", __doc__, argv, full=False)
+    n, n_test = FULL if arguments.full else (5000 if arguments.data else 1000, 1000)
+    data = load(arguments, *((48, 1000) if arguments.quick else (n, n_test)), images=True)
     minima = Minima(arguments)
     runs = [
         {"param_batch_size": size, "param_init": kind, "param_seed": seed}
