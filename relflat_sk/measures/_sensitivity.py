@@ -344,11 +344,11 @@ def layer_sensitivity(  # noqa: PLR0913
             "layer": [name] * len(numbers),
             "bits": numbers,
             "predicted": both,
-            "stderr": stderr,
             "first_order": first,
             "second_order": second,
             "by_trace": trace,
             "by_trace_stderr": trace_stderr,
+            "stderr": stderr,  # of `predicted`: pandas prints the first and the last columns
         }
         if measured:
             value, error = (part[:, 0].tolist() for part in seen[name].mean(summary.divisor))

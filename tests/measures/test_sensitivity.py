@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -119,6 +120,17 @@ def test_standard_errors_of_weighted_means(of):
         n = int((weight > 0).sum())
         expected = scatter * n / (n - 1) if n > 1 else np.full(len(mean), np.nan)
         np.testing.assert_allclose(table[error], np.sqrt(expected))
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_narrow_screen_shows_the_rise_and_its_error(measured):
+    net, X, y = make("mlp tanh")
+    table = layer_sensitivity(net, X, y, criterion=CE, bits=[8, 6], measured=measured)
+    with pd.option_context("display.width", 80, "display.max_columns", 0):
+        header = repr(table).splitlines()[0].split()
+    assert {"predicted", "stderr"} | ({"measured", "measured_stderr"} if measured else set()) <= {
+        *header
+    }
 
 
 def test_numbers_of_bits_are_any_sequence_and_count_once():
