@@ -118,7 +118,7 @@ def _record_calls(network: Network) -> tuple[list[_Call], Counter[Any]]:
     unsaved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
     with torch.enable_grad(), Recorder(layers, keep_nodes), unsaved:
         output = network(next(network.batches()).x)
-    nodes = nodes_behind(output)
+    nodes = nodes_behind(output.grad_fn)
     return calls, Counter(source for node in nodes for source, _ in node.next_functions)
 
 

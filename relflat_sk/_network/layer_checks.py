@@ -1,6 +1,6 @@
 """Refuse layers at which the curvature would not be that of one weight and single samples."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,14 +49,26 @@ def is_linear(record: LayerRecord, features: Tensor, z: Tensor) -> bool:
     return bool(error <= 0.01 * scale) or not bool(torch.isfinite(scale))
 
 
-def check_linear(record: LayerRecord, features: Tensor, z: Tensor) -> None:
-    """Refuse a layer that does not compute ``W x + b`` with its weight."""
-    if not is_linear(record, features, z) and not _is_linear_without_noise(record, features):
-        raise ValueError(
-            f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
-            "with another forward, as of DoRA, or an output_size?), so the curvature in its weight "
-            "is not that of a linear layer. Measure another layer."
-        )
+def why_not_linear(record: LayerRecord, features: Tensor, z: Tensor) -> str:
+    """Say that a layer does not compute ``W x + b`` with its weight; nothing if it does."""
+    if is_linear(record, features, z) or _is_linear_without_noise(record, features):
+        return ""
+    return (
+        f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
+        "with another forward, as of DoRA, or an output_size?), so the curvature in its weight "
+        "is not that of a linear layer. Measure another layer."
+    )
+
+
+def why_no_samples(record: LayerRecord, output: Tensor) -> str:
+    """Say that the network does not give one output for each row of a layer; nothing if it does."""
+    n = len(record.check()[1])
+    if len(output) == n:
+        return ""
+    return (
+        f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
+        f"{tuple(output.shape)}; expected one output for each sample."
+    )
 
 
 def _is_linear_without_noise(record: LayerRecord, features: Tensor) -> bool:
@@ -80,27 +92,17 @@ def _is_linear_without_noise(record: LayerRecord, features: Tensor) -> bool:
             dropout.training = True
 
 
-def check_rows(
-    output: Tensor, records: Sequence[LayerRecord], pull: Pull, *, in_order: bool
-) -> dict[str, Tensor]:
-    """Refuse layers whose rows are no samples, and those that the output does not depend on.
-
-    The curvature at a layer is computed for all samples together, as if each row of the network's
-    output depended on one row of the layer's. Backward passes show whether some rows do. Return
-    which rows of the layers that were checked have had slopes: without them, nothing was seen.
-    """
-    seen, reasons = find_mixed_rows(output, records, pull, in_order=in_order)
-    for reason in reasons.values():
-        raise ValueError(reason)
-    return seen
-
-
 def find_mixed_rows(
     output: Tensor, records: Sequence[LayerRecord], pull: Pull, *, in_order: bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what `check_rows` does, and of the layers that it refuses the reasons."""
+    """Find layers whose rows are no samples, and those that the output does not depend on.
+
+    The curvature at a layer is computed for all samples together, as if each row of the network's
+    output depended on one row of the layer's. Backward passes show whether some rows do. Return
+    which rows of the other layers have had slopes: without them, nothing was seen.
+    """
     unknown = [record for record in records if find_link(output, record.node) is None]
-    behind = nodes_behind(output) if unknown else set()
+    behind = nodes_behind(output.grad_fn) if unknown else []
     reasons = {
         record.name: (
             f"the criterion does not depend on the output of layer {record.name!r}, or not in a "
@@ -226,19 +228,12 @@ def _parameters_of_weight(layer: nn.Module) -> list[nn.Parameter]:
 def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
     """Return whether a network's output depends on a layer's weight other than by its call."""
     parameters = {id(parameter) for parameter in _parameters_of_weight(record.layer)}
-    features = record.features
-    stack: list[Any] = [output.grad_fn, None if features is None else features.grad_fn]
-    seen = {None, record.node}
-    while stack:
-        step = stack.pop()
-        if step in seen:
-            continue
-        seen.add(step)
-        if id(getattr(step, "variable", None)) in parameters:  # where the gradient is added up
-            return True
-        if not kind_of(step).startswith("Embedding"):
-            stack.extend(source for source, _ in step.next_functions)
-    return False
+    starts = [value.grad_fn for value in (output, record.features) if value is not None]
+    behind = nodes_behind(
+        *starts, until=[record.node], enters=lambda step: not kind_of(step).startswith("Embedding")
+    )
+    # where the gradient in a parameter is added up
+    return any(id(getattr(step, "variable", None)) in parameters for step in behind)
 
 
 def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Module]) -> set[str]:
@@ -262,12 +257,17 @@ def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Modul
     return {record.name for record in once if uses_elsewhere(output, record)}
 
 
-def check_uses(name: str, elsewhere: Collection[str]) -> None:
-    """Refuse a layer whose weight is used outside of the layer's call."""
-    if name in elsewhere:
-        raise ValueError(
-            f"the network uses the weight of layer {name!r} outside of the layer's call, as a tied "
-            "autoencoder does with F.linear(h, encoder.weight.T); the curvature in a shared weight "
-            "is not that of one layer. Measure another layer; or detach the weight there, if it is "
-            "only read, as for a log."
-        )
+def why_used_elsewhere(name: str) -> str:
+    """Say that the weight of a layer is used outside of the layer's call."""
+    return (
+        f"the network uses the weight of layer {name!r} outside of the layer's call, as a tied "
+        "autoencoder does with F.linear(h, encoder.weight.T); the curvature in a shared weight "
+        "is not that of one layer. Measure another layer; or detach the weight there, if it is "
+        "only read, as for a log."
+    )
+
+
+def refuse_layers(reasons: Iterable[str]) -> None:
+    """Refuse layers for the first of some reasons, if there is one."""
+    for reason in filter(None, reasons):
+        raise ValueError(reason)

@@ -142,26 +142,14 @@ def _describe(layers: Mapping[str, nn.Module]) -> str:
     return f"Layers with a weight matrix: {listed}."
 
 
-def check_unshared(name: str, named: Mapping[str, nn.Module]) -> None:
-    """Refuse a layer whose weight is also a parameter of another module than an embedding."""
-    others = sharing_modules(name, named)
-    if others:
-        raise ValueError(
-            f"the weight of layer {name!r} is shared by the modules {sorted([name, *others])}; the "
-            "curvature in a shared weight is not that of one layer. Measure another layer."
-        )
-
-
-def sharing_modules(name: str, named: Mapping[str, nn.Module]) -> list[str]:
-    """List the other modules that have the weight of a layer, embeddings left out.
+def why_shared(name: str, named: Mapping[str, nn.Module]) -> str:
+    """Say which other modules than embeddings have the weight of a layer; nothing if none have.
 
     A layer that is tied to an embedding is the head of a language model. It counts as if it had a
     copy of the weight to itself.
     """
     weight = named[name]._parameters.get("weight")
-    if weight is None:  # computed from parameters of its own
-        return []
-    return [
+    others = [
         other
         for other, candidate in named.items()
         # the packed weight of attention is that of the layer `in_proj` inside it
@@ -169,6 +157,12 @@ def sharing_modules(name: str, named: Mapping[str, nn.Module]) -> list[str]:
         and not isinstance(candidate, (nn.MultiheadAttention, *_EMBEDDINGS))
         and any(parameter is weight for parameter in candidate._parameters.values())
     ]
+    if weight is None or not others:  # None if it is computed from parameters of its own
+        return ""
+    return (
+        f"the weight of layer {name!r} is shared by the modules {sorted([name, *others])}; the "
+        "curvature in a shared weight is not that of one layer. Measure another layer."
+    )
 
 
 # -- values of parameters ------------------------------------------------------------------

@@ -16,6 +16,7 @@ from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finit
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import find_layer
 from relflat_sk._network.recording import record_order
+from relflat_sk._network.tail import nodes_behind
 from relflat_sk._numerics import full_precision, read_numbers, without_autocast
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
@@ -179,13 +180,8 @@ def warn_of_weights(loss: Loss, losses: Tensor, output: Tensor, module: nn.Modul
     weights = {id(parameter) for parameter in module.parameters()}
     holds = isinstance(criterion, nn.Module)
     reads = holds and any(id(parameter) in weights for parameter in criterion.parameters())
-    stack, seen = [losses.grad_fn], {None, output.grad_fn}
-    while stack and not reads:
-        step = stack.pop()
-        if step is not None and step not in seen:
-            seen.add(step)
-            reads = id(getattr(step, "variable", None)) in weights
-            stack.extend(source for source, _ in step.next_functions)
+    steps = nodes_behind(losses.grad_fn, until=[output.grad_fn])
+    reads = reads or any(id(getattr(step, "variable", None)) in weights for step in steps)
     if reads:
         warn(
             f"{name_criterion(criterion)} reads weights of the network. Curvatures and gradients "

@@ -135,9 +135,6 @@ class Recorder:
     def __getitem__(self, name: str) -> LayerRecord:
         return self._records[name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._records
-
     @property
     def order(self) -> list[str]:
         """Names of the layers in the order in which they were first called."""

@@ -159,15 +159,18 @@ def normalises_batch(node: Any) -> bool:
     return kind_of(node) in _BATCH_NORMS and bool(getattr(node, "_saved_training", True))
 
 
-def nodes_behind(base: Tensor) -> set[Any]:
-    """Return the nodes of all steps that a value was computed by."""
-    stack, seen = [base.grad_fn], set[Any]()
+def nodes_behind(
+    *starts: Any, until: Collection[Any] = (), enters: Callable[[Any], bool] = lambda step: True
+) -> list[Any]:
+    """List the nodes that some nodes follow from, with these; not those that follow from others."""
+    stack, seen = list(starts), dict.fromkeys([None, *until])
     while stack:
         step = stack.pop()
-        if step is not None and step not in seen:
-            seen.add(step)
-            stack.extend(source for source, _ in step.next_functions)
-    return seen
+        if step not in seen:
+            seen[step] = None
+            if enters(step):
+                stack.extend(source for source, _ in step.next_functions)
+    return [step for step in seen if step is not None and step not in until]
 
 
 # products with a matrix, whose biases are vectors; those without biases
@@ -184,13 +187,7 @@ def find_multiplier(output: Tensor, node: Any) -> nn.Parameter | None:
         if kind not in _PRODUCTS:
             continue
         sources = zip(step.next_functions, reached, strict=True)
-        stack, seen = [source for (source, _), behind in sources if not behind], {None}
-        while stack:
-            source = stack.pop()
-            if source in seen:
-                continue
-            seen.add(source)
-            stack.extend(one for one, _ in source.next_functions)
+        for source in nodes_behind(*(source for (source, _), behind in sources if not behind)):
             parameter = getattr(source, "variable", None)
             if isinstance(parameter, nn.Parameter) and (
                 parameter.ndim > 1 or kind in _WITHOUT_BIAS

@@ -17,19 +17,20 @@ from relflat_sk._network.borrowing import (
     is_compiled,
 )
 from relflat_sk._network.layer_checks import (
-    check_linear,
-    check_rows,
-    check_uses,
     few_rows,
+    find_mixed_rows,
+    refuse_layers,
     uses_elsewhere,
     warn_of_other_head,
+    why_not_linear,
+    why_used_elsewhere,
 )
 from relflat_sk._network.layers import (
     Layer,
-    check_unshared,
     find_layer,
     weight_kind,
     weight_layers,
+    why_shared,
 )
 from relflat_sk._network.recording import LayerRecord, Recorder, features_of, keep_graph
 from relflat_sk._network.tail import find_link, nodes_behind
@@ -137,14 +138,13 @@ class Survey:
         """Find the names of the layers that are asked for, once the order of the calls is known."""
         if self._penalised is None:
             self._penalised = _find_names(self.parts[0], self.asked, order)
-            for name in self._penalised:
-                check_unshared(name, self._named)
+            refuse_layers(why_shared(name, self._named) for name in self._penalised)
         return self._penalised
 
     def make_plan(self, recorder: Recorder, output: Tensor) -> Plan:
         """Make the plan of a pass with such an order of calls."""
         penalised, order = self._find_penalised(recorder.order), recorder.order
-        behind = nodes_behind(output)
+        behind = set(nodes_behind(output.grad_fn))
         nodes = {name: recorder[name].node for name in order}
         if any(nodes.values()) and behind.isdisjoint(nodes.values()):
             raise ValueError(
@@ -223,10 +223,11 @@ class Survey:
         for record in records:
             name = record.name
             if name not in self._checked:
-                check_uses(name, [name] if uses_elsewhere(output, record) else [])
+                if uses_elsewhere(output, record):
+                    raise ValueError(why_used_elsewhere(name))
                 self._checked.add(name)
             if name in self._rows:
-                check_linear(record, *self._rows[name])
+                refuse_layers([why_not_linear(record, *self._rows[name])])
         self._rows.clear()
 
 
@@ -293,7 +294,8 @@ class RowChecks:
         if due:
             pull = partial(explicit.pull_back, linear=True)
             with without_autocast(output):
-                seen = check_rows(output, due, pull, in_order=weighted)
+                seen, reasons = find_mixed_rows(output, due, pull, in_order=weighted)
+            refuse_layers(reasons.values())
             self._settled |= {record.name for record in due} - seen.keys()
             for name, rows in seen.items():
                 key = name, len(rows)

@@ -5,7 +5,7 @@ runs on the next one.
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,20 +19,20 @@ from relflat_sk._losses.curvature import pull_back
 from relflat_sk._losses.loss import Loss, has_hooks, warn_of_ending
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.layer_checks import (
-    check_linear,
-    check_uses,
     few_rows,
     find_mixed_rows,
     find_uses_elsewhere,
-    is_linear,
+    refuse_layers,
     warn_of_other_head,
+    why_no_samples,
+    why_not_linear,
+    why_used_elsewhere,
 )
 from relflat_sk._network.layers import (
     Layer,
-    check_unshared,
     find_layer,
-    sharing_modules,
     weight_layers,
+    why_shared,
 )
 from relflat_sk._network.network import Network, outcome_of, sample_weight, warn_of_weights
 from relflat_sk._network.recording import LayerRecord, record_order, record_tail
@@ -41,7 +41,6 @@ from relflat_sk._network.tail import (
     choose_curvatures,
     find_ending,
     find_link,
-    nodes_behind,
 )
 from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk._warnings import warn
@@ -84,8 +83,7 @@ def _make_forward_pass(
     network: Network, batch: Batch, output: Tensor, records: Sequence[LayerRecord]
 ) -> ForwardPass:
     """Compute the losses of a batch, and choose how curvatures are computed."""
-    for record in records:
-        _check_samples(record, output)
+    refuse_layers(why_no_samples(record, output) for record in records)
     with torch.enable_grad():
         output = full_precision(network.loss.classes_second(output, batch.y))
     warn_of_ending(network.loss.criterion, find_ending(output))
@@ -144,16 +142,6 @@ def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: 
     assert record.offset is not None
     features = full_precision(features)
     return LayerPass(record.name, record.map, features, record.offset, losses, **known)
-
-
-def _check_samples(record: LayerRecord, output: Tensor) -> None:
-    """Refuse a network that does not give one output for each row of a layer."""
-    n = len(record.check()[1])
-    if len(output) != n:
-        raise ValueError(
-            f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
-            f"{tuple(output.shape)}; expected one output for each sample."
-        )
 
 
 def _labels_missing(loss: Loss, layer: str) -> ValueError:
@@ -265,33 +253,29 @@ class _Runner:
     _sizes: set[int] = field(default_factory=set)  # of batches whose rows are samples
 
     def run(self, batch: Batch) -> ForwardPass:
+        reasons: dict[str, str] = {}
         if self._names:
             output, records = _record(self.network, self._names, batch)
         else:
+            # before the batch is recorded: memory holds what one pass keeps, not two
+            elsewhere = self._used_elsewhere(batch)
             output, records = self._find(batch)
-        forward = _make_forward_pass(self.network, batch, output, records)
+            reasons = self._find_reasons(output, records, elsewhere)
         # a network may mix samples in some batches only: in those of two samples or more
         if self.checked and len(output) not in self._sizes:
+            fit = [record for record in records if record.name not in reasons]
             pull = partial(pull_back, create_graph=False)
-            seen, reasons = find_mixed_rows(output, records, pull, in_order=True)
-            if reasons:
-                records = self._leave_out(reasons, next(iter(reasons.values())), records)
-                forward = _make_forward_pass(self.network, batch, output, records)
+            seen, mixed = find_mixed_rows(output, fit, pull, in_order=True)
+            reasons |= mixed
             if all(bool(rows.any()) for rows in seen.values()):  # slopes of zero show nothing
                 self._sizes.add(len(output))
-        self._names = [record.name for record in records]
-        return forward
-
-    def _leave_out(
-        self, names: Collection[str], refusal: str, records: list[LayerRecord]
-    ) -> list[LayerRecord]:
-        """Leave out layers whose rows are no samples, if there are others and all are measured."""
-        rest = [record for record in records if record.name not in names]
-        if not rest or self._names or self.layers != "all":
-            raise ValueError(refusal)
-        left_out = ", ".join(map(repr, names))
-        warn(f"{left_out} left out: the rows of the layer's output are no samples, in their order.")
-        return rest
+        rest = [record for record in records if record.name not in reasons]
+        if self._names or self.layers != "all" or not rest:
+            refuse_layers(reasons.values())
+        if reasons:
+            warn(f"{', '.join(map(repr, reasons))} left out: {' '.join(reasons.values())}")
+        self._names = [record.name for record in rest]
+        return _make_forward_pass(self.network, batch, output, rest)
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
@@ -301,54 +285,51 @@ class _Runner:
         guess = registered
         if self.layers != "all":
             guess = [_guess(module, layer, registered) for layer in self.layers]
-        # before the batch is recorded: memory holds what one pass keeps, not two
-        elsewhere = self._used_elsewhere(batch)
         _warn_of_batch_statistics(module)
         with record_order(module) as recorder:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
-        if self.layers == "all":
-            behind = nodes_behind(output)
-            unused = {record.name for record in records if record.node not in behind}
-            names = self._measurable(recorder.calls, elsewhere, unused)
-        else:
-            names = self._names_in_order(guess)
+        names = self.order if self.layers == "all" else self._names_in_order(guess)
+        if not names:
+            find_layer(module, -1)  # raises: the network has none
         if not set(names) <= set(guess):
             del output, records  # frees the first pass
             output, records = _record(self.network, names, batch)
-        by_name, named = {record.name: record for record in records}, dict(module.named_modules())
+        by_name = {record.name: record for record in records}
         records = [by_name[name] for name in names]
-        if self.layers == "all":
-            records = self._linear(records)
-            sizes = {record.name: len(record.check()[1]) for record in records}
-            mixing = [name for name, size in sizes.items() if size != len(output)]
-            if 0 < len(mixing) < len(records):
-                records = self._leave_out(mixing, "", records)
-        for record in records if self.checked else ():
-            check_unshared(record.name, named)
-            check_linear(record, *few_rows(record, *record.check()))
-            check_uses(record.name, elsewhere)
         if self.checked and self.layers != "all" and -1 in self.layers:
-            called = [named[name] for name in recorder.order]
+            called = [module.get_submodule(name) for name in self.order]
             warn_of_other_head(output, records[-1], module, called)
         return output, records
+
+    def _find_reasons(
+        self, output: Tensor, records: list[LayerRecord], elsewhere: set[str]
+    ) -> dict[str, str]:
+        """Say at which layers the curvature would not be that of one weight and single samples."""
+        reasons: dict[str, str] = {}
+        named = dict(self.network.module.named_modules())
+        for record in records if self.checked else ():
+            name = record.name
+            try:
+                reason = why_shared(name, named) or why_not_linear(
+                    record, *few_rows(record, *record.check())
+                )
+            except ValueError as error:  # it was not called once, for example
+                reason = str(error)
+            if not reason and name in elsewhere:
+                reason = why_used_elsewhere(name)
+            if not reason and self.layers == "all":
+                reason = why_no_samples(record, output)
+            if reason:
+                reasons[name] = reason
+        return reasons
 
     def _used_elsewhere(self, batch: Batch) -> set[str]:
         """Find the layers that are called once and whose weight is used elsewhere as well."""
         module = self.network.module
-        is_asked = self.checked or self.layers == "all"
-        if not is_asked or all(map(_is_of_torch, module.modules())):
+        if not self.checked or all(map(_is_of_torch, module.modules())):
             return set()
         return find_uses_elsewhere(lambda: self.network(batch.x), weight_layers(module))
-
-    def _linear(self, records: list[LayerRecord]) -> list[LayerRecord]:
-        """Leave out layers that are not linear in their weight; a single one says so itself."""
-        unfit = [one.name for one in records if not is_linear(one, *few_rows(one, *one.check()))]
-        if not 0 < len(unfit) < len(records):
-            return records
-        names = ", ".join(map(repr, unfit))
-        warn(f"{names} left out: the layer does not compute W x + b with its own weight.")
-        return [one for one in records if one.name not in unfit]
 
     def _names_in_order(self, guess: list[str]) -> list[str]:
         """Return the names of the layers that were asked for in forward order, each once."""
@@ -358,30 +339,6 @@ class _Runner:
         ]
         position = {name: at for at, name in enumerate(self.order)}
         return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
-
-    def _measurable(self, calls: list[str], elsewhere: set[str], unused: set[str]) -> list[str]:
-        """Leave out layers that cannot be measured; a single one says itself why it cannot."""
-        names = self.order
-        if not names:
-            find_layer(self.network.module, -1)  # raises: the network has none
-        named = dict(self.network.module.named_modules())
-        reasons = {
-            "the weight is used in several places of the network, so that the curvature in it is "
-            "not that of one layer": {
-                name
-                for name in names
-                if sharing_modules(name, named) or calls.count(name) > 1 or name in elsewhere
-            },
-            "the criterion does not depend on the layer's output, which the network returns beside "
-            "its first output, for example": unused,
-        }
-        for reason, unfit in reasons.items():
-            rest = [name for name in names if name not in unfit]
-            if rest and len(rest) < len(names):
-                left_out = ", ".join(repr(name) for name in names if name in unfit)
-                warn(f"{left_out} left out: {reason}.")
-            names = rest or names
-        return names
 
 
 def _warn_of_batch_statistics(module: nn.Module) -> None:

@@ -110,7 +110,7 @@ def torch_recurrence(module: nn.Module) -> Iterator[None]:
     if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
         yield
         return
-    onednn: Any = torch.backends.mkldnn
+    onednn: Any = torch.backends.mkldnn  # whose `flags` also set TF32, which warns
     before = onednn.enabled
     with torch.backends.cudnn.flags(enabled=False):
         try:

@@ -195,7 +195,7 @@ def test_report_leaves_out_layers_that_share_a_weight():
 def test_report_leaves_out_layers_that_compute_more_than_a_product(kind):
     scaled = type("Scaled", (kind,), {"forward": lambda layer, x: 2 * kind.forward(layer, x)})
     net, X, y = nn.Sequential(scaled(4, 4), nn.Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
-    with pytest.warns(FlatnessWarning, match=r"^'0' left out: the layer does not compute W x \+ b"):
+    with pytest.warns(FlatnessWarning, match=r"^'0' left out: .* not compute W x \+ b"):
         report = flatness_report(net, X, y, criterion=CE, measures=["relative_flatness"])
     assert report["layer"].tolist() == ["1"]
     with pytest.raises(ValueError, match=r"'0' does not compute W x \+ b with its own weight"):

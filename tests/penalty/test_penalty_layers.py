@@ -417,5 +417,5 @@ def test_batch_norm_by_a_function_is_named_as_the_reason():
 
     torch.manual_seed(0)
     net = Net(run, first=nn.Linear(5, 4), last=nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="behind layer 'first', F.batch_norm mixes the samples"):
+    with pytest.raises(ValueError, match="behind layer 'first', batch norm mixes the samples"):
         evaluate(published_penalty(0), net, CE, torch.randn(6, 5), torch.arange(6) % 3)
