@@ -8,7 +8,6 @@ import optuna
 import pytest
 
 from relflat_sk.search import _task
-from tests.search.storages import FILES, find_postgresql, running_server
 
 
 def pytest_collection_modifyitems(items):
@@ -53,30 +52,10 @@ def trained(monkeypatch):
     return trainings
 
 
-@pytest.fixture(scope="session")
-def postgresql_server():
-    """A server for all tests of this process."""
-    pytest.importorskip("psycopg2", reason="PostgreSQL needs its driver psycopg2")
-    programs = find_postgresql()
-    if programs is None:
-        pytest.skip("no PostgreSQL server is installed")
-    with running_server(programs) as server:
-        yield server
-
-
-@pytest.fixture
-def postgresql(postgresql_server):
-    """An empty database."""
-    with postgresql_server.database() as database:
-        yield database
-
-
-@pytest.fixture(params=[*FILES, "postgresql"])
+@pytest.fixture(params=["minima.db", "minima.log"])
 def make_storage(request, tmp_path):
     """A function that returns the same storage each time, also in another process."""
-    if request.param == "postgresql":
-        return partial(str, request.getfixturevalue("postgresql").url)
-    return partial(Path, tmp_path / FILES[request.param])
+    return partial(Path, tmp_path / request.param)
 
 
 @pytest.fixture

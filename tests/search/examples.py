@@ -30,6 +30,7 @@ X, X_TEST, Y, Y_TEST = X[::2], X[1::2], Y[::2], Y[1::2]
 LABELS = load_iris().target_names[Y]
 TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
 WEIGHTS = np.where(np.arange(len(X)) % 3, 1.0, 3.0)
+FILES = {"sqlite": "minima.db", "journal": "minima.log"}  # of storages
 NO_MINIMA = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
 

@@ -1,7 +1,6 @@
 """Searches and studies that train nets together find what those find that train one by one."""
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -31,8 +30,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from tests.processes import forkserver
-from tests.search.examples import attributes_of, load
+from tests.search.examples import attributes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
 
@@ -167,38 +165,6 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path, stored, ctrl_c, alone):
     assert not interrupted.study_.get_trials(states=(TrialState.RUNNING,))
     resumed = make_search(net, **stored).fit(X, y, X[:20], y[:20])
     assert_same(resumed, alone)
-
-
-class Waits(Callback):
-    """Waits in the training of some candidates, unless a file exists."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def on_epoch_end(self, net, **kwargs):
-        if net.lr == 0.01 and len(net.history) == 3 and not (self.folder / "go").exists():
-            (self.folder / "waits").touch()
-            time.sleep(600)
-
-
-def search_waiting(folder, stored):
-    net = make_net(callbacks=[StopAtLoss(0.8), Waits(folder)])
-    return make_search(net, **stored).fit(X, y, X[:20], y[:20])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="dead processes are found on posix")
-def test_a_killed_process_loses_nothing(tmp_path, stored, alone):
-    process = forkserver().Process(target=search_waiting, args=(tmp_path, stored))
-    process.start()
-    while not (tmp_path / "waits").exists():
-        assert process.exitcode is None
-        time.sleep(0.05)
-    process.kill()
-    process.join()
-    assert len(load(stored).get_trials(states=(TrialState.RUNNING,))) == 5
-    (tmp_path / "go").touch()
-    assert_same(search_waiting(tmp_path, stored), alone)
 
 
 @pytest.mark.slow

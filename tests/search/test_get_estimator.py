@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from optuna.trial import TrialState, create_trial
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import FixedThresholdClassifier
@@ -21,7 +20,6 @@ from relflat_sk.search import _search as search_module
 from relflat_sk.search import _sweep, _task
 from relflat_sk.search._average import average
 from relflat_sk.search._results import is_averaged
-from relflat_sk.search._search import progress
 from tests.search.examples import (
     LABELS,
     NO_MINIMA,
@@ -150,26 +148,6 @@ def test_the_time_to_refit(stored, monkeypatch, trained):
 
 
 # -- progress ----------------------------------------------------------------------------------
-
-
-def trial(number, value=None, state=TrialState.COMPLETE, **attrs):
-    found = create_trial(value=value, state=state, user_attrs=attrs)
-    found.number = number
-    return found
-
-
-def test_progress_shows_the_best_goals_and_failures():
-    trials = [
-        trial(0, state=TrialState.FAIL),  # interrupted: nobody knows
-        trial(1, state=TrialState.FAIL, failed=True),
-        trial(2, 3.0, converged=True, ended_by="goal"),
-        trial(3, 2.0, converged=True, ended_by="plateau"),
-        trial(4, 1.0, converged=False, ended_by=""),
-        trial(5, 2.0, converged=True, ended_by="solver"),
-    ]
-    found = "flattest 2 (trial 3), goal reached 2, plateau 1, not converged 1, failed 1"
-    assert progress(trials) == found
-    assert progress([]).startswith("no minimum yet")
 
 
 @pytest.mark.parametrize("labels", [Y, LABELS], ids=["numbers", "names"])

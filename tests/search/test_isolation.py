@@ -14,7 +14,6 @@ from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
 from relflat_sk._random import alone
-from relflat_sk.search import _fit
 from relflat_sk.search._fit import isolated
 from tests.search.examples import attributes_of
 
@@ -143,14 +142,3 @@ def test_a_search_inside_of_a_fit_and_a_candidate_do_not_wait_for_each_other():
     for thread in threads:
         thread.join(60)
     assert trains == ["the search", "the candidate"]
-
-
-def test_libraries_are_looked_for_once_per_candidate(monkeypatch):
-    """Small candidates train in the time that it takes to find them."""
-    limit, limits = _fit.threadpool_limits, []
-    monkeypatch.setattr(
-        _fit, "threadpool_limits", lambda **given: limits.append(given) or limit(**given)
-    )
-    objective = MinimaObjective(make_net(), X, Y, {"lr": [0.01]})
-    objective(optuna.trial.FixedTrial({"lr": 0.01}))
-    assert limits == [{"limits": 1}]

@@ -23,8 +23,7 @@ from sklearn.linear_model import LogisticRegression
 from relflat_sk import FlatMinimaSearch, FlatnessWarning, MinimaObjective
 from relflat_sk.search._storage import open_storage
 from tests.processes import fork_workers_of_joblib, forkserver
-from tests.search.examples import X, Y
-from tests.search.storages import FILES
+from tests.search.examples import FILES, X, Y
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the engines
 CHOICES = [0.3, 0.4, 0.5, 0.6, 0.7]
@@ -418,17 +417,3 @@ def test_half_a_line_of_a_journal_is_removed(tmp_path):
         path.write_bytes(path.read_bytes() + half)
         make_search(tmp_path, "journal", n_trials=3, refit=False).fit(X, Y)
     assert_complete(make_search(tmp_path, "journal", refit=False).fit(X, Y), tmp_path)
-
-
-def test_a_server_that_restarts(postgresql, tmp_path):
-    server, faults = postgresql.server, []
-
-    def restart(study, trial):
-        if not faults:
-            faults.append(trial.number)
-            server.kill()
-            server.start()
-
-    search = make_search(tmp_path, "memory", storage=postgresql.url, study_name="sweep")
-    assert_complete(search.fit(X, Y, callbacks=[restart]), tmp_path)
-    assert faults

@@ -6,10 +6,7 @@ import weakref
 from contextlib import nullcontext
 from pathlib import Path
 
-import joblib
-import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -21,10 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from relflat_sk import (
     FlatnessScorer,
     FlatnessWarning,
-    MinimaRankingDisplay,
-    correlate_measures,
-    granulated_kendall,
-    rank_minima,
     rank_models,
     relative_flatness,
 )
@@ -95,22 +88,6 @@ def test_the_table_is_that_of_a_search():
             assert table[name].tolist() == given[name].tolist(), name
     assert table["seconds"].isna().all()
     assert table.attrs == search.minima_.attrs
-
-
-def test_statistics_and_displays_take_the_table():
-    models = [
-        make_net(batch_size=size, lr=lr, random_state=0).fit(X, Y)
-        for size in (8, 16)
-        for lr in (0.05, 0.1)
-    ]
-    table = rank_models(models, X, Y, X_test=X_TEST, y_test=Y_TEST, **KAPPA)
-    assert {"param_batch_size", "param_lr"} == {n for n in table if n.startswith("param_")}
-    assert set(correlate_measures(table)["measure"]) == {"relative_flatness", "train_loss"}
-    assert {"psi_batch_size", "psi_lr"} <= set(granulated_kendall(table, target="test_loss"))
-    assert rank_minima(table, "test_loss")["test_loss"].is_monotonic_increasing
-    display = MinimaRankingDisplay.from_minima(table)
-    plt.close("all")
-    assert display.by == "relative_flatness"
 
 
 def test_models_of_several_kinds_have_columns_for_what_differs_within_a_kind():
@@ -220,15 +197,6 @@ def test_paths_are_loaded_one_after_the_other(saved, steps, expected, tmp_path):
     assert_ranked(rank_models(map(str, paths), X, Y, **arguments, **OF_MODULE), of_paths)
     pairs = zip(steps, paths, strict=True)
     assert_ranked(rank_models(pairs, X, Y, **arguments, **OF_MODULE), expected)
-
-
-def test_fitted_estimators_are_loaded_from_paths(tmp_path):
-    models = [LogisticRegression(C=C, max_iter=500).fit(X, Y) for C in (0.5, 1.0)]
-    for i, model in enumerate(models):
-        joblib.dump(model, tmp_path / f"{i}.joblib")
-    found = rank_models(sorted(tmp_path.iterdir()), X, Y, load=joblib.load, **KAPPA)
-    expected = rank_models(models, X, Y, **KAPPA)
-    pd.testing.assert_frame_equal(found.drop(columns="model"), expected.drop(columns="model"))
 
 
 def test_state_dicts_of_a_net(steps, expected):
@@ -402,8 +370,3 @@ def test_the_table_has_what_was_measured_if_the_call_ends_early(error, why, step
     assert table.equals(rank_models(list(steps.values())[:2], X, Y, **options))
     with pytest.raises(type(error)):
         rank_models(failing(0), X, Y, **options)
-
-
-def test_a_bar_shows_the_models(steps, capsys):
-    rank_models(steps, X, Y, module=build(), verbose=1, **OF_MODULE)
-    assert "3/3" in capsys.readouterr().err

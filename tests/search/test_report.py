@@ -103,19 +103,6 @@ def test_the_page_holds_everything(search, text):
     assert f"RuntimeError: {NASTY}" in rows[3]
 
 
-def test_the_first_columns_are_what_matters():
-    """Other measures come after the ranked one, losses and scores."""
-    names = ["relative_flatness", "hessian_trace", "l2_norm"]
-    search = logistic({"C": [0.5, 1.0]}, measure=names).fit(X, Y, X[:9], Y[:9])
-    header = Page(render(search)).tables[0][0]
-    assert header == [
-        *("rank", "trial", "param_C", "relative_flatness"),
-        *("train_loss", "test_loss", "generalization_gap", "depth", "train_score", "test_score"),
-        *("hessian_trace", "l2_norm"),
-        *("converged", "comparable", "ended_by", "seconds", "state", "reason"),
-    ]
-
-
 def net_search(**parameters):
     net = make_net(max_epochs=50, callbacks=None, callbacks__print_log=None)
     space = {"net__lr": [0.05, 2e-4], "net__batch_size": [8, 16], "scale__copy": [True]}

@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import optuna
@@ -12,7 +13,13 @@ import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from optuna.distributions import FloatDistribution
-from optuna.samplers import GridSampler, RandomSampler
+from optuna.samplers import (
+    GridSampler,
+    NSGAIIISampler,
+    NSGAIISampler,
+    RandomSampler,
+    TPESampler,
+)
 from optuna.trial import TrialState
 from pandas.testing import assert_frame_equal
 from sklearn.base import clone
@@ -29,6 +36,7 @@ from skorch.dataset import ValidSplit
 from torch import nn
 
 from relflat_sk import (
+    FlatMinimaSearch,
     FlatnessWarning,
     MinimaObjective,
     StopAtLoss,
@@ -37,6 +45,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.minima._table import measure_columns
+from relflat_sk.search import _candidates, _search
 from tests.search.examples import (
     NO_MINIMA,
     TARGET,
@@ -44,6 +53,7 @@ from tests.search.examples import (
     Y_TEST,
     Counts,
     Fails,
+    Slow,
     X,
     Y,
     attributes_of,
@@ -549,3 +559,126 @@ def test_verbose(verbose, bar, log, capfd, caplog, monkeypatch):
     assert ("minima: 100%" in shown.err) == bool(bar)
     assert ("goal reached 3" in shown.err) == bool(bar)
     assert ("Trial 0 finished" in caplog.text) == bool(log)
+
+
+# -- several objectives -----------------------------------------------------------------------
+
+
+def search_for_both(n_trials=12, sampler=None, **parameters):
+    return logistic(
+        {"C": FloatDistribution(0.01, 10.0, log=True)},
+        measure=["relative_flatness", "train_loss"],
+        sampler=NSGAIISampler(population_size=4, seed=0) if sampler is None else sampler,
+        n_trials=n_trials,
+        **parameters,
+    )
+
+
+@NO_MINIMA
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("sampler", [NSGAIISampler, NSGAIIISampler])
+def test_flatness_against_loss(sampler):
+    search = search_for_both(sampler=sampler(population_size=4, seed=0)).fit(X, Y)
+    assert len(search.study_.directions) == 2
+    table = search.minima_
+    assert len(table) == 12
+    # the front, by its definition
+    values = table[["relative_flatness", "train_loss"]].to_numpy()
+    beaten = [
+        any((other <= one).all() and (other < one).any() for other in values) for one in values
+    ]
+    assert table["pareto"].tolist() == [not one for one in beaten]
+    # the first objective ranks
+    assert table["relative_flatness"].is_monotonic_increasing
+    assert -search.best_score_ == table["relative_flatness"][0]
+    assert search.score(X, Y) > 0.5
+
+
+@NO_MINIMA
+def test_several_objectives_are_resumed(stored):
+    search_for_both(4, **stored).fit(X, Y)
+    search = search_for_both(8, refit=False, **stored).fit(X, Y)
+    assert len(search.minima_) == 8
+    single = search_for_both(9, sampler=TPESampler(seed=0), **stored)
+    with pytest.raises(ValueError, match=r"its directions are \['minimize', 'minimize'\]"):
+        single.fit(X, Y)
+
+
+@NO_MINIMA
+def test_other_samplers_have_one_objective():
+    search = search_for_both(3, sampler=TPESampler(seed=0)).fit(X, Y)
+    assert len(search.study_.directions) == 1
+    assert "pareto" not in search.minima_
+    assert search.minima_["train_loss"].notna().all()
+
+
+@NO_MINIMA
+def test_the_worst_of_a_front_does_not_count():
+    """A net that never learned anything is perfectly flat, but not on the front."""
+    search = make_search(
+        make_net(),
+        {"lr": [0.05, 1e10]},
+        measure=["relative_flatness", "train_loss"],
+        sampler=NSGAIISampler(seed=1),
+        n_trials=6,
+    ).fit(X, Y)
+    table = search.minima_
+    assert set(table["param_lr"]) == {0.05, 1e10}
+    assert not table.loc[table["param_lr"] == 1e10, "pareto"].any()
+
+
+# -- ended by a timeout, or by a callback ------------------------------------------------------
+
+
+STOPPED = [0.5, 0.6, 0.7, 0.8]
+
+
+def test_no_candidate_begins_after_the_timeout_and_a_later_search_goes_on(monkeypatch, stored):
+    ticks = iter([0.0, 1.0, 5.0, 9.0])
+    clock = SimpleNamespace(time=lambda: next(ticks, 11.0), perf_counter=float)
+    monkeypatch.setattr(_candidates, "time", clock)
+    monkeypatch.setattr(_search, "time", clock)
+    assert len(logistic({"C": STOPPED}, **stored).fit(X, Y, timeout=10).minima_) == 3
+    assert len(logistic({"C": STOPPED}, **stored).fit(X, Y).minima_) == len(STOPPED)
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_nothing_was_trained_before_the_timeout(n_jobs):
+    with pytest.raises(ValueError, match="no candidate was trained: the search was ended before"):
+        logistic({"C": STOPPED}, n_jobs=n_jobs).fit(X, Y, timeout=1e-9)
+
+
+def test_callbacks_get_study_and_trial_and_stop_the_search():
+    seen = []
+
+    def remember(study, trial):
+        assert isinstance(study, optuna.Study)
+        seen.append((trial.params["C"], trial.value, len(study.trials) > 0))
+        if len(seen) == 3:
+            study.stop()
+
+    search = logistic({"C": STOPPED}).fit(X, Y, callbacks=[remember])
+    table = search.minima_.set_index("param_C")["relative_flatness"]
+    assert sorted(table.index) == sorted(one[0] for one in seen) == STOPPED[:3]
+    assert all(value == table[c] and found for c, value, found in seen)
+
+
+def test_a_callback_stops_all_processes_of_its_search_only(stored):
+    many = logistic({"C": [0.5 + i / 50 for i in range(12)]}, Slow(max_iter=1000), **stored)
+    # twice: the first word is enough
+    search = many.set_params(n_jobs=2).fit(X, Y, callbacks=[lambda study, _: study.stop()] * 2)
+    assert 1 <= len(search.minima_) < 12
+    assert all(trial.state.is_finished() for trial in search.study_.trials)
+    assert len(many.set_params(n_jobs=1).fit(X, Y).minima_) == 12
+
+
+@pytest.mark.parametrize("fleet", [None, 2])
+def test_errors_of_callbacks_are_the_users(fleet):
+    """A file of the user is not the storage's."""
+
+    def fails(study, trial):
+        raise OSError("in the callback")
+
+    search = FlatMinimaSearch(make_net(max_epochs=2), {"batch_size": [32, 64]}, fleet=fleet)
+    with pytest.raises(OSError, match="^in the callback"):
+        search.fit(X, Y, callbacks=[fails])

@@ -21,8 +21,7 @@ from relflat_sk import (
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
-from tests.search.examples import X, Y, logistic, make_net, make_search, train_one
-from tests.search.storages import FILES
+from tests.search.examples import FILES, X, Y, logistic, make_net, make_search, train_one
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
