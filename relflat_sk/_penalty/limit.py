@@ -130,14 +130,17 @@ class PenaltyLimit:
         for name in _MEASURED:
             numbers = [float(getattr(limit, name)) for limit in limits]
             setattr(stacked, name, as_kind(numbers, like))
-        rows = [limit._weights for limit in limits]
-        known = [torch.as_tensor(row) for row in rows if row is not None]
-        if known:
-            unknown = torch.full_like(known[0], torch.nan)
-            weights = torch.stack([
-                unknown if row is None else torch.as_tensor(row) for row in rows
-            ])
-            stacked._weights = weights.to(like) if isinstance(like, Tensor) else weights.numpy()
+        weights = {i: limit._weights for i, limit in enumerate(limits)}
+        # the rows of nets that were copied are on the host
+        rows = {
+            i: torch.as_tensor(row).to(like.device if isinstance(like, Tensor) else "cpu")
+            for i, row in weights.items()
+            if row is not None
+        }
+        if rows:
+            unknown = torch.full_like(next(iter(rows.values())), torch.nan)
+            stack = torch.stack([rows.get(i, unknown) for i in weights])
+            stacked._weights = stack.to(like) if isinstance(like, Tensor) else stack.numpy()
         return stacked
 
     def unstack(self, limits: Sequence["PenaltyLimit"]) -> None:
@@ -162,12 +165,18 @@ class PenaltyLimit:
     def __getstate__(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in (*_COUNTED, *_MEASURED)}
         numbers = {k: v.item() if hasattr(v, "item") else v for k, v in state.items()}
+        # skops stores arrays, and no tensors outside of modules; NumPy has no bfloat16
         weights = self._weights
-        return {**numbers, "_weights": None if weights is None else torch.as_tensor(weights).cpu()}
+        if weights is not None:
+            row = torch.as_tensor(weights).cpu()
+            weights = (row.float() if row.dtype == torch.bfloat16 else row).numpy()
+        return {**numbers, "_weights": weights}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what past steps of one net have shown, as numbers and a row of weights."""
-        return {name.lstrip("_"): value for name, value in self.__getstate__().items()}
+        state = {name.lstrip("_"): value for name, value in self.__getstate__().items()}
+        weights = state["weights"]
+        return state | {"weights": None if weights is None else torch.as_tensor(weights)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace what past steps have shown by a state dict."""

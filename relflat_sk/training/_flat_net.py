@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import ClassifierTags, RegressorTags
 from sklearn.utils.metaestimators import available_if
@@ -138,7 +139,7 @@ class FlatNet(SkorchNet):
     _record: Record | None = None
     # whether what the task knows comes from outputs, because the labels were in a Dataset
     _knows_outputs = False
-    _rng_states: list[Tensor]
+    _rng_states: list[NDArray[np.uint8]]  # skops stores arrays, and no tensors
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -276,9 +277,9 @@ class FlatNet(SkorchNet):
             if restart or not hasattr(self, "_rng_states"):
                 seed_torch(draw_seed(self.random_state))
             else:
-                set_states(self.device, self._rng_states)
+                set_states(self.device, [torch.as_tensor(state) for state in self._rng_states])
             yield
-            self._rng_states = get_states(self.device)
+            self._rng_states = [state.numpy() for state in get_states(self.device)]
 
     def _state(self) -> _Training:
         """Return the state of the training, a new one for steps made outside of `fit`."""
@@ -674,7 +675,7 @@ class FlatNet(SkorchNet):
             As in skorch.
         """
         if self._limit is not None and hasattr(self, "optimizer_"):
-            self.optimizer_.param_groups[0]["flatness_limit"] = self._limit.__getstate__()
+            self.optimizer_.param_groups[0]["flatness_limit"] = self._limit.state_dict()
         super().save_params(*args, **kwargs)
 
     def load_params(self, *args: Any, **kwargs: Any) -> None:
@@ -689,7 +690,7 @@ class FlatNet(SkorchNet):
         groups = self.optimizer_.param_groups if hasattr(self, "optimizer_") else []
         saved = groups[0].pop("flatness_limit", None) if groups else None
         if saved is not None:
-            vars(self._penalty_limit()).update(saved)
+            self._penalty_limit().load_state_dict(saved)
 
     def _penalty_weight(self) -> float:
         """Return the weight of the penalty in the current epoch, warm-up included."""

@@ -1,10 +1,12 @@
 """Training on another device gives the CPU's values."""
 
+import copy
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from joblib import Parallel, delayed
 from skorch.dataset import ValidSplit
 
 from relflat_sk import (
@@ -17,6 +19,7 @@ from relflat_sk import (
     SharpnessAwareMixin,
     StopAtGradientNorm,
     StopAtLoss,
+    fleet_training,
 )
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
 from tests.devices.place import DEVICE, IS_SIMULATED, other_device
@@ -146,6 +149,23 @@ def test_fleets(network, name, caplog):
     assert "one by one" not in caplog.text
     for expected, net in zip(*fleets, strict=True):
         assert_trained_alike(net, expected, X)
+
+
+def test_a_copied_net_goes_on_in_a_fleet_with_others(caplog):
+    caplog.set_level("DEBUG", "relflat_sk")
+    X, y = (tensor.numpy() for tensor in make_data())
+    expected, nets = (
+        [make_net("relu", "last layer", DEVICE, lr=lr).fit(X, y) for lr in (0.01, 0.02)]
+        for _ in range(2)
+    )
+    # a simulated device copies no whole nets
+    nets[0]._limit = copy.deepcopy(nets[0]._limit)
+    with fleet_training(2):
+        nets = Parallel(2)(delayed(net.partial_fit)(X, y) for net in nets)
+    assert "one by one" not in caplog.text
+    expected = [net.partial_fit(X, y) for net in expected]
+    for net, alone in zip(nets, expected, strict=True):
+        assert_trained_alike(net, alone, X)
 
 
 @pytest.mark.parametrize("fleet", [None, 2])

@@ -60,3 +60,18 @@ def test_a_net_is_copied_at_any_time(kind, decay):
         other = way(net)
         assert other.relative_flatness_ == net.relative_flatness_
         other.partial_fit(X, NAMES)
+
+
+class WithoutTensors(pickle.Pickler):
+    """Refuses what skops cannot store outside of the parts that skorch stores itself."""
+
+    def reducer_override(self, value):
+        assert not isinstance(value, torch.Tensor | torch.Generator | torch.dtype)
+        return NotImplemented
+
+
+@pytest.mark.filterwarnings("ignore:.*has not reached")
+def test_a_fitted_net_holds_no_tensors_beside_its_modules():
+    callbacks = [WeightAverage(0), StopAtLoss(1e-9)]
+    net = make(Classifier, callbacks=callbacks, max_epochs=2, random_state=0).fit(X, NAMES)
+    WithoutTensors(io.BytesIO()).dump(net)
