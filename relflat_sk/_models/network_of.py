@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any
@@ -128,6 +129,10 @@ _WITHOUT_X = (
 )
 
 
+# whether a pass is one of a measure, which records layers itself, so that no penalty does
+IS_MEASURED: ContextVar[bool] = ContextVar("is measured", default=False)
+
+
 def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Network:
     """Make a network of a fitted skorch net and batches of data."""
     if options.device is not None and torch.device(options.device) != torch.device(net.device):
@@ -147,8 +152,12 @@ def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Ne
         )
 
     def forward(x: Any) -> Any:
-        with uncompiled(net.module_):
-            return net.infer(x)
+        measured = IS_MEASURED.set(True)
+        try:
+            with uncompiled(net.module_):
+                return net.infer(x)
+        finally:
+            IS_MEASURED.reset(measured)
 
     network = Network(module, options.loss(criterion), batches, forward)
     if get_loss in CRITERION_ALONE or options.criterion is not None:

@@ -238,7 +238,7 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
 def _is_of_torch(part: nn.Module) -> bool:
     """Return whether no code of a user runs in the forward pass of a module."""
     is_own = has_hooks(part) or "forward" in vars(part)
-    return type(part).__module__.startswith("torch.nn.") and not is_own
+    return type(part).__module__.startswith(("torch.nn.", "relflat_sk.")) and not is_own
 
 
 @dataclass

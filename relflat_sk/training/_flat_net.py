@@ -3,8 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import isfunction, signature
 from typing import Any, ClassVar
 
@@ -26,6 +25,7 @@ from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss, Target
 from relflat_sk._models.network_of import (
     CRITERION_ALONE,
     IGNORED,
+    IS_MEASURED,
     DataOptions,
     skorch_batches,
     skorch_network,
@@ -723,7 +723,7 @@ class FlatNet(SkorchNet):
     def _penalty_of_pass(self) -> RelativeFlatnessPenalty | None:
         """Return the penalty of a pass through the module, if it has one that is not recorded."""
         state = self._state()
-        is_free = self._is_unseen or _IS_MEASURED.get() or not torch.is_grad_enabled()
+        is_free = self._is_unseen or IS_MEASURED.get() or not torch.is_grad_enabled()
         if is_free or state.in_infer or not self._penalty_weight():
             return None
         if state.terms is None:  # further passes of a step have what the first one has
@@ -896,21 +896,7 @@ def _(model: FlatNet, X: Any, y: Any, options: DataOptions) -> Network:
         y = None  # the Dataset holds the labels
     elif y is not None:
         y = model._encode(y)
-    network = skorch_network(model, skorch_batches(model, X, y, options), options)
-    infer: Any = network.forward
-
-    def forward(x: Any) -> Any:
-        measured = _IS_MEASURED.set(True)
-        try:
-            return infer(x)
-        finally:
-            _IS_MEASURED.reset(measured)
-
-    return replace(network, forward=forward)
-
-
-# a pass of a measure, which records layers itself, is none of which a penalty is computed
-_IS_MEASURED: ContextVar[bool] = ContextVar("is measured", default=False)
+    return skorch_network(model, skorch_batches(model, X, y, options), options)
 
 
 def _on_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:

@@ -761,3 +761,11 @@ def test_is_silent_if_the_net_recovers_or_its_best_weights_are_back(tmp_path):
     # a warm start is compared with itself
     net = make(max_epochs=40, warm_start=True).fit(X, NAMES)
     net.set_params(max_epochs=1).fit(X, np.roll(NAMES, 1))
+
+
+@pytest.mark.parametrize("layer", [-1, "all"])
+def test_a_default_net_is_measured_by_one_pass_over_its_data(monkeypatch, layer):
+    runs, forward = [], nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda *args: runs.append(1) or forward(*args))
+    make(flatness_layer=layer, flatness_weight=0.0).fit(X, NAMES)  # steps take formulas
+    assert len(runs) == 2  # its layers
