@@ -21,8 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from relflat_sk._network.borrowing import has_own_forward
-from relflat_sk._network.layer_maps import LayerMap
-from relflat_sk._network.layers import check_real, is_weight_layer, layer_map, weight_kind
+from relflat_sk._network.layers import LayerMap, check_real, is_weight_layer, layer_map, weight_kind
 from relflat_sk._network.network import Network
 from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
 from relflat_sk._network.tail import nodes_behind

@@ -22,8 +22,7 @@ from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
 
 from relflat_sk._network.borrowing import MathAttention, ReplacedForwards
-from relflat_sk._network.layer_maps import LayerMap
-from relflat_sk._network.layers import layer_map, weight_kind, weight_layers
+from relflat_sk._network.layers import LayerMap, layer_map, weight_kind, weight_layers
 from relflat_sk._numerics import constant
 
 

@@ -27,7 +27,7 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import ManyClasses
 from relflat_sk._losses.table import Target
 from relflat_sk._network.borrowing import ExplicitLayers
-from relflat_sk._network.layer_maps import LayerMap, select_channels
+from relflat_sk._network.layers import LayerMap, select_channels
 from relflat_sk._network.recording import LayerRecord
 from relflat_sk._network.tail import Tail, check_thrice, choose_curvatures
 from relflat_sk._numerics import full_precision, inverse_spread, or_one, safe_root, varies

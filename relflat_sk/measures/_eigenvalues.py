@@ -82,7 +82,7 @@ def largest_eigenvalue(
 # The largest eigenvalue of the Hessian in a layer's weight, and the measures made of it.
 #
 # The eigenvalue is found by Lanczos' iteration. A product with the Hessian is a pass over the data:
-# with the notation of `relflat_sk._network.layer_maps`,
+# with the notation of `relflat_sk._network.layers`,
 # ``H V = mean_i sum_p (B_i (V phi_i))_p phi_ip^T``.
 
 

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from relflat_sk._losses.curvature import ClosedForm, Curvature, Factor, product_curvature
 from relflat_sk._losses.many_classes import ManyClasses
-from relflat_sk._network.layer_maps import LayerMap
+from relflat_sk._network.layers import LayerMap
 from relflat_sk._numerics import column_squares, full_precision
 from relflat_sk._random import rademacher
 
 # -- one layer in the forward pass on a batch -----------------------------------------------------
-# arrays are laid out as in `relflat_sk._network.layer_maps`: *rows* are of shape (n, d, P), with P
+# arrays are laid out as in `relflat_sk._network.layers`: *rows* are of shape (n, d, P), with P
 # positions of each sample
 
 

@@ -34,8 +34,7 @@ from relflat_sk._losses.table import LINKS
 from relflat_sk._models.network_of import name_layer
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import ReplacedForwards, borrowed
-from relflat_sk._network.layer_maps import LayerMap
-from relflat_sk._network.layers import Layer, weight_layers
+from relflat_sk._network.layers import Layer, LayerMap, weight_layers
 from relflat_sk._network.network import Network, outcome_of, sample_weight
 from relflat_sk._network.recording import LayerRecord, Recorder, layer_input, record_tail
 from relflat_sk._network.tail import find_link

@@ -32,7 +32,7 @@ PUBLIC = {
 }
 # what docs/architecture.md tells others to write
 EXTENSION_POINTS = [
-    "relflat_sk._network.layer_maps.LayerMap",
+    "relflat_sk._network.layers.LayerMap",
     "relflat_sk._losses.curvature.ClosedForm",
     "relflat_sk._losses.curvature.Diagonal",
     "relflat_sk._losses.curvature.Softmax",
