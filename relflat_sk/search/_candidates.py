@@ -212,7 +212,8 @@ class Candidates:
         self._n_left = max(n_trials - self._number, 0)
         if points is not None:
             untrained = [point for point in points if _key(point) not in taken]
-            self._first.extend(untrained[: self._n_left])
+            is_sample = n_trials < len(points)
+            self._first.extend(untrained[: self._n_left] if is_sample else untrained)
             self._n_left = 0
         waiting = study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
         self._n_enqueued = len(waiting)  # by a user; Optuna asks for them first

@@ -1,16 +1,14 @@
 """Fit one candidate: seeded, one at a time in this process, open to a pruner and to Ctrl-C."""
 
-import inspect
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import clone
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 from threadpoolctl import threadpool_limits
@@ -27,31 +25,12 @@ from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._failures import KEPT, CallError
-from relflat_sk.search._goal import add_goal
 
 OnEpoch = Callable[[int, float], bool]  # of epoch and training loss; returns whether to stop
 
 
 class StoppedError(Exception):
     """A pruner stopped the training."""
-
-
-def prepare(estimator: Any, params: Mapping[str, Any], seed: int, goal: Any) -> Any:
-    """Clone an estimator and set it up for one candidate."""
-    estimator = clone(estimator)
-    estimator.set_params(**{name: clone(value, safe=False) for name, value in params.items()})
-    nets = nets_of(estimator)
-    check_all_data(estimator.get_params().items(), nets)
-    for net in nets:
-        net.set_params(train_split=None)
-    add_goal(estimator, goal)
-    unset = [
-        name
-        for name, value in estimator.get_params().items()
-        if name.split("__")[-1] == "random_state" and value is None
-    ]
-    estimator.set_params(**dict.fromkeys(unset, seed))
-    return estimator
 
 
 def fit(
@@ -84,31 +63,6 @@ def nets_of(estimator: Any) -> list[NeuralNet]:
     """List the skorch nets among an estimator and its parameters."""
     parts = [estimator, *estimator.get_params().values()]
     return [part for part in parts if isinstance(part, NeuralNet)]
-
-
-def check_all_data(params: Iterable[tuple[str, Any]], nets: Iterable[NeuralNet]) -> None:
-    """Refuse estimators that hold out a part of their data; skorch's default is dropped."""
-    for name, value in params:
-        if name.split("__")[-1] == "early_stopping" and value is True:
-            raise ValueError(
-                f"{name}=True holds out data, and a search trains on all of them: set "
-                f"{name}=False; candidates stop at the search's goal, or by their tolerance."
-            )
-    for net in nets:
-        if net.train_split is not None and not _is_default(net):
-            raise ValueError(
-                f"a search trains on all data: set train_split=None, got {net.train_split!r}."
-            )
-
-
-def _is_default(net: NeuralNet) -> bool:
-    """Return whether the split of a net is what skorch's own class sets without being asked."""
-    for kind in type(net).__mro__:
-        parameter = inspect.signature(kind).parameters.get("train_split")
-        if kind.__module__.startswith("skorch.") and parameter is not None:
-            split = parameter.default
-            return type(net.train_split) is type(split) and vars(net.train_split) == vars(split)
-    return False
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def record_verdict(
     """Record whether a candidate is a minimum, and why not.
 
     Returns the values of the measures that rank, infinity where flatness cannot be compared: such
-    a network may predict well. Others may have failed, which is recorded, too.
+    a network may predict well. Failures of others are recorded.
     """
     assert minimum.train_loss is not None
     row = minimum.row()

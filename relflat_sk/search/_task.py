@@ -1,12 +1,13 @@
 """Train and measure one candidate. Nothing here knows of Optuna, of a study or of its storage."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import is_classifier
+from sklearn.base import clone, is_classifier
 from skorch import NeuralNet
 from torch import Tensor, nn
 
@@ -17,8 +18,8 @@ from relflat_sk.measures._results import Measured
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData, scale_lr, split_params, vary_data
 from relflat_sk.search._failures import CallError
-from relflat_sk.search._fit import OnEpoch, StoppedError, fit, in_fleet, isolated, prepare
-from relflat_sk.search._goal import record_verdict
+from relflat_sk.search._fit import OnEpoch, StoppedError, fit, in_fleet, isolated, nets_of
+from relflat_sk.search._goal import add_goal, record_verdict
 from relflat_sk.search._measure import Measuring, record_held_out, record_measures
 from relflat_sk.training._after_fit import measured_later
 
@@ -60,7 +61,17 @@ class Task:
     def prepare(self, params: Mapping[str, Any], seed: int) -> Any:
         """Make the estimator of a candidate."""
         of_estimator = split_params(params)[0] | scale_lr(self.estimator, params)
-        return prepare(self.estimator, of_estimator, seed, self.goal)
+        estimator = clone(self.estimator)
+        estimator.set_params(**{n: clone(value, safe=False) for n, value in of_estimator.items()})
+        _train_on_all_data(estimator)
+        add_goal(estimator, self.goal)
+        unset = [
+            name
+            for name, value in estimator.get_params().items()
+            if name.split("__")[-1] == "random_state" and value is None
+        ]
+        estimator.set_params(**dict.fromkeys(unset, seed))
+        return estimator
 
     def measure(
         self, names: Sequence[str], estimator: Any, data: TrainingData, seed: int
@@ -68,6 +79,32 @@ class Task:
         """Measure a trained candidate, all measures in as few passes over the data as possible."""
         with isolated(self.n_threads), seeded(seed):
             return self.measuring(self.measuring.networks(estimator, data), names, seed)
+
+
+def _train_on_all_data(estimator: Any) -> None:
+    """Drop skorch's default split, and refuse estimators that hold out a part of their data."""
+    for name, value in estimator.get_params().items():
+        if name.split("__")[-1] == "early_stopping" and value is True:
+            raise ValueError(
+                f"{name}=True holds out data, and a search trains on all of them: set "
+                f"{name}=False; candidates stop at the search's goal, or by their tolerance."
+            )
+    for net in nets_of(estimator):
+        if net.train_split is not None and not _is_default(net):
+            raise ValueError(
+                f"a search trains on all data: set train_split=None, got {net.train_split!r}."
+            )
+        net.set_params(train_split=None)
+
+
+def _is_default(net: NeuralNet) -> bool:
+    """Return whether the split of a net is what skorch's own class sets without being asked."""
+    for kind in type(net).__mro__:
+        parameter = inspect.signature(kind).parameters.get("train_split")
+        if kind.__module__.startswith("skorch.") and parameter is not None:
+            split = parameter.default
+            return type(net.train_split) is type(split) and vars(net.train_split) == vars(split)
+    return False
 
 
 @dataclass

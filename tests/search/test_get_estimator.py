@@ -20,6 +20,7 @@ from relflat_sk.search import _search as search_module
 from relflat_sk.search import _sweep, _task
 from relflat_sk.search._average import average
 from relflat_sk.search._results import is_averaged
+from relflat_sk.search._task import Task
 from tests.search.examples import (
     LABELS,
     NO_MINIMA,
@@ -108,12 +109,8 @@ def test_torchs_random_state_decides_where_there_is_no_other():
 def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     """Another version of a library, or another machine, may train another network."""
     search = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
-    prepare = _task.prepare
-    monkeypatch.setattr(
-        _task,
-        "prepare",
-        lambda estimator, params, seed, goal: prepare(estimator, params, seed + 1, goal),
-    )
+    prepare = Task.prepare
+    monkeypatch.setattr(Task, "prepare", lambda task, params, seed: prepare(task, params, seed + 1))
     number = int(search.minima_["trial"][1])
     with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
         search.get_estimator(number)
