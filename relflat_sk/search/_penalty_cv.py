@@ -1,5 +1,6 @@
 """Choose layer and weight of the flatness penalty by cross-validation."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import get_routing_for_object
 
+from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.fleet._fleet_training import fleet_training
 from relflat_sk.search._average import average
 from relflat_sk.training._nets import RelativeFlatnessRegularizedClassifier
@@ -144,7 +146,9 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         keep = None
         if self.refit == "mean":
             search.scoring = keep = _KeepEstimators(check_scoring(search.estimator, self.scoring))
-        with fleet_training():
+        with fleet_training(), warnings.catch_warnings():
+            # folds judge every setting, also one whose weight is too large to count
+            warnings.filterwarnings("ignore", ".*at its limit", FlatnessWarning)
             search.fit(X, y, **params)
         for name, learned in vars(search).items():
             if name.endswith("_"):

@@ -16,6 +16,7 @@ from sklearn.preprocessing import StandardScaler, scale
 from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
 
 from relflat_sk import (
+    FlatnessWarning,
     RelativeFlatnessPenaltyCV,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
@@ -143,3 +144,12 @@ def test_wrong_parameters(params, name):
     params = {"estimator": make_net(), "penalties": [NONE]} | params
     with pytest.raises(ValueError, match=name):
         RelativeFlatnessPenaltyCV(**params).fit(X, y)
+
+
+def test_weights_that_are_too_large_to_count_are_compared_in_silence():
+    penalties = [NONE, {"flatness_layer": "all", "flatness_weight": 1e4}]
+    net = make_net(RelativeFlatnessRegularizedRegressor, max_epochs=20)
+    data = [scale(values).astype("float32") for values in load_diabetes(return_X_y=True)]
+    with pytest.warns(FlatnessWarning, match="at its limit"):
+        clone(net).set_params(**penalties[1]).fit(*data)
+    RelativeFlatnessPenaltyCV(net, penalties, cv=3).fit(*data)
