@@ -301,7 +301,7 @@ class Tail:
     loss: Loss
     output: Tensor
     target: Target | None
-    last: LayerRecord
+    last: LayerRecord | None
     precise: Callable[[Tensor], Tensor]
 
     @property
@@ -345,7 +345,7 @@ class Tail:
         """Return where the table's curvature applies, as (n, o), and that curvature."""
         loss, base, link = self.loss, self.output, "identity"
         if not loss.has_closed_form(link):
-            if self.last.calls != 1:
+            if self.last is None or self.last.calls != 1:
                 return None
             _, z = self.last.check()
             base = z if self.last.tail_input is None else self.last.tail_input

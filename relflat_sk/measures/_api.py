@@ -124,11 +124,6 @@ def flatness_report(  # noqa: PLR0913
     [['relative_flatness', 20.0], ['hessian_trace', 5.0]]
     """
     columns = find_measures(get_measure_names() if measures is None else measures)
-    for name in {"layer", "per_sample"} & params.keys():
-        raise TypeError(
-            f"flatness_report has no argument {name}: it takes layers=..., and has one row for "
-            "each layer and measure. measure(name, ..., per_sample=True) gives terms of samples."
-        )
     check_layers([*columns.values()], layers)
     layers = name_layers(model, layers)
     if measures is None:
@@ -148,6 +143,7 @@ def flatness_report(  # noqa: PLR0913
             list(columns.values()),
             layers,
             tolerates=lambda name, error: isinstance(error, tolerated),
+            per_sample=False,
             **params,
         )
     _warn_of_doubtful(network, results)

@@ -43,7 +43,7 @@ from relflat_sk.measures._results import (
     Summary,
     name_of,
 )
-from relflat_sk.measures._scan import scan, scan_losses
+from relflat_sk.measures._scan import scan
 from relflat_sk.measures._user_function import measure_by_function
 
 # whether a measure of some name has no value, rather than that its error is raised
@@ -101,10 +101,6 @@ def measure_opened(
     network: Network, measure: Measure, *, layer: Layer = -1, **params: Any
 ) -> Measured:
     """Measure a model that was opened, as `measure` does."""
-    if "layers" in params:
-        raise TypeError(
-            f"layers={params['layers']!r}: a measure takes one layer=..., flatness_report several."
-        )
     check_layers([measure], layer)
     assert network.source is not None
     at = name_layer(network.source.model, layer)
@@ -153,7 +149,7 @@ def _measure_at_loss(
 def _scan(network: Network) -> Summary:
     """Make the pass that measures of the whole network do not make themselves."""
     with borrowed(network.module):
-        return scan(network) if weight_layers(network.module) else scan_losses(network)
+        return scan(network, [-1] if weight_layers(network.module) else [])
 
 
 def _measure_whole(

@@ -4,7 +4,6 @@ Memory does not grow with the number of samples: nothing of a batch is alive whi
 runs on the next one.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,7 +33,7 @@ from relflat_sk._network.layers import (
     weight_layers,
     why_shared,
 )
-from relflat_sk._network.network import Network, outcome_of, sample_weight, warn_of_weights
+from relflat_sk._network.network import Network, sample_weight, warn_of_weights
 from relflat_sk._network.recording import LayerRecord, record_order, record_tail
 from relflat_sk._network.tail import (
     Tail,
@@ -42,7 +41,7 @@ from relflat_sk._network.tail import (
     find_ending,
     find_link,
 )
-from relflat_sk._numerics import full_precision, read_numbers
+from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
 from relflat_sk.measures._quantities import Gradients, LayerPass
 from relflat_sk.measures._results import Summary
@@ -88,7 +87,7 @@ def _make_forward_pass(
         output = full_precision(network.loss.classes_second(output, batch.y))
     warn_of_ending(network.loss.criterion, find_ending(output))
     loss = network.loss.to(output.device, output.dtype)
-    if batch.y is None and loss.needs_target:
+    if batch.y is None and loss.needs_target and records:
         raise _labels_missing(loss, records[0].name)
     if batch.y is None:
         target, losses = None, output.new_full((len(output),), torch.nan)
@@ -99,7 +98,8 @@ def _make_forward_pass(
             losses = loss.losses(output, target.values, each=batch.weight is not None)
         warn_of_weights(network.loss, losses, output, network.module)
     # in float64, where probabilities close to one keep their distance from it
-    tail = Tail(loss, output, target, records[-1], lambda z: z.detach().double())
+    last = records[-1] if records else None
+    tail = Tail(loss, output, target, last, lambda z: z.detach().double())
     chosen = choose_curvatures(tail, records)
     if target is None and (unknown := chosen.linear + chosen.others):
         raise _labels_missing(loss, unknown[0].name)
@@ -131,8 +131,8 @@ def _make_forward_pass(
         loss=total(losses),
         output=output,
         target=None if target is None else target.values,
-        link=find_link(output, records[-1].node),
-        z=records[-1].check()[1],
+        link=None if last is None else find_link(output, last.node),
+        z=output if last is None else last.check()[1],
         counting_rows=partial(loss.counting_rows, tail.relevant),
     )
 
@@ -166,22 +166,6 @@ def scan(
     summary = Summary()
     _visit_batches(network, runner.run, *visits, partial(_add_totals, summary))
     summary.order = runner.order
-    return summary
-
-
-def scan_losses(network: Network) -> Summary:
-    """Make the same pass for a network without layers that can be measured."""
-    summary = Summary()
-    with torch.no_grad():
-        for batch in network.batches():
-            output = network(batch.x)
-            loss, divisor = math.nan, float(len(output))
-            summary.has_labels = batch.y is not None
-            if summary.has_labels:
-                loss, divisor = read_numbers(*outcome_of(network, batch, output).total())
-            summary.losses, summary.divisors = summary.losses + loss, summary.divisors + divisor
-            summary.n_samples += len(output)
-            summary.output_shape = output.shape[1:]
     return summary
 
 
@@ -249,12 +233,12 @@ class _Runner:
     layers: Sequence[Layer] | str
     checked: bool = True
     order: list[str] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
+    _names: list[str] | None = None
     _sizes: set[int] = field(default_factory=set)  # of batches whose rows are samples
 
     def run(self, batch: Batch) -> ForwardPass:
         reasons: dict[str, str] = {}
-        if self._names:
+        if self._names is not None:
             output, records = _record(self.network, self._names, batch)
         else:
             # before the batch is recorded: memory holds what one pass keeps, not two
@@ -270,7 +254,7 @@ class _Runner:
             if all(bool(rows.any()) for rows in seen.values()):  # slopes of zero show nothing
                 self._sizes.add(len(output))
         rest = [record for record in records if record.name not in reasons]
-        if self._names or self.layers != "all" or not rest:
+        if self._names is not None or self.layers != "all" or not rest:
             refuse_layers(reasons.values())
         if reasons:
             warn(f"{', '.join(map(repr, reasons))} left out: {' '.join(reasons.values())}")
@@ -290,7 +274,7 @@ class _Runner:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
         names = self.order if self.layers == "all" else self._names_in_order(guess)
-        if not names:
+        if self.layers == "all" and not names:
             find_layer(module, -1)  # raises: the network has none
         if not set(names) <= set(guess):
             del output, records  # frees the first pass
