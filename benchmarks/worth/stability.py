@@ -115,7 +115,7 @@ def main() -> None:
     arguments = read_options(
         __doc__, problem="digits", data=IMAGES, n_train=(int, 80), epochs=(30, 2),
         seeds=(range(3), [0]), layers=LAYERS, weights=(WEIGHTS, [0.1, 1000.0]), loss=0.03,
-        wrong=0.0, clip="0.5", store=str,
+        wrong=0.0, clip="0.5", store=str, every=1, start=0.0,
     )  # fmt: skip
     problem = load_problem(arguments.problem, arguments.n_train, arguments.data)
     if arguments.wrong:
@@ -123,6 +123,7 @@ def main() -> None:
         name = f"{problem.name}, {arguments.wrong:.0%} wrong labels"
         problem = replace(problem, name=name, train=(X, mislabel(y, arguments.wrong, 0)))
     epochs, seeds, loss = arguments.epochs, arguments.seeds, arguments.loss
+    rarely = {"flatness_every": arguments.every, "flatness_start": arguments.start}
     clip = None if arguments.clip == "none" else float(arguments.clip)
     fit = Memory(arguments.store, verbose=0).cache(train)
     print(f"{problem.name}, {len(problem.test[1])} to test, {epochs} epochs, {len(seeds)} seeds")
@@ -131,7 +132,8 @@ def main() -> None:
     def found(*cell: Any) -> np.ndarray:
         limit = clip if cell[-1] else None
         return np.array([
-            fit(problem, cell, seed, loss, max_epochs=epochs, flatness_clip=limit) for seed in seeds
+            fit(problem, cell, seed, loss, max_epochs=epochs, flatness_clip=limit, **rarely)
+            for seed in seeds
         ]).T
 
     kind = problem.network["module"].__name__

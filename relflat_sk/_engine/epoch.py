@@ -15,12 +15,7 @@ from torch.nn.functional import pad
 from relflat_sk._engine.chain import Chain, find_chain
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._engine.step import Own, Settings, Step, StepBatch, hand_back, settings_of
-from relflat_sk._losses.array_losses import (
-    ARRAY_LOSSES,
-    ArrayLoss,
-    find_array_loss,
-    weighs_classes,
-)
+from relflat_sk._losses.array_losses import ArrayLoss, find_array_loss
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._numerics import or_one
@@ -103,8 +98,6 @@ def find_chain_of(job: Job) -> tuple[Chain, ArrayLoss, Tensor]:
     if chain is None or chain.names != {name for name, _ in job.parts.parameters}:
         raise NeedsOwnLoop("its network is no chain of layers")
     d = chain.n_outputs
-    if type(job.criterion) not in ARRAY_LOSSES:
-        raise NeedsOwnLoop("there is no formula for its criterion")
     if job.penalty is not None:
         names = [layer.name for layer in chain.linear]
         if job.penalty.normalize or d >= MANY:
@@ -116,8 +109,9 @@ def find_chain_of(job: Job) -> tuple[Chain, ArrayLoss, Tensor]:
     loss = find_array_loss(job.criterion, targets, d)
     if loss is None:
         raise NeedsOwnLoop("there is no formula for its criterion")
-    if weighs_classes(job.criterion):
-        job.class_weights = job.criterion.weight.cpu()[targets.cpu()]
+    class_weights = getattr(job.criterion, "weight", None)
+    if class_weights is not None:
+        job.class_weights = class_weights.cpu()[targets.cpu()]
     return chain, loss, targets
 
 

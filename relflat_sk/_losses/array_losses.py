@@ -174,30 +174,20 @@ class LogisticLoss(_OutputLoss):
         return second, second * (1 - 2 * p)
 
 
-# criteria with formulas
-ARRAY_LOSSES = (nn.BCEWithLogitsLoss, nn.CrossEntropyLoss, nn.MSELoss)
-
-
-def weighs_classes(criterion: Any) -> bool:
-    """Return whether a criterion has class weights that act as weights of the samples."""
-    is_entropy = type(criterion) is nn.CrossEntropyLoss and criterion.weight is not None
-    return is_entropy and not criterion.label_smoothing
-
-
 def find_array_loss(criterion: Any, target: Tensor, d: int) -> ArrayLoss | None:
     """Find the formulas of a criterion for targets that it has accepted, if there are any.
 
     `target` holds the labels of all samples, which are none of those that the criterion ignores.
-    Class weights are no part of the formulas, but of the samples' shares, see `weighs_classes`.
+    Class weights are no part of the formulas: they act as weights of the samples.
     """
     kind, weight = type(criterion), getattr(criterion, "weight", None)
-    has_formula = weight is None or weighs_classes(criterion)
-    if getattr(criterion, "reduction", "") != "mean" or not has_formula:
+    if getattr(criterion, "reduction", "") != "mean":
         return None
     if kind is nn.CrossEntropyLoss and target.ndim == 1 and not target.is_floating_point():
         ignored = (target == criterion.ignore_index).any()
-        return None if ignored else CrossEntropy(criterion.label_smoothing)
-    if target.ndim != 2 or target.shape[1] != d:
+        mixed = weight is not None and criterion.label_smoothing  # weights of several classes
+        return None if ignored or mixed else CrossEntropy(criterion.label_smoothing)
+    if target.ndim != 2 or target.shape[1] != d or weight is not None:
         return None
     if kind is nn.MSELoss:
         return SquaredError()

@@ -69,23 +69,23 @@ def n_shared(m: int) -> int:
 
 
 def slopes_of_rows(
-    gradient: Tensor, features: Tensor, weight: Tensor, signs: Tensor | None
-) -> Tensor:
-    """Compute slopes along changes of a layer with one position, for any leading axes.
-
-    Shapes: `gradient` (..., n, d), `features` (..., n, m), `weight` (..., d, m), `signs`
-    (..., k, m); returns (..., n, k).
-    """
+    gradient: Tensor,  # (..., n, d)
+    features: Tensor,  # (..., n, m)
+    weight: Tensor,  # (..., d, m)
+    signs: Tensor | None,  # (..., k, m)
+) -> Tensor:  # (..., n, k)
+    """Compute slopes along changes of a layer with one position, for any leading axes."""
     n = 1 if signs is None else signs.shape[-2]
     columns = weight if signs is None else weight @ signs.mT
     return (gradient * _sizes(features, weight, n)) @ columns
 
 
-def changes_of_rows(signs: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Compute changes of the output of a layer with one position, for any leading axes.
-
-    Shapes: `signs` and `features` (..., n, m), `weight` (..., d, m); returns (..., n, d).
-    """
+def changes_of_rows(
+    signs: Tensor,  # (..., n, m)
+    features: Tensor,  # (..., n, m)
+    weight: Tensor,  # (..., d, m)
+) -> Tensor:  # (..., n, d)
+    """Compute changes of the output of a layer with one position, for any leading axes."""
     return (signs @ weight.mT) * _sizes(features, weight, 1)
 
 
@@ -98,10 +98,7 @@ def _sizes(features: Tensor, weight: Tensor, n: int) -> Tensor:
 
 
 class RandomChanges:
-    """Random changes of a layer's output, scaled to estimate ``kappa / (2 m)``.
-
-    Shapes: `weight` (d, m), `spread` (c,).
-    """
+    """Random changes of a layer's output, scaled to estimate ``kappa / (2 m)``."""
 
     def __init__(
         self, layer: LayerMap, features: Tensor, weight: Tensor, spread: Tensor | None
@@ -124,10 +121,7 @@ class RandomChanges:
         return self.layer.from_rows(blocks.flatten(1, 2), z)
 
     def slopes(self, gradient: Tensor) -> Tensor:
-        """Draw slopes along changes, given the gradient in the layer's output.
-
-        Shapes: returns (..., k).
-        """
+        """Draw slopes along changes, (..., k), given the gradient in the layer's output."""
         d, m = self.weight.shape
         n = n_shared(m)
         signs = rademacher((n, m), self.weight) if n else None
@@ -174,13 +168,10 @@ def batch_flatness(  # noqa: PLR0913
     *,
     probes: int = 1,
     normalize: bool = False,
-    sample_weight: Tensor | None = None,
+    sample_weight: Tensor | None = None,  # (n,)
     scale: float = 1.0,
 ) -> Tensor:
-    r"""Compute ``sum kappa / (2 m)`` over layers, of the criterion on a batch.
-
-    Shapes: `sample_weight` (n,).
-    """
+    """Compute ``sum kappa / (2 m)`` over layers, of the criterion on a batch."""
     weights = None if sample_weight is None else full_precision(sample_weight.to(output.device))
     layers = [record for record in records if record.name in penalised]
     if not layers:
@@ -321,12 +312,14 @@ class _Terms:
             changes.append(RandomChanges(layer, features, full_precision(layer.matrix), spread))
         return edges, changes
 
-    def _spread(self, features: Tensor, rows: Tensor) -> Tensor:
+    def _spread(
+        self,
+        features: Tensor,
+        rows: Tensor,  # (r, c)
+    ) -> Tensor:  # (c,)
         """Compute standard deviations of features in the batch, 0 for what never varies.
 
         Rows with ignored labels only, and those of samples of weight 0, do not count.
-
-        Shapes: `rows` (r, c); returns (c,).
         """
         weights = self._weights_of(rows)
         counts = self.tail.loss.counting_rows(self.tail.relevant, len(features))

@@ -18,7 +18,7 @@ class Stack:
 
     All weights of a network are a row of one array, on which an optimizer of torch takes the steps.
     The networks' own tensors get the values at the end of the epoch, so that callbacks find trained
-    networks. Shapes: weights, gradients and buffers (k, ...).
+    networks.
     """
 
     def __init__(self, jobs: Sequence[Job], unused: Collection[str] = ()) -> None:

@@ -273,7 +273,7 @@ class Vmapped:
         return output + self._moves[name] if name in self._moves else None
 
     def bind(self, stack: Stack) -> None:
-        """Use the weights of a stack, and write gradients to it. Shapes: (k, ...)."""
+        """Use the weights of a stack, and write gradients to it."""
         self.weights, self._buffers = {**stack.weights, **stack.fixed}, stack.buffers
         self._to, self.slopes = stack.gradients, stack.slopes
 
@@ -289,11 +289,13 @@ class Vmapped:
         finally:
             self._moves, self._of_call, self._inputs = {}, {}, {}
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,  # (k, n, ...)
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (k, n, ...), (k, n, m), (k, d, m)
         """Compute outputs, with features and weight of the last layer where a penalty needs them.
 
-        Their graph is held. Shapes: `x` (k, n, ...); returns z (k, n, ...), phi (k, n, m), weight
-        (k, d, m).
+        Their graph is held.
         """
         with torch.enable_grad():
             self.leaves = {
@@ -439,7 +441,7 @@ class EarlierTerms:
             job.random_state = generator.get_state()
 
     def __call__(self, batch: StepBatch, factors: Tensor) -> Tensor:
-        """Compute the penalties, with their graph. Shapes: `factors` (k,), returns (k,)."""
+        """Compute the penalties, with their graph: (k,)."""
         with torch.enable_grad():
             draw = (self._slopes if self._layers.is_piecewise_linear else self._forms)(batch)
             draws = [draw(*self._draw_signs(batch)) for _ in range(self._n_draws)]

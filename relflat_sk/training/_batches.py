@@ -35,17 +35,14 @@ _ARGUMENTS = {"batch_size", "shuffle", "drop_last"}
 
 
 class Weighted(NamedTuple):
-    """Labels with the weights of their samples; data loaders collate both.
-
-    Shapes: `weight` (n,).
-    """
+    """Labels with the weights of their samples; data loaders collate both."""
 
     target: Any
-    weight: Any
+    weight: Any  # (n,)
 
 
 class WeightedDataset(Dataset[Any]):
-    """A data set of pairs (x, y), with a weight for each. Shapes: `weights` (n,)."""
+    """A data set of pairs (x, y), with a weight for each."""
 
     def __init__(self, dataset: Any, weights: NDArray[np.float64]) -> None:
         self.dataset = dataset
@@ -76,7 +73,7 @@ class _WeightedArrays(WeightedDataset, SkorchDataset):
 
 
 def with_weights(dataset: Any, weights: NDArray[np.float64]) -> WeightedDataset:
-    """Add a weight to each sample of a data set. Shapes: `weights` (n,)."""
+    """Add a weight to each sample of a data set."""
     kind = _WeightedArrays if is_skorch_dataset(dataset) else WeightedDataset
     return kind(dataset, weights)
 
@@ -89,7 +86,7 @@ def plain_batch(batch: Any) -> Any:
 
 
 def split_target(y: Any) -> tuple[Any, Any]:
-    """Separate the labels of a batch from its sample weights. Shapes: returns weights (n,)."""
+    """Separate the labels of a batch from its sample weights, (n,)."""
     return y if isinstance(y, Weighted) else (y, None)
 
 
@@ -159,15 +156,12 @@ def _weighted_batches(net: NeuralNet, dataset: Any, batch_size: int) -> Batches:
 
 @dataclass
 class ArrayRows(Dataset[Any]):
-    """Samples of which torch's loader takes whole batches: rows of arrays, with their weights.
-
-    Shapes: `rows` and `weights` (n,).
-    """
+    """Samples of which torch's loader takes whole batches: rows of arrays, with their weights."""
 
     inputs: Any
     targets: Any
-    rows: NDArray[np.intp]
-    weights: Tensor | None
+    rows: NDArray[np.intp]  # (n,)
+    weights: Tensor | None  # (n,)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -254,7 +248,7 @@ def _readable(data: Any, n: int) -> Any:
 
 
 def _take(data: Any, rows: NDArray[np.intp]) -> Tensor:
-    """Copy some rows of an array. Shapes: `rows` (m,); returns (m, ...)."""
+    """Copy some rows of an array."""
     if isinstance(data, Tensor):
         return data.index_select(0, torch.from_numpy(rows).to(data.device))
     found = data[rows]

@@ -82,11 +82,9 @@ class _Training:
     """The state of one training, with that of its current step.
 
     A net drops it when the training ends, and leaves it out of copies and pickles.
-
-    Shapes: `sample_weight` (n,).
     """
 
-    sample_weight: np.ndarray | None = None
+    sample_weight: np.ndarray | None = None  # (n,)
     labels_encoded: bool = False  # in `fit`, the net's own data sets hold targets
     dataset: Any = None
     penalty: RelativeFlatnessPenalty | None = None

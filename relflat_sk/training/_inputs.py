@@ -77,41 +77,29 @@ def _check_array(net: Any, X: Any, reset: bool) -> Any:
 
 def _check_loader(net: Any, loader: DataLoader[Any]) -> None:
     """Refuse parameters of a net that a data loader would leave without effect."""
-    if net.batch_size not in (loader.batch_size, 32):  # which is the default
-        raise ValueError(
-            f"X is a {type(loader).__name__} with batch_size={loader.batch_size}, which makes the "
-            f"batches, but the net has batch_size={net.batch_size!r}. Leave the net's batch_size "
-            "out, or pass the data set, loader.dataset, in place of the loader."
-        )
+    chosen = [] if net.batch_size in (loader.batch_size, 32) else ["batch_size"]  # the default
     for name in ("iterator_train", "iterator_valid"):
-        chosen = net.get_params_for(name).keys() - {"batch_size", "shuffle"}
-        if chosen:
-            raise ValueError(
-                f"X is a {type(loader).__name__}, which makes the batches, so that "
-                f"{name}__{min(chosen)} of the net has no effect. Leave it out, or pass the data "
-                "set, loader.dataset, in place of the loader."
-            )
+        given = net.get_params_for(name).keys() - {"batch_size", "shuffle"}
+        chosen += [f"{name}__{argument}" for argument in sorted(given)]
+    if chosen:
+        raise ValueError(
+            f"X is a {type(loader).__name__}, which makes the batches, so that {chosen[0]} of the "
+            "net has no effect. Leave it out, or pass the data set, loader.dataset."
+        )
 
 
 def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
     """Refuse to train on a stream where that needs a number of samples."""
     if isinstance(X, DataLoader):
         _check_loader(net, X)
-        stream = f"the {type(X).__name__} is read as a stream"
-    elif isinstance(X, IterableDataset) and not hasattr(X, "__len__"):
-        stream = f"the {type(X).__name__} is a stream without a length"
-    else:
+    elif not isinstance(X, IterableDataset) or hasattr(X, "__len__"):
         return
-    if sample_weight is not None:
+    splits = isinstance(net.train_split, ValidSplit)
+    if sample_weight is not None or splits:
+        needs = f"train_split={net.train_split!r}" if splits else "sample_weight"
         raise ValueError(
-            f"sample_weight has one weight for each sample, but {stream}. Pass a Dataset with a "
-            "length, or put the weights into labels and criterion."
-        )
-    if isinstance(net.train_split, ValidSplit):
-        raise ValueError(
-            f"train_split={net.train_split!r} holds out a share of the samples, but {stream}. Pass "
-            "train_split=None, or a stream of validation data with "
-            "skorch.helper.predefined_split."
+            f"{needs} needs the number of samples, but the {type(X).__name__} is read as a stream. "
+            "Pass a Dataset with a length, such as loader.dataset."
         )
 
 

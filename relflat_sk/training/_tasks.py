@@ -82,7 +82,7 @@ class Task:
     link = _IDENTITY
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Store on the net what encoding and decoding need. Shapes: `classes` (n_classes,)."""
+        """Store on the net what encoding and decoding need."""
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         """Store on the net what is known without labels, which are targets in a Dataset."""
@@ -100,7 +100,7 @@ class Task:
         return None
 
     def probabilities(self, outputs: Array) -> Array:
-        """Arrange the probabilities in one column per class. Shapes: returns (n, n_classes)."""
+        """Arrange the probabilities in one column per class."""
         return outputs
 
     def predict(self, outputs: Array) -> Array:
