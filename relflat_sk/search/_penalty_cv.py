@@ -12,7 +12,7 @@ from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import get_routing_for_object
 
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.fleet._fleet_training import fleet_training
+from relflat_sk.fleet._trainer import fleet_training
 from relflat_sk.search._average import average
 from relflat_sk.training._nets import RelativeFlatnessRegularizedClassifier
 

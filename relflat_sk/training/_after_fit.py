@@ -28,8 +28,8 @@ from relflat_sk.measures._minimum import (
     epoch_losses,
 )
 from relflat_sk.measures._results import Measured, Results
-from relflat_sk.training._batches import training_network
 from relflat_sk.training._convergence import missed_goal
+from relflat_sk.training._data import training_network
 
 # A net has collapsed if its best epoch had learned something, as a share of a constant's loss, and
 # if it lost this share of that gain. In 450 trainings with learning rates from 0.01 to 0.1 on five

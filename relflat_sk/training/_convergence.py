@@ -14,7 +14,7 @@ from relflat_sk._checks import check_integer, check_number
 from relflat_sk._network.batches import split_labels
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import loss_range, mean_loss, output_shape, primary_output
-from relflat_sk.training._batches import split_target, training_network
+from relflat_sk.training._data import split_target, training_network
 
 
 class _StopWhenReached(Callback):

@@ -46,8 +46,14 @@ from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._random import alone, draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures._minimum import ConstantComparison
 from relflat_sk.training._after_fit import Record, checksum, record_outcome
-from relflat_sk.training._batches import plain_batch, split_target, with_weights
-from relflat_sk.training._inputs import check_inputs, check_stream, with_sizes
+from relflat_sk.training._data import (
+    check_inputs,
+    check_stream,
+    plain_batch,
+    split_target,
+    with_sizes,
+    with_weights,
+)
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._own_steps import penalised, recording, warn_without_penalty
 from relflat_sk.training._skorch_net import SkorchNet, check_start, epochs_before

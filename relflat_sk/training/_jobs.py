@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler
 
 from relflat_sk._engine.epoch import EPOCH_TRAINER, train_alone
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop, qualify
-from relflat_sk.training._batches import rows_of
+from relflat_sk.training._data import rows_of
 
 # the methods that make a training step; a subclass that changes them trains in another way
 _STEP = (

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from relflat_sk._checks import check_number, did_you_mean
 from relflat_sk._network.batches import LoadedBatches, pair_labels
-from relflat_sk.training._batches import make_loader, rows_loader, rows_of
+from relflat_sk.training._data import make_loader, rows_loader, rows_of
 from relflat_sk.training._jobs import train_otherwise
 
 # skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters

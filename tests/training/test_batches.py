@@ -8,7 +8,7 @@ from skorch.dataset import Dataset as SkorchDataset
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, SequentialSampler, Subset, TensorDataset
 
-from relflat_sk.training._batches import ArrayRows, make_loader, with_weights
+from relflat_sk.training._data import ArrayRows, make_loader, with_weights
 from tests.training.common import make
 
 N = 23
