@@ -14,10 +14,7 @@ _TOGETHER = 2**20
 
 
 def column_squares(matrix: Tensor) -> Tensor:
-    """Sum the squares of each column in float64, without a copy of the matrix.
-
-    Shapes: `matrix` (d, m); returns (m,).
-    """
+    """Sum the squares of each column in float64, without a copy of the matrix: (m,)."""
     d, m = matrix.shape
     rows = max(1, _TOGETHER // m)
     parts = (matrix[start : start + rows].double() for start in range(0, d, rows))

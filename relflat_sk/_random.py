@@ -175,14 +175,11 @@ def n_words(shape: Sequence[int]) -> int:
 
 
 def draw_words(n: int, device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Draw random integers, whose bits are random signs. Shapes: returns (n,)."""
+    """Draw random integers, whose bits are random signs: (n,)."""
     return torch.randint(-(2**63), 2**63 - 1, (n,), device=device, generator=generator)
 
 
 def signs_of(words: Tensor, shape: Sequence[int], like: Tensor) -> Tensor:
-    """Turn random integers into random signs.
-
-    Shapes: `words` (..., `n_words(shape); returns (..., *shape).
-    """
+    """Turn random integers into random signs."""
     signs = F.embedding(words.view(torch.uint8).int(), _BYTES.to(like)).flatten(-2)
     return signs[..., : prod(shape)].reshape(*words.shape[:-1], *shape)

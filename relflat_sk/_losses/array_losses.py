@@ -30,26 +30,20 @@ def namespace(array: Any) -> Any:
 
 
 class TraceTerm(NamedTuple):
-    """A trace term with its partial derivatives; that in the features is ``of_phi * phi``.
+    """A trace term with its partial derivatives; that in the features is ``of_phi * phi``."""
 
-    Shapes: `value` (...), `z` (..., n, d), `of_phi` (..., n, 1), `weight` (..., d, m).
-    """
-
-    value: Any
-    z: Any
-    of_phi: Any
-    weight: Any
+    value: Any  # (...)
+    z: Any  # (..., n, d)
+    of_phi: Any  # (..., n, 1)
+    weight: Any  # (..., d, m)
 
 
 class Slopes(NamedTuple):
-    """Losses of networks with their gradients, and what the outputs ``z`` predict.
+    """Losses of networks with their gradients, and what the outputs ``z`` predict."""
 
-    Shapes: `value` (...), `z` and `p` (..., n, d).
-    """
-
-    value: Any
-    z: Any
-    p: Any
+    value: Any  # (...)
+    z: Any  # (..., n, d)
+    p: Any  # (..., n, d)
 
 
 class ArrayLoss(ABC):

@@ -43,7 +43,7 @@ _NUMBERS = {False: 2**23, True: 2**26}
 
 
 def chunks(n: int, array: Tensor) -> Iterator[slice]:
-    """Cut rows into chunks, for arrays of (n, c) and (c, m) numbers. Shapes: `array` (d, m)."""
+    """Cut rows into chunks, for arrays of (n, c) and (c, m) numbers."""
     d, m = array.shape
     size = max(1, min(_ROWS[array.is_cuda], _NUMBERS[array.is_cuda] // (n + m)))
     for start in range(0, d, size):
@@ -55,12 +55,10 @@ class Factor:
     """A matrix F, shared by all samples of all batches, whose columns may be spread out.
 
     Its rows can be read some at a time, minus a common row, whose squares would cost digits.
-
-    Shapes: `array` (d, k), `spread` (k,).
     """
 
-    array: Tensor
-    spread: Tensor | None = None
+    array: Tensor  # (d, k)
+    spread: Tensor | None = None  # (k,)
 
     @property
     def shape(self) -> torch.Size:
@@ -68,7 +66,7 @@ class Factor:
         return self.array.shape
 
     def matrix(self) -> Tensor:
-        """Return the matrix. Shapes: returns (d, k)."""
+        """Return the matrix: (d, k)."""
         return self.stretch(full_precision(self.array))
 
     @cached_property
@@ -97,7 +95,7 @@ class Factor:
         return self.stretch(full_precision(self.array[index]) - self.centre)
 
     def stretch(self, rows: Tensor) -> Tensor:
-        """Multiply rows by the spread. Shapes: `rows` (c, k); returns (c, k)."""
+        """Multiply rows by the spread: (c, k)."""
         return rows if self.spread is None else rows * self.spread.to(rows.dtype)
 
 
@@ -105,7 +103,7 @@ class Curvature(Protocol):
     """The Hessians ``B_i`` of the samples' losses in an array of shape (n, d)."""
 
     def product(self, vectors: Tensor) -> Tensor:
-        """Compute products ``B_i v_i``. Shapes: `vectors` (n, d); returns (n, d)."""
+        """Compute products ``B_i v_i``: (n, d)."""
 
 
 class ClosedForm(ABC):
@@ -117,40 +115,32 @@ class ClosedForm(ABC):
 
     @abstractmethod
     def product(self, vectors: Tensor) -> Tensor:
-        """Compute products ``B_i v_i``. Shapes: `vectors` (n, d); returns (n, d)."""
+        """Compute products ``B_i v_i``: (n, d)."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """Return the diagonals of the ``B_i``. Shapes: returns (n, d)."""
+        """Return the diagonals of the ``B_i``: (n, d)."""
 
     @abstractmethod
     def root(self) -> Tensor:
-        """Return any matrices ``R_i`` with ``R_i R_i^T = B_i``. Shapes: returns (n, d, d)."""
+        """Return any matrices ``R_i`` with ``R_i R_i^T = B_i``: (n, d, d)."""
 
     @abstractmethod
     def root_product(self, vectors: Tensor) -> Tensor:
-        """Compute products ``R_i v_i``, with their graph; the root may be another than `root`.
-
-        Shapes: `vectors` (n, d); returns (n, d).
-        """
+        """Compute products ``R_i v_i``, with their graph; the root may be another than `root`."""
 
     @abstractmethod
     def times(self, factor: float) -> "ClosedForm":
         """Multiply the ``B_i`` by a number."""
 
     def trace(self, factor: Factor | None) -> Tensor:
-        """Compute ``Tr(F^T B_i F)``, with the identity in place of no factor.
-
-        Shapes: `factor` (d, k); returns (n,).
-        """
+        """Compute ``Tr(F^T B_i F)``, with the identity in place of no factor: (n,)."""
         return (self.diagonal() if factor is None else self(factor.matrix())).sum(dim=1)
 
     def total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
-        """Sum ``each_i |phi_i|^2 Tr(F^T B_i F)`` over samples, with its graph, for training.
+        """Sum ``each_i |phi_i|^2 Tr(F^T B_i F)`` over samples, with its graph, for training: ().
 
         A constant `each` has the weights of the samples, or is one number for all of them.
-
-        Shapes: `factor` (d, k), `features` (n, m); returns ().
         """
         return (self(factor).sum(dim=1) * features.square().sum(dim=1) * each).sum()
 
@@ -359,10 +349,7 @@ class _Total(torch.autograd.Function):
 
 
 def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
-    """Return the curvature of any loss: each product is one double backward pass.
-
-    Shapes: `z` (n, d).
-    """
+    """Return the curvature of any loss: each product is one double backward pass."""
     gradient = None
     if loss.requires_grad:
         (gradient,) = pull_back([loss], [z], create_graph=True)

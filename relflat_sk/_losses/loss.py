@@ -208,7 +208,7 @@ class Loss:
         return output if self.row is None else LOGITS[self.row.link](output)
 
     def from_logits(self, z: Tensor) -> Tensor:
-        """Return what the criterion takes from logits. Shapes: `z` (n, d, ...)."""
+        """Return what the criterion takes from logits."""
         if self.row is None or self.row.link == "identity":
             return z
         if z.ndim < 3:
@@ -226,7 +226,7 @@ class Loss:
         return output
 
     def per_token(self, target: Tensor | None) -> Tensor | None:
-        """Flatten targets to one row for each token. Shapes: returns (n * tokens, ...)."""
+        """Flatten targets to one row for each token, (n * tokens, ...)."""
         if target is None:
             return None
         if target.is_floating_point():
@@ -248,25 +248,19 @@ class Loss:
         return read.to(output.device) if moves else read
 
     def each_divisor(self, output: Tensor, target: Tensor | None) -> float | Tensor:
-        """Return what each sample adds to the divisor of the criterion's mean.
-
-        Shapes: returns (n,).
-        """
+        """Return what each sample adds to the divisor of the criterion's mean: (n,)."""
         row = self.row
         return 1.0 if row is None else row.divisors(self.criterion, output, target)
 
     def divisors(self, output: Tensor, target: Tensor | None) -> Tensor:
-        """Return what each sample adds to the divisor, as an array. Shapes: returns (n,)."""
+        """Return what each sample adds to the divisor, as an array: (n,)."""
         divisors = self.each_divisor(output, target)
         if isinstance(divisors, Tensor):
             return divisors
         return output.new_full((len(output),), divisors)
 
     def counting_rows(self, target: Tensor | None, n_rows: int) -> Tensor | None:
-        """Find which rows, samples or tokens, have a label that is not ignored; None if all may.
-
-        Shapes: `target` (n, ...); returns (n_rows,).
-        """
+        """Find which rows, samples or tokens, have a label that is not ignored; None if all may."""
         ignored = getattr(self.criterion, "ignore_index", None)
         if target is None or ignored is None:
             return None
@@ -284,7 +278,7 @@ class Loss:
         return self.row is not None and link in self.row.links
 
     def closed_form(self, link: str | None, z: Tensor, target: Tensor | None) -> ClosedForm | None:
-        """Return the curvature of the summed loss in a layer's output. Shapes: `z` (n, d)."""
+        """Return the curvature of the summed loss in a layer's output."""
         row = self.row
         curvature = None if row is None else row.links.get(link or "")
         if curvature is None or z.ndim != 2:
@@ -299,17 +293,15 @@ class Loss:
     def terms(
         self, output: Tensor, target: Tensor | Target, *, each: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Compute the losses of the samples and the divisors of the criterion's mean.
+        """Compute the losses of the samples, (n,), and the divisors of the criterion's mean, (n,).
 
         The mean is ``losses.sum() / divisors.sum()``.
-
-        Shapes: returns losses (n,), divisors (n,).
         """
         values, relevant = target if isinstance(target, Target) else (target, target)
         return self.losses(output, values, each=each), self.divisors(output, relevant)
 
     def losses(self, output: Tensor, target: Tensor, *, each: bool = False) -> Tensor:
-        """Compute the losses of the samples. Shapes: returns (n,)."""
+        """Compute the losses of the samples: (n,)."""
         if self.temperature == 1:
             return self._of_criterion(output, target, each=each)
         if not self.divides_logits:
@@ -318,7 +310,7 @@ class Loss:
         return self._of_criterion(heated, target, each=each)
 
     def _of_criterion(self, output: Tensor, target: Tensor, *, each: bool) -> Tensor:
-        """Compute the losses without a temperature. Shapes: returns (n,)."""
+        """Compute the losses without a temperature: (n,)."""
         n, row = len(output), self.row
         losses = call_criterion(self.criterion, output, target, each=each or row is not None)
         if row is not None:
@@ -338,10 +330,7 @@ class Loss:
 
 
 def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-    """Compute the weighted mean loss of a batch, its weighted sum for ``reduction="sum"``.
-
-    Shapes: `weight` (n,).
-    """
+    """Compute the weighted mean loss of a batch, its weighted sum for ``reduction="sum"``."""
     losses, divisors = loss.terms(output, target, each=weight is not None)
     weight = torch.ones_like(losses) if weight is None else weight
     total = (weight * losses).sum()  # a product of vectors loses digits under autocast
@@ -356,12 +345,13 @@ _TOGETHER = 2**22  # numbers of the constant output that are repeated for sample
 
 
 def constant_risk(
-    loss: Loss, targets: Tensor, weight: Tensor, output_shape: torch.Size, link: str | None
+    loss: Loss,
+    targets: Tensor,
+    weight: Tensor,  # (n,)
+    output_shape: torch.Size,
+    link: str | None,
 ) -> float:
-    """Compute the mean loss of the best constant prediction, at temperature 1.
-
-    Shapes: `weight` (n,).
-    """
+    """Compute the mean loss of the best constant prediction, at temperature 1."""
     weight = weight.double()
     targets = targets.double() if targets.is_floating_point() else targets
     loss = loss.at_temperature(1.0).to(targets.device, torch.float64)

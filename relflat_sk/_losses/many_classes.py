@@ -40,18 +40,15 @@ MANY = 4096
 
 @dataclass(frozen=True)
 class _Odds:
-    """The most probable class of each sample, and how probable the other classes are beside it.
+    """The most probable class of each sample, and how probable the other classes are beside it."""
 
-    Shapes: `top`, `reference`, `ratio` (n, 1).
-    """
-
-    top: Tensor
-    reference: Tensor
-    ratio: Tensor
+    top: Tensor  # (n, 1)
+    reference: Tensor  # (n, 1)
+    ratio: Tensor  # (n, 1)
 
     @classmethod
     def of(cls, z: Tensor) -> "_Odds":
-        """Find the two most probable classes. Shapes: `z` (n, d)."""
+        """Find the two most probable classes."""
         logits, classes = z.detach().topk(2, dim=1)
         first, second = logits.double().unbind(dim=1)
         second = second.clamp_min(torch.finfo(z.dtype).min)  # logits may be -inf
@@ -64,21 +61,18 @@ class _Odds:
         return at - part.start, at == self.top
 
     def others(self, z: Tensor, part: slice) -> Tensor:
-        """Compute ``u`` for the classes of a chunk. Shapes: `z` (n, d); returns (n, c)."""
+        """Compute ``u`` for the classes of a chunk: (n, c)."""
         u = (full_precision(z[:, part]) - self.reference).exp_()
         at, inside = self.place(part)
         return u.scatter_(1, at, u.gather(1, at).masked_fill(inside, 0))
 
     def shares(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the probability of the most probable class, and a factor of all others.
-
-        Shapes: `total` (n, 1); returns p (n, 1), g (n, 1).
-        """
+        """Return the probability of the most probable class, (n, 1), and a factor of the others."""
         p = 1 / (1 + self.ratio * total)
         return p, self.ratio * p
 
     def trace(self, z: Tensor) -> Tensor:
-        """Compute ``sum_k p_k (1 - p_k)``. Shapes: `z` (n, d); returns (n, 1)."""
+        """Compute ``sum_k p_k (1 - p_k)``: (n, 1)."""
         total = squares = torch.zeros_like(self.ratio)
         for part in chunks(0, z.T):
             u = self.others(z, part)
@@ -90,20 +84,17 @@ class _Odds:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over the classes but the most probable one, in float64.
-
-    Shapes: `total`, `second` (n, 1), `first`, `row` (n, m).
-    """
+    """Sums over the classes but the most probable one, in float64."""
 
     odds: _Odds
-    total: Tensor
-    first: Tensor
-    second: Tensor
-    row: Tensor
+    total: Tensor  # (n, 1)
+    first: Tensor  # (n, m)
+    second: Tensor  # (n, 1)
+    row: Tensor  # (n, m)
 
     @classmethod
     def over(cls, z: Tensor, factor: Factor, *, columns: bool = False) -> "_Sums":
-        """Compute the sums chunk by chunk. Shapes: `z` (n, d)."""
+        """Compute the sums chunk by chunk."""
         odds = _Odds.of(z)
         total = first = second = torch.zeros_like(odds.ratio)
         with without_autocast(z):
@@ -117,10 +108,7 @@ class _Sums:
         return cls(odds, total, first, second, factor[odds.top[:, 0]].double())
 
     def variances(self) -> Tensor:
-        """Compute the variance of each column under ``p``, or their sum.
-
-        Shapes: returns (n, m).
-        """
+        """Compute the variance of each column under ``p``, or their sum: (n, m)."""
         p, g = self.odds.shares(self.total)
         of_top, mixed, squares = self.row.square(), self.row * self.first, self.first.square()
         if self.second.shape[1] == 1:
@@ -129,10 +117,7 @@ class _Sums:
         return g * (of_rest + p * (self.total * of_top - 2 * mixed)).clamp_min(0)
 
     def gradients(self, z: Tensor, factor: Factor, outer: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradients of ``sum_i outer_i V_i`` in the logits and in the rows.
-
-        Shapes: `z` (n, d), `outer` (n, 1); returns (n, d), (d, m).
-        """
+        """Compute the gradients of ``sum_i outer_i V_i`` in logits, (n, d), and rows, (d, m)."""
         dtype, (p, g) = factor.centre.dtype, self.odds.shares(self.total)
         variances, away = self.variances(), g * (self.total * self.row - self.first)
         mean, factor_of_u = (self.row - away).to(dtype), (outer * g).to(dtype)
@@ -158,8 +143,6 @@ class ManyClasses(Softmax):
 
     Forms, traces and totals are computed over chunks of the classes. Products, diagonals and
     roots are arrays with all classes, as in `Softmax`.
-
-    Shapes: `z` (n, d), `scale` (n,).
     """
 
     _in_chunks: ClassVar[bool] = True

@@ -108,16 +108,10 @@ class Row:
 
 
 class ProbabilityNLLLoss(nn.NLLLoss):
-    """Negative log-likelihood of probabilities, as skorch's classifiers use `NLLLoss`.
-
-    Shapes: `weight` (n_classes,).
-    """
+    """Negative log-likelihood of probabilities, as skorch's classifiers use `NLLLoss`."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of logarithms, with skorch's `eps`.
-
-        Shapes: `input` (n, n_classes, ...).
-        """
+        """Compute the loss of logarithms, with skorch's `eps`."""
         return super().forward(torch.log(input + torch.finfo(input.dtype).eps), target)
 
 
@@ -178,10 +172,7 @@ def _check_range(values: Tensor, allowed: tuple[float, float], message: str) -> 
 
 
 def _class_totals(criterion: Any, target: Tensor, weight: Tensor, n_classes: int) -> Tensor:
-    """Sum the weights ``a_ik`` of the classes in the losses ``-sum_k a_ik log p_ik``.
-
-    Shapes: `weight` (n,), of the samples; returns (n_classes,).
-    """
+    """Sum the weights ``a_ik`` of each class in the losses ``-sum_k a_ik log p_ik``."""
     if target.is_floating_point():
         totals, count = weight @ target.to(weight.dtype), weight.sum()
     else:
@@ -282,20 +273,17 @@ CLASS_LOSSES: dict[type, Row] = {
 
 
 class WeightedLogisticLoss(nn.BCEWithLogitsLoss):
-    """A logistic loss that divides by the weights of the samples' classes, as cross-entropy does.
+    """A logistic loss that divides by the weights of the samples' classes, as cross-entropy."""
 
-    Shapes: `weight`, `pos_weight` (1,).
-    """
-
-    weight: Tensor
-    pos_weight: Tensor
+    weight: Tensor  # (1,)
+    pos_weight: Tensor  # (1,)
 
     def weights(self, target: Tensor) -> Tensor:
         """Return the weights of targets 0 and 1, in their shape."""
         return self.weight * (1 + (self.pos_weight - 1) * target)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of logits. Shapes: `input`, `target` (n, 1)."""
+        """Compute the loss of logits."""
         loss: Tensor = super().forward(input, target)
         return loss / self.weights(target).mean() if self.reduction == "mean" else loss
 

@@ -46,12 +46,12 @@ from relflat_sk._warnings import warn
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How to run a model of any kind over data. Shapes: `sample_weight` (n,)."""
+    """How to run a model of any kind over data."""
 
     criterion: Any = None
     batch_size: int = 1024
     device: Any = None
-    sample_weight: Any = None
+    sample_weight: Any = None  # (n,)
     in_order: bool = False
     output: Any = None
 
@@ -99,10 +99,7 @@ def next_tokens(batches: Batches) -> Batches:
 
 
 def next_labels(labels: Tensor | None) -> Tensor:
-    """Shift labels so that each token has the next one's.
-
-    Shapes: `labels` (samples, tokens); returns (samples, tokens).
-    """
+    """Shift labels so that each token has the next one's."""
     if labels is None or labels.ndim != 2:
         raise ValueError(
             "a causal language model is measured with labels of shape (samples, tokens) as y, got "

@@ -131,10 +131,7 @@ def class_weights(estimator: Any, y: Any) -> Array | None:
 
 
 def class_indices(y: Any, classes: Array) -> Array:
-    """Replace labels of any type by their positions among the classes.
-
-    Shapes: `y` (n,), `classes` (n_classes,); returns (n,).
-    """
+    """Replace labels of any type by their positions among the classes: (n,)."""
     index = {label: i for i, label in enumerate(classes.tolist())}
     labels = column_or_1d(y).tolist()
     try:
@@ -148,19 +145,13 @@ def class_indices(y: Any, classes: Array) -> Array:
 
 
 def class_columns(y: Any, classes: Array) -> Array:
-    """Turn labels into one column of 0 and 1 for each class, or one for two classes.
-
-    Shapes: `y` (n,), `classes` (n_classes,); returns (n, k).
-    """
+    """Turn labels into one column of 0 and 1 for each class, or one for two classes: (n, k)."""
     indices = class_indices(y, classes)
     return np.eye(len(classes))[indices] if len(classes) > 2 else indices.astype(float)[:, None]
 
 
 def label_indicators(y: Any, n_labels: int) -> Array:
-    """Check a label indicator matrix, sparse or dense.
-
-    Shapes: `y` (n, n_labels); returns (n, n_labels).
-    """
+    """Check a label indicator matrix, sparse or dense: (n, n_labels)."""
     dense = y.toarray() if issparse(y) else y
     indicators: Array = check_array(dense, dtype=np.float64, input_name="y")
     if indicators.shape[1] != n_labels or not np.isin(indicators, [0, 1]).all():
@@ -172,10 +163,7 @@ def label_indicators(y: Any, n_labels: int) -> Array:
 
 
 def signs(y: Any, classes: Array) -> Array:
-    """Turn labels, or a label indicator matrix, into columns of -1 and 1.
-
-    Shapes: `y` (n,), `classes` (n_classes,); returns (n, k).
-    """
+    """Turn labels, or a label indicator matrix, into columns of -1 and 1: (n, k)."""
     is_matrix = len(np.shape(y)) == 2 and np.shape(y)[1] > 1
     columns = label_indicators(y, len(classes)) if is_matrix else class_columns(y, classes)
     return 2 * columns - 1
@@ -197,7 +185,7 @@ class TorchModel:
 
 
 def to_torch(estimator: Any, y: Any = None) -> TorchModel:
-    """Copy a fitted scikit-learn estimator into a torch module with its loss. Shapes: `y` (n,)."""
+    """Copy a fitted scikit-learn estimator into a torch module with its loss."""
     kinds = {**_REGRESSORS, **_CLASSIFIERS}
     kind = next((kind for kind in type(estimator).__mro__ if kind in kinds), None)
     if kind is None:

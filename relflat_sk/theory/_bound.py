@@ -117,15 +117,12 @@ class Smoothing:
 
 @dataclass(frozen=True)
 class Smoothed:
-    """Weighted losses of n samples before and after the smoothing.
+    """Weighted losses of n samples before and after the smoothing."""
 
-    Shapes: `loss`, `smooth_loss`, `divisor`, `shares` (n,).
-    """
-
-    loss: Floats
-    smooth_loss: Floats
-    divisor: Floats
-    shares: Floats
+    loss: Floats  # (n,)
+    smooth_loss: Floats  # (n,)
+    divisor: Floats  # (n,)
+    shares: Floats  # (n,)
     stderr: float
 
     def mean_loss(self, rows: Any = slice(None)) -> float:

@@ -51,11 +51,11 @@ Relabel = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Split:
-    """A network that is split at a layer, on one batch. Shapes: `features` (n, m)."""
+    """A network that is split at a layer, on one batch."""
 
     network: Network
     batch: Batch
-    features: Tensor
+    features: Tensor  # (n, m)
     run: Callable[[Tensor], Tensor]  # from a move of the features, (n, m), to the output
 
     @property
@@ -204,7 +204,7 @@ class Moves:
     share_left_out: float = 0.0
 
     def stderr(self, draws: Tensor) -> float:
-        """Compute the standard error of the mean of k draws. Shapes: `draws` (k,)."""
+        """Compute the standard error of the mean of k draws."""
         if self.share_left_out == 0:
             return 0.0
         return float((self.share_left_out * draws.var() / len(draws)).sqrt())
@@ -212,19 +212,16 @@ class Moves:
 
 @dataclass(frozen=True)
 class Moved:
-    """Losses of a batch of n samples, and their rises when the features move.
+    """Losses of a batch of n samples, and their rises when the features move."""
 
-    Shapes: `losses`, `weights`, `divisors` (n,), `rises` (k, n).
-    """
-
-    losses: Tensor
-    rises: Tensor
-    weights: Tensor
-    divisors: Tensor
+    losses: Tensor  # (n,)
+    rises: Tensor  # (k, n)
+    weights: Tensor  # (n,)
+    divisors: Tensor  # (n,)
 
 
 def mean_rises(site: Site, moves: Moves, relabel: Relabel | None = None) -> Tensor:
-    """Compute the rise of the mean loss for each of k draws. Shapes: returns (k,)."""
+    """Compute the rise of the mean loss for each of k draws: (k,)."""
     total, divisor = torch.zeros(()), 0.0
     for moved in move_features(site, moves, relabel=relabel):
         total = total + (moved.rises @ moved.weights).cpu()
@@ -403,17 +400,14 @@ def projections(numbers: Any, delta: float, share_left_out: float = 0.0) -> Move
 
 
 def haar_matrices(m: int, k: int, generator: Generator) -> Tensor:
-    """Draw orthogonal matrices of Haar's distribution. Shapes: returns (k, m, m)."""
+    """Draw orthogonal matrices of Haar's distribution: (k, m, m)."""
     q, r = torch.linalg.qr(_normal((k, m, m), generator))
     signed: Tensor = q * torch.sign(torch.diagonal(r, dim1=1, dim2=2))[:, None]
     return signed
 
 
 def check_matrices(matrices: Any, m: int, device: torch.device) -> Tensor:
-    """Check the user's matrices by which features are moved.
-
-    Shapes: `matrices` (m, m) or (k, m, m); returns (k, m, m).
-    """
+    """Check the user's matrices by which features are moved: (k, m, m)."""
     tensor = torch.as_tensor(matrices, dtype=torch.float64, device=device)
     stacked = tensor[None] if tensor.ndim == 2 else tensor
     if stacked.shape != (len(stacked), m, m) or len(stacked) == 0:

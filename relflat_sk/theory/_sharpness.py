@@ -424,16 +424,13 @@ def _lipschitz(network: Network) -> float:
 
 @dataclass(frozen=True)
 class Chain:
-    """The n samples in a chain of d layers; all tensors are float64.
-
-    Shapes: `x` (n, h_0), `weights` (h_i, h_{i-1}), `outputs`, `slopes` (n, h_i).
-    """
+    """The n samples in a chain of d layers; all tensors are float64."""
 
     names: list[str]
-    weights: list[Tensor]
-    x: Tensor
-    outputs: list[Tensor]
-    slopes: list[Tensor]
+    weights: list[Tensor]  # (h_i, h_{i-1})
+    x: Tensor  # (n, h_0)
+    outputs: list[Tensor]  # (n, h_i)
+    slopes: list[Tensor]  # (n, h_i)
     batch_size: int  # the most samples whose products of matrices are computed at once
 
     def relative_sizes(self, k: int) -> Tensor:
