@@ -32,7 +32,7 @@ def check_integer(
 def check_boolean(name: str, value: Any) -> None:
     """Refuse a value that is not True or False, NumPy's included."""
     fits = isinstance(value, bool | np.bool_)
-    _check(fits, name, value, "True or False", optional=False, reason="")
+    _check(fits, name, value, "True or False")
 
 
 def check_number(
@@ -52,7 +52,14 @@ def check_number(
     _check(fits, name, value, kind, optional, reason)
 
 
-def _check(fits: bool, name: str, value: Any, kind: str, optional: bool, reason: str) -> None:
+def check_probability(name: str, value: Any) -> None:
+    """Refuse a value that is not between 0 and 1, both left out."""
+    _check(is_number(value) and 0 < value < 1, name, value, "a probability between 0 and 1")
+
+
+def _check(
+    fits: bool, name: str, value: Any, kind: str, optional: bool = False, reason: str = ""
+) -> None:
     if not (fits or (optional and value is None)):
         ending = f": {reason}." if reason else "."
         raise ValueError(f"{name} must be {kind}{' or None' * optional}, got {value!r}{ending}")

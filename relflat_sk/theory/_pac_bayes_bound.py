@@ -12,7 +12,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.utils import get_tags
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_integer, check_number
+from relflat_sk._checks import check_integer, check_number, check_probability
 from relflat_sk._models.network_of import open_model, unwrap
 from relflat_sk._network.batches import count_samples
 from relflat_sk._network.borrowing import evaluation_mode
@@ -177,9 +177,7 @@ def pac_bayes_bound(  # noqa: PLR0913
     >>> found.empirical_error < found.noisy_error < found.bound < 0.5
     True
     """
-    check_number("delta", delta)
-    if delta >= 1:
-        raise ValueError(f"delta must be a probability below 1, got {delta!r}.")
+    check_probability("delta", delta)
     check_integer("n_draws", n_draws, minimum=1)
     grid = list(SIGMAS if sigmas is None else sigmas)
     if not grid:

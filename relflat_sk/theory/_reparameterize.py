@@ -31,7 +31,6 @@ from relflat_sk._random import fork_rng
 
 Floats = NDArray[np.float64]
 
-KINDS = ("layer", "neuron")
 _PRODUCT_TOLERANCE = 1e-6  # of factors multiplied in float32; the last layer absorbs the rest
 
 
@@ -122,15 +121,17 @@ def reparameterize(
             f"module must be a torch.nn.Module, got {type(module).__name__}; give the module "
             "inside it, such as net.module_ of a skorch net."
         )
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {list(KINDS)}, got {kind!r}.")
+    if kind not in ("layer", "neuron"):
+        raise ValueError(f'kind must be "layer" or "neuron", got {kind!r}.')
     network = open_model(module, X, criterion=nn.MSELoss())  # the loss is not used
     original, copied = (replace(network, module=_copy(network.module).eval()) for _ in range(2))
     with fork_rng(network.device), torch.no_grad():
-        inputs = _record_inputs(original)
+        inputs: list[tuple[str, Tensor]] = []
+        _run_first_batch(original, lambda name, part, x: inputs.append((name, x.clone())))
         layers = weight_layers(network.module)
         order = [name for name in dict.fromkeys(name for name, _ in inputs) if name in layers]
-        rescaling = _Rescaling(kind, _read_factors(network.module, factors, order, kind), inputs)
+        named = _read_factors(network.module, factors, order, kind)
+        rescaling = _Rescaling(kind, named, iter([x for _, x in inputs]))
         _run_first_batch(copied, rescaling.enter)
         _check_outputs(original, copied)
     result = _copy(network.module)
@@ -169,21 +170,15 @@ def _read_factors(
     read = {}
     for name, values in named.items():
         n_outputs = layer_map(module.get_submodule(name)).n_outputs
-        expected = "one positive finite number"
+        shape, expected = (), "one positive finite number"
         if kind == "neuron":
-            expected = f"{n_outputs} positive finite numbers, one per neuron"
-        shape = (n_outputs,) if kind == "neuron" else ()
-        array = _to_array(values)
+            shape, expected = (n_outputs,), f"{n_outputs} positive finite numbers, one per neuron"
+        numbers = values.detach().cpu() if isinstance(values, Tensor) else values
+        array = np.asarray(numbers, dtype=np.float64)
         if array.shape != shape or not (np.isfinite(array) & (array > 0)).all():
             raise ValueError(f"the factors of layer {name!r} must be {expected}, got {values!r}.")
         read[name] = array.reshape(-1)
     return read
-
-
-def _to_array(values: Any) -> Floats:
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().double().numpy()
-    return np.asarray(values, dtype=np.float64)
 
 
 def _name_layers(
@@ -225,13 +220,6 @@ def _run_first_batch(network: Network, enter: Callable[[str, nn.Module, Tensor],
         handle.remove()
 
 
-def _record_inputs(network: Network) -> list[tuple[str, Tensor]]:
-    """List what layers and batch norms receive of the first batch, in the order of their calls."""
-    inputs: list[tuple[str, Tensor]] = []
-    _run_first_batch(network, lambda name, part, x: inputs.append((name, x.clone())))
-    return inputs
-
-
 @dataclass(frozen=True, eq=False)
 class _Change:
     """The change of one layer, see the module."""
@@ -247,17 +235,12 @@ class _Rescaling:
 
     kind: str
     factors: dict[str, Floats]
-    inputs: list[tuple[str, Tensor]]  # of the calls of the network as it was
+    inputs: Iterator[Tensor]  # of the calls of the network as it was
     factors_behind: list[Floats] = field(default_factory=list)  # of the outputs of earlier layers
 
     def enter(self, name: str, part: Any, x: Tensor) -> None:
         """Change a layer, or a batch norm, that is about to receive its input."""
-        called, expected = self.inputs.pop(0) if self.inputs else ("nothing", x)
-        if called != name:
-            raise ValueError(
-                f"the copy calls layer {name!r} where the network calls {called!r}: the forward "
-                "pass depends on the values that are rescaled."
-            )
+        expected = next(self.inputs, x)
         if isinstance(part, BATCH_NORMS):
             before = self._before(name, x, expected, part.num_features, axis=1)
             if (before != 1).any() and part.running_mean is not None:

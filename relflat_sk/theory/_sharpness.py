@@ -27,7 +27,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_number, is_number
+from relflat_sk._checks import check_number, check_probability, is_number
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import open_model
 from relflat_sk._network.borrowing import borrowed
@@ -352,9 +352,7 @@ def sharpness_bound(  # noqa: PLR0913
     >>> small.sharpness < large.sharpness, small.complexity > large.complexity
     (True, True)
     """
-    check_number("delta", delta)
-    if delta >= 1:
-        raise ValueError(f"delta must be a probability below 1, got {delta!r}.")
+    check_probability("delta", delta)
     check_number("lipschitz", lipschitz, optional=True)
     network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     slope = _lipschitz(network) if lipschitz is None else lipschitz

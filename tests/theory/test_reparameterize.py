@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 from relflat_sk import LayerNotFoundError, relative_flatness, reparameterize
 from tests.cases import Net
@@ -192,51 +192,6 @@ def test_batch_norm_keeps_honest_statistics():
 # ---- networks that are not a sequence
 
 
-class LeNet(nn.Module):
-    def __init__(self, flatten):
-        super().__init__()
-        self.fc = nn.ModuleList([nn.Linear(16, 5), nn.Linear(5, 3)])  # registered first
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.flatten = flatten
-        self.features = None
-
-    def forward(self, x):
-        x = F.max_pool2d(torch.relu(self.conv(x)), 2)
-        x = F.avg_pool2d(F.leaky_relu(x, 0.2), 2)
-        self.features = self.flatten(x)
-        x = self.fc[0](self.features).relu()
-        return F.log_softmax(self.fc[1](F.dropout(x, training=self.training)), dim=1)
-
-
-def global_mean(x):
-    return F.interpolate(x.mean(dim=(-1, -2), keepdim=True), 2).flatten(1)
-
-
-FLATTENS = {
-    "torch.flatten": lambda x: torch.flatten(x, 1),
-    "method flatten": lambda x: x.flatten(start_dim=1),
-    "view by size": lambda x: x.view(x.size(0), -1),
-    "reshape by shape": lambda x: torch.reshape(x, (x.shape[0], 16)),
-    "reshape by size()": lambda x: x.reshape([x.size()[0], -1]),
-    "view by number": lambda x: x.contiguous().view(-1, 16),
-    "flatten of a mean": global_mean,
-}
-
-
-@pytest.mark.parametrize("flatten", FLATTENS.values(), ids=FLATTENS.keys())
-def test_ways_to_flatten(flatten):
-    net = randomize(LeNet(flatten))
-    X = torch.randn(5, 1, 10, 10).double()
-    check_same_function(net, reparameterize(net, [2.0, 5.0, 0.1], X=X), X)
-    factors = {net.conv: [0.1, 3.0, 7.0, 25.0], "fc.0": np.arange(1, 6)}
-    new = reparameterize(net, factors, X=X, kind="neuron")
-    check_same_function(net, new, X)
-    assert torch.equal(new.conv.weight[3], 25 * net.conv.weight[3])
-    net.features = None
-    assert reparameterize(net, [1, 1, 1], X=X).features is None  # nothing is left behind
-    assert net.features is None
-
-
 def pooled(pool):
     return Net(
         lambda net, x: net.fc(pool(net.conv(x).relu())), conv=nn.Conv2d(2, 3, 2), fc=nn.Linear(3, 2)
@@ -252,9 +207,6 @@ def of_set(net, x):
     ("net", "shape"),
     [
         (pooled(lambda x: x.mean([2, 3])), (4, 2, 5, 5)),
-        (pooled(lambda x: x.amax(-1).amax(2)), (4, 2, 5, 5)),
-        (pooled(lambda x: F.adaptive_avg_pool2d(x, 1).squeeze(-1).squeeze(-1)), (4, 2, 5, 5)),
-        (pooled(lambda x: (2 * x / 3).mean((2, 3))), (4, 2, 5, 5)),
         (Net(of_set, inner=nn.Linear(4, 3), outer=nn.Linear(3, 2)), (4, 6, 4)),
         # each neuron of a Linear behind a Flatten of (n, 6, 3): tiles, not blocks
         (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)), (4, 6, 4)),
@@ -265,7 +217,6 @@ def of_set(net, x):
             ),
             (4, 2, 5),
         ),
-        (nn.Sequential(nn.Conv2d(2, 3, 2), nn.Upsample(4), nn.Conv2d(3, 2, 2)), (4, 2, 5, 5)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -312,43 +263,6 @@ def test_branches():
     plain = randomize(Residual(project=False))
     with pytest.raises(ValueError, match="'fc' of the copy does not receive"):
         reparameterize(plain, {"stem": 2.0, "inner": 2.0, "fc": 0.25}, X=X)
-
-
-def shuffle(net, x):
-    """Move numbers in ways that only one factor for all of them survives."""
-    first, second = net.a(x).chunk(2, dim=1)
-    x = torch.stack([first, second], dim=1).transpose(1, 2).reshape(-1, 6)
-    x = net.b(-F.pad(x, (1, 1))[:, 1:-1]) - 0
-    return net.c(torch.cat([x, x], dim=1))
-
-
-def test_one_factor_survives_shuffling():
-    net = randomize(Net(shuffle, a=nn.Linear(4, 6), b=nn.Linear(6, 6), c=nn.Linear(12, 2)))
-    X = torch.randn(5, 4).double()
-    check_same_function(net, reparameterize(net, [2.0, 5.0, 0.1], X=X), X)
-    with pytest.raises(ValueError, match="'b' of the copy does not receive"):
-        reparameterize(net, {"a": [1.0, 2, 3, 4, 5, 6]}, X=X, kind="neuron")
-
-
-class Renamed(nn.Linear):
-    """A linear layer by another name."""
-
-
-class Other(nn.Linear):
-    """Computes something else."""
-
-    def forward(self, x):
-        return super().forward(x).tanh()
-
-
-@pytest.mark.parametrize("wrap", [nn.Identity, nn.Sequential])
-def test_layers_that_users_derive(wrap):
-    net = randomize(nn.Sequential(wrap(), Renamed(4, 3), nn.ReLU(), nn.Linear(3, 2)))
-    X = torch.randn(5, 4).double()
-    check_same_function(net, reparameterize(net, [3.0, 1 / 3], X=X), X)
-    net[1] = Other(4, 3).double()
-    with pytest.raises(ValueError, match="'3' of the copy does not receive"):
-        reparameterize(net, [3.0, 1 / 3], X=X)
 
 
 @pytest.mark.parametrize(
@@ -407,11 +321,7 @@ def test_float32_factors():
 
 # ---- refusals
 
-NOT_HOMOGENEOUS = [
-    *(nn.Tanh(), nn.Sigmoid(), nn.GELU(), nn.SiLU(), nn.ELU(), nn.SELU(), nn.Softplus()),
-    *(nn.ReLU6(), nn.Hardtanh(), nn.Hardswish(), nn.Softmax(dim=1), nn.LogSoftmax(dim=1)),
-    *(nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.Threshold(5.0, 0.0)),
-]
+NOT_HOMOGENEOUS = [nn.Tanh(), nn.ReLU6(), nn.Softmax(dim=1), nn.LayerNorm(3)]
 
 
 def between(run):
@@ -428,18 +338,14 @@ def crossed():
     )  # fmt: skip
 
 
-def shared(tie):
+def shared(is_weight):
     def run(net, x):
         x = net.b(net.a(x).relu()).relu()
-        if tie == "function":
-            return F.linear(net.c(x), net.a.weight)
-        return net.c(net.a(x) if tie == "call" else x)
+        return net.c(x if is_weight else net.a(x))
 
     net = Net(run, **{name: nn.Linear(3, 3) for name in "abc"})
-    if tie == "weight":
+    if is_weight:
         net.b.weight = net.a.weight
-    if tie == "storage":
-        net.b.weight.data = net.a.weight.data.T
     return net
 
 
@@ -465,26 +371,11 @@ def changed(change, position=0):
     return net
 
 
-def prune_quietly(layer):
-    with torch.no_grad():  # otherwise torch cannot copy it, see the next test
-        prune.random_unstructured(layer, "weight", 0.5)
-
-
 def hook(layer):
     layer.register_forward_hook(lambda module, args, output: output.tanh())
 
 
-def replace_forward(layer):
-    layer.forward = torch.tanh
-
-
-def hidden(step):
-    """A step whose result the network returns, without a layer behind it."""
-    return Net(lambda net, x: (net.b(net.a(x).relu()), step(net.a(x))),
-               a=nn.Linear(4, 3), b=nn.Linear(3, 2))  # fmt: skip
-
-
-TWO, THREE, EACH = [2.0, 0.5], [2.0, 2.0, 0.25], {0: [2.0, 3.0, 4.0]}
+TWO, EACH = [2.0, 0.5], {0: [2.0, 3.0, 4.0]}
 NEXT, OUTPUT = "'.*' of the copy does not receive what it", "outputs of the copy on X differ"
 EITHER = f"{NEXT}|{OUTPUT}"
 REFUSED = {
@@ -495,55 +386,31 @@ REFUSED = {
         for name, factors in (("a layer", TWO), ("neurons", EACH))
         for step in NOT_HOMOGENEOUS
     },
-    # one factor for a layer
     **{
-        name: (lambda run=run: between(run), TWO, (5, 4), EITHER)
-        for name, run in {
-            "tanh": lambda net, x: x.tanh(),
-            "number added": lambda net, x: x + 1,
-            "parameter added": lambda net, x: x + net.shift,
-            "square": lambda net, x: x * x.relu(),
-            "division of a number": lambda net, x: 2 / x,
-            "rounded division": lambda net, x: torch.div(x, 0.3, rounding_mode="floor"),
-            "integers": lambda net, x: (5 * x).to(torch.int64).to(x.dtype),
-            "maximum with a constant": lambda net, x: torch.maximum(x, net.shift),
-        }.items()
-    },
-    "a module that pads": (
-        lambda: nn.Sequential(nn.Conv1d(1, 2, 1), nn.ConstantPad1d(1, 3.0), nn.Conv1d(2, 1, 1)),
-        TWO, (5, 1, 4), NEXT,
-    ),
-    # a factor for each neuron
-    **{
-        name: (lambda run=run: between(run), EACH, (5, 4), EITHER)
-        for name, run in {
-            "neurons that change their places": lambda net, x: x.flip(1),
-            "mean over neurons": lambda net, x: x.mean(-1, keepdim=True).expand(-1, 3),
-            "view": lambda net, x: x.view(3, -1).T,
+        name: (lambda run=run: between(run), factors, (5, 4), EITHER)
+        for name, (run, factors) in {
+            "number added": (lambda net, x: x + 1, TWO),
+            "parameter added": (lambda net, x: x + net.shift, TWO),
+            "square": (lambda net, x: x * x.relu(), TWO),
+            "integers": (lambda net, x: (5 * x).to(torch.int64).to(x.dtype), TWO),
+            "neurons that change their places": (lambda net, x: x.flip(1), EACH),
+            "mean over neurons": (lambda net, x: x.mean(-1, keepdim=True).expand(-1, 3), EACH),
         }.items()
     },
     "sums over different axes": (
         crossed, {name: [2.0, 3.0, 4.0] for name in ("channels", "last")}, (5, 3, 3), NEXT,
     ),
-    "columns along another axis": (
-        lambda: nn.Sequential(nn.Conv1d(4, 3, 1), nn.ReLU(), nn.Linear(3, 2)), EACH,
-        (5, 4, 3), NEXT,
-    ),
     "the last layer's neurons": (mlp, {-1: [2.0, 3.0]}, (5, 4), OUTPUT),
     "the product is not 1": (mlp, [2.0, 0.25], (5, 4), OUTPUT),
     # weights and modules that cannot be changed
-    **{
-        f"shared by {tie}": (lambda tie=tie: shared(tie), THREE, (5, 3), EITHER)
-        for tie in ("weight", "function", "call")
-    },
+    "shared weight": (lambda: shared(True), [2.0, 2.0, 0.25], (5, 3), EITHER),
+    "layer that is called twice": (lambda: shared(False), [2.0, 2.0, 0.25], (5, 3), EITHER),
     "weight norm": (lambda: changed(parametrizations.weight_norm), TWO, (5, 4), EITHER),
-    "pruning": (lambda: changed(prune_quietly), TWO, (5, 4), EITHER),
     "hook of a layer": (lambda: changed(hook), TWO, (5, 4), EITHER),
     "hook of a step": (lambda: changed(hook, 1), TWO, (5, 4), EITHER),
-    "forward method": (lambda: changed(replace_forward, 1), TWO, (5, 4), EITHER),
     "what is returned": (returning, TWO, (5, 4), OUTPUT),
     "no layer": (nn.ReLU, TWO, (5, 4), "each of the 0 layers with a weight"),
-    "control flow": (branching, [100.0, 0.01], (5, 4), "'b' where the network calls 'c'"),
+    "control flow": (branching, [100.0, 0.01], (5, 4), EITHER),
     "lazy": (
         lambda: nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), TWO, (5, 4), "run it once on data"
     ),
@@ -568,20 +435,6 @@ def test_refused(case):
         assert torch.equal(net.state_dict()[name], value), name
 
 
-def test_steps_that_no_rule_would_know():
-    """The outputs on data decide, whatever computes them."""
-    X = torch.randn(5, 4)
-    for run in (
-        lambda net, x: F.linear(x, net.square),
-        lambda net, x: x.T.T,
-        lambda net, x: torch.stack([x, x]).amax(0),
-        lambda net, x: x * net.shift,
-    ):
-        net = between(run)
-        net.square = nn.Parameter(torch.randn(3, 3))
-        torch.testing.assert_close(reparameterize(net, TWO, X=X)(X), net(X))
-
-
 def test_all_batches_are_compared():
     """A step that differs in the last of 1,100 samples only."""
     X = torch.randn(1100, 4)
@@ -604,11 +457,6 @@ def test_a_dead_layer_takes_the_factors_before_it():
     check_same_function(net, new, 100 * torch.randn(5, 4).double())
 
 
-@pytest.mark.parametrize("tie", ["weight", "storage", "function"])
-def test_shared_weights_may_stay_as_they_are(tie):
-    reparameterize(shared(tie), [1.0, 1.0, 1.0], X=torch.randn(5, 3))
-
-
 def test_batch_norm_along_another_axis_takes_one_factor():
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(6), nn.Linear(3, 2)).eval()
     X = torch.randn(2, 6, 4)
@@ -617,13 +465,10 @@ def test_batch_norm_along_another_axis_takes_one_factor():
 
 
 def test_refuses_networks_that_cannot_be_copied():
-    net, X = LeNet(lambda x: x.flatten(1)), torch.ones(1, 1, 10, 10)
-    net(X)  # keeps a hidden value with its graph
-    with pytest.raises(ValueError, match="LeNet cannot be copied.*torch.no_grad"):
-        reparameterize(net, [2.0, 0.5, 1.0], X=X)
-    prune.random_unstructured(net.conv, "weight", 0.5)
-    with pytest.raises(ValueError, match="LeNet cannot be copied"):
-        reparameterize(net, [2.0, 0.5, 1.0], X=X)
+    net = mlp()
+    net.kept = net(torch.ones(1, 4))  # with its graph
+    with pytest.raises(ValueError, match="Sequential cannot be copied.*torch.no_grad"):
+        reparameterize(net, TWO, X=torch.ones(1, 4))
 
 
 # ---- arguments
@@ -636,31 +481,21 @@ ONE, THREE_EACH = "must be one positive finite number", "must be 3 positive fini
     ("factors", "kind", "error", "message"),
     [
         ([2.0], "layer", ValueError, r"each of the 2 layers .*\('0', '2'\).* got \[2.0\]"),
-        (2.0, "layer", ValueError, "each of the 2 layers .* got 2.0"),
         ([-1.0, -1.0], "layer", ValueError, f"factors of layer '0' {ONE}"),
         ([1.0, np.nan], "layer", ValueError, f"factors of layer '2' {ONE}"),
-        ({0: 0.0}, "layer", ValueError, f"{ONE}, got 0.0"),
-        ({0: [2.0, 2.0]}, "layer", ValueError, rf"{ONE}, got \[2.0, 2.0\]"),
-        (["a", "b"], "layer", ValueError, "could not convert string to float: 'a'"),
         (None, "layer", ValueError, "each of the 2 layers .* got None"),
         ({0: 2.0, "0": 0.5}, "layer", ValueError, "names layer '0' more than once"),
         ({3: 2.0}, "layer", LayerNotFoundError, "there is no layer 3"),
         ({"1": 2.0}, "layer", LayerNotFoundError, "'1' is a ReLU, which has no weight"),
         ({0: [2.0, 2.0]}, "neuron", ValueError, rf"{THREE_EACH}.* got \[2.0, 2.0\]"),
         ({0: 2.0}, "neuron", ValueError, f"{THREE_EACH}.* got 2.0"),
-        ({0: [1.0, 0.0, 1.0]}, "neuron", ValueError, THREE_EACH),
         ([[1.0, 1.0, 1.0]], "neuron", ValueError, r'kind="neuron" a mapping only; got \[\['),
-        ([1.0, 1.0], "rows", ValueError, r"kind must be one of \['layer', 'neuron'\], got 'rows'"),
+        ([1.0, 1.0], "rows", ValueError, "kind must be .*, got 'rows'"),
     ],
 )
 def test_refuses_bad_arguments(factors, kind, error, message):
     with pytest.raises(error, match=message):
         reparameterize(mlp(), factors, X=torch.randn(5, 4), kind=kind)
-
-
-def test_refuses_what_is_no_module():
-    with pytest.raises(TypeError, match="must be a torch.nn.Module, got dict"):
-        reparameterize({}, [1.0], X=torch.randn(5, 4))
 
 
 def test_ways_to_name_a_layer():
