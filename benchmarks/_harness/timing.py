@@ -58,12 +58,11 @@ def wait_for_device() -> None:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median of ratios, with its quartiles and the number of ratios."""
+    """A median of ratios, with its quartiles."""
 
     value: float
     low: float
     high: float
-    rounds: int
 
     def __str__(self) -> str:
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
@@ -72,7 +71,7 @@ class Ratio:
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
     """Divide the times of two ways, run by run, and take median and quartiles."""
     low, value, high = np.quantile(np.divide(over, under), [0.25, 0.5, 0.75])
-    return Ratio(float(value), float(low), float(high), len(over))
+    return Ratio(float(value), float(low), float(high))
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

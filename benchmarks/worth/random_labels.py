@@ -5,14 +5,12 @@ for it, at every number of training samples. This is a small version of Figure 1
 al., "Exploring Generalization in Deep Learning", NeurIPS 2017.
 
     python -m benchmarks.worth.random_labels                  # 2 minutes
-    python -m benchmarks.worth.random_labels --figure PATH    # also a figure; needs matplotlib
     python -m benchmarks.worth.random_labels --quick          # a smoke run without verdict
 """
 
 import sys
 import time
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -26,7 +24,7 @@ from benchmarks._harness.timing import Budget, environment, table, verdict
 from relflat_sk import MLP, flatness_report
 
 NORMS = ["l2_norm", "frobenius_product", "spectral_product", "l1_path_norm", "l2_path_norm"]
-LABELS = {"true": "tab:blue", "random": "tab:red"}
+LABELS = ("true", "random")
 SIZES = [100, 200, 400, 800, 1600]
 CRITERION = nn.CrossEntropyLoss()
 # training stops when all samples are right and the mean cross-entropy is at most this
@@ -99,32 +97,9 @@ def describe(ratios: pd.DataFrame, names: list[str]) -> str:
     return table(rows)
 
 
-def draw(minima: pd.DataFrame, names: list[str], path: Path) -> None:
-    """Draw each norm against the number of samples, with a line for each kind of labels."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  (drawing is an extra)
-
-    figure = Figure(figsize=(10, 5.5), layout="constrained")
-    axes = figure.subplots(2, 3, sharex=True)
-    for ax, name in zip(axes.flat, names, strict=True):
-        for labels, color in LABELS.items():
-            groups = minima[minima["labels"] == labels].groupby("size")[name]
-            mean = groups.apply(lambda one: np.exp(np.log(one).mean()))
-            ax.fill_between(mean.index, groups.min(), groups.max(), color=color, alpha=0.2, lw=0)
-            ax.plot(mean.index, mean, "o-", color=color, label=f"{labels} labels")
-        decades = np.log10(minima[name].max() / minima[name].min())
-        ax.set(title=name, xscale="log", yscale="log" if decades > 1 else "linear")
-        ax.set_xticks(mean.index, labels=map(str, mean.index))
-        ax.minorticks_off()
-    for ax in axes[1]:
-        ax.set_xlabel("training samples")
-    axes[0, 0].legend()
-    figure.suptitle("Norms over the margin; mean and range over seeds")
-    figure.savefig(path, dpi=120)
-
-
 def main() -> int:
     """Train, measure, print, and return the exit code."""
-    arguments = read_options(__doc__, seeds=(5, 1), figure=Path)
+    arguments = read_options(__doc__, seeds=(5, 1))
     sizes, seeds = [30, 60] if arguments.quick else SIZES, arguments.seeds
     print(f"MLPs 64-256-256-10 on digits, SGD until cross-entropy {LOSS}, {seeds} seeds each")
     print(environment())
@@ -135,8 +110,6 @@ def main() -> int:
     print(f"\nOver the margin\n\n{describe(ratios, shown)}")
     print(f"\nNorms alone\n\n{describe(ratios, [f'{name} alone' for name in NORMS])}")
     print(f"\n{len(minima)} networks in {time.perf_counter() - start:.0f} s")
-    if arguments.figure:
-        draw(minima, shown, arguments.figure)
     means = np.exp(np.log(ratios).groupby("size").mean())
     budgets = [
         Budget(f"{name}, random / true, the least of all sizes", means[name].min(), 1, True)

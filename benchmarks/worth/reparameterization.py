@@ -7,7 +7,6 @@ loss. Then every network is rescaled: each layer but the last is multiplied by a
 correlation of a good measure stays the same, too.
 
     python -m benchmarks.worth.reparameterization                      # 40 minima, 3 minutes
-    python -m benchmarks.worth.reparameterization --figure gap.png     # needs matplotlib
     python -m benchmarks.worth.reparameterization --quick              # no verdict
 """
 
@@ -16,7 +15,6 @@ import itertools
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -138,25 +136,10 @@ def judge(
     return rows, fine
 
 
-def draw(before: pd.DataFrame, after: pd.DataFrame, path: Path) -> None:
-    """Draw the gap against a measure that is invariant and against one that is not."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    scales = {"relative_flatness": "linear", DESTROYED: "log"}
-    for ax, (name, scale) in zip(figure.subplots(1, 2), scales.items(), strict=True):
-        for minima, label, marker in ((before, "as trained", "o"), (after, "rescaled", "x")):
-            ax.scatter(minima[name], minima["generalization_gap"], marker=marker, label=label)
-        ax.set(xscale=scale, xlabel=name.replace("_", " "), ylabel="test loss - training loss")
-        ax.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> int:
     """Train, measure, print, and return the exit code."""
     arguments = read_options(
         __doc__, seeds=(8, 1), n_train=400, max_epochs=2000, measures=[*get_measure_names()],
-        figure=Path,
     )  # fmt: skip
     print(f"Digits, {arguments.n_train} for training; measures at the last layer")
     print(environment())
@@ -189,9 +172,6 @@ def main() -> int:
     ]
     rows, fine = judge(*coefficients, invariant)
     print(table(rows))
-    if arguments.figure:
-        draw(before, after, arguments.figure)
-        print(f"\nfigure: {arguments.figure}")
     if arguments.quick:
         print("\nnot judged (quick)")
         return 0

@@ -1,11 +1,10 @@
 """Tables and the diagram of `benchmarks.worth.selection`, from its stored rows."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import friedmanchisquare, studentized_range, t
+from scipy.stats import t
 
 from benchmarks._harness.tasks import CHOSEN_ON, SPACES, TASKS
 from benchmarks._harness.timing import table
@@ -119,7 +118,6 @@ def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
     for space in SPACES:
         _print_by_data(rows[rows["space"] == space], space)
     _print_rules(rows)
-    _print_ranks(rows)
     if figure:
         draw(rows, figure)
 
@@ -206,42 +204,6 @@ def _print_rules(rows: pd.DataFrame) -> None:
                 cells[-1] += [mean, f"{one['worst']:+.2f}"]
         print(f"\ntest error of rules minus that of {BASE}, mean and worst data set; {title}\n")
         print(table(cells))
-
-
-# -- ranks --------------------------------------------------------------------------------------
-
-
-def critical_difference(n_ways: int, n_data: int, level: float = 0.05) -> float:
-    """Return Nemenyi's critical difference of mean ranks (Demsar 2006, section 3.2.2).
-
-    Examples
-    --------
-    >>> round(critical_difference(4, 14), 2)  # 2.569 * sqrt(4 * 5 / (6 * 14))
-    1.25
-    """
-    quantile = studentized_range.ppf(1 - level, n_ways, np.inf) / np.sqrt(2)
-    return float(quantile * np.sqrt(n_ways * (n_ways + 1) / (6 * n_data)))
-
-
-def mean_ranks(rows: pd.DataFrame, names: Iterable[str]) -> tuple[pd.Series, int, float]:
-    """Rank ways in each data set and space; return mean ranks, their number, and Friedman's p."""
-    means = rows.pivot_table(index=["data", "space"], columns="way", values="error")
-    means = means[[way for way in names if way in means]].dropna(axis=1, thresh=len(means))
-    p = friedmanchisquare(*means.to_numpy().T).pvalue if min(means.shape) > 2 else np.nan
-    return means.rank(axis=1).mean().sort_values(), len(means), float(p)
-
-
-def _print_ranks(rows: pd.DataFrame) -> None:
-    classes = rows[~rows["data"].isin(REGRESSIONS)]
-    held = classes[~classes["data"].isin(CHOSEN_ON)]
-    for title, some in (("all", classes), ("held back", held)):
-        if BASE not in set(some["way"]):
-            continue
-        ranks, n, p = mean_ranks(some, MAIN)
-        least = critical_difference(len(ranks), n)
-        print(f"\nmean rank over {n} classification data sets and spaces, {title}; "
-              f"Friedman p = {p:.2g}, Nemenyi's critical difference {least:.1f}\n")  # fmt: skip
-        print(table([["way", "rank"], *([way, f"{rank:.1f}"] for way, rank in ranks.items())]))
 
 
 def draw(rows: pd.DataFrame, path: str | Path) -> None:

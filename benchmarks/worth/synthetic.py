@@ -10,14 +10,12 @@ separated. Second, the gap is compared with the approximated bound of `generaliz
 representativeness from refits on random splits.
 
     python -m benchmarks.worth.synthetic                              # 100 draws each, 3 minutes
-    python -m benchmarks.worth.synthetic --figure synthetic.png       # needs matplotlib
     python -m benchmarks.worth.synthetic --quick                      # few draws, no verdict
 """
 
 import sys
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -167,34 +165,9 @@ def show_bounds(rows: pd.DataFrame) -> None:
     print(table(lines))
 
 
-def draw_figure(found: pd.DataFrame, bounds: pd.DataFrame, path: Path) -> None:
-    """Draw figures 3 and 4."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    shift = 0.0
-    for name, some in found.groupby("measure"):
-        low, high = some["spearman"] - some["spearman_low"], some["spearman_high"]
-        errors = np.maximum([low, high - some["spearman"]], 0)
-        label = str(name).replace("_", " ")
-        left.errorbar(some["separation"] + shift, some["spearman"], errors, marker="o", label=label)
-        shift += 0.03  # so that intervals do not overlap
-    left.axhline(0, color="grey", linewidth=0.8)
-    left.set(xlabel="class separation", ylabel="Spearman correlation with the gap")
-    left.legend(fontsize="small", loc="lower center")
-    means = bounds.groupby("separation").mean()
-    for name in ("bound", "gap"):
-        right.plot(means.index, means[name], marker="o", label=name)
-    right.axhline(0, color="grey", linewidth=0.8)  # the approximated bound can be negative
-    right.set(xlabel="class separation", ylabel="loss")
-    right.legend()
-    figure.savefig(path, dpi=150)
-
-
 def main() -> int:
     """Train, measure, print, and return the exit code."""
-    arguments = read_options(__doc__, draws=(100, 4), bounds=(20, 1), figure=Path)
+    arguments = read_options(__doc__, draws=(100, 4), bounds=(20, 1))
     separations = SEPARATIONS[2:4] if arguments.quick else SEPARATIONS
     print(
         f"Two classes of two Gaussians, {N_TRAIN} samples, {arguments.draws} draws; "
@@ -214,9 +187,6 @@ def main() -> int:
     found = correlations(rows)
     show_correlations(found, rows)
     show_bounds(parts)
-    if arguments.figure:
-        draw_figure(found, parts, arguments.figure)
-        print(f"\nfigure: {arguments.figure}")
     return verdict(found, parts, judged=not arguments.quick)
 
 

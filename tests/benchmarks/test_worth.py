@@ -23,13 +23,10 @@ pytestmark = pytest.mark.scale
     ],
     ids=["reparameterization", "synthetic", "random_labels"],
 )
-def test_quick_runs_of_the_theory_print_and_draw(module, options, line, tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = ("--figure", str(tmp_path / "figure.png"))
-    printed = run(f"benchmarks.worth.{module}", "--quick", *options, *figure)
+def test_quick_runs_of_the_theory_print_what_they_judge(module, options, line):
+    printed = run(f"benchmarks.worth.{module}", "--quick", *options)
     assert line in printed
     assert "not judged (quick)" in printed
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_quick_runs_of_the_guarantee_print_bounds_that_hold():
