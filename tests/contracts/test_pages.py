@@ -271,7 +271,8 @@ LONG = {
     [pytest.param(one, marks=[pytest.mark.scale] * (one.stem in LONG)) for one in GALLERY],
     ids=lambda path: path.stem,
 )
-def test_what_an_example_of_the_gallery_asserts_is_true(script):
+def test_what_an_example_of_the_gallery_asserts_is_true(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(script)])  # those of pytest are paths of pictures to it
     if script.stem == "plot_adapters":
         pytest.importorskip("peft")
     with plt.rc_context():  # Optuna's plots set a style
