@@ -33,11 +33,8 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk._models.network_of import (
-    DataOptions,
     describe,
     final_estimator,
-    name_layer,
-    to_network,
 )
 from tests.data_kinds import memmap
 from tests.measures.evaluate import evaluate
@@ -132,17 +129,6 @@ def test_skorch_own_dataset_and_loader_are_used():
         evaluate("relative_flatness", net, X32, Y, sample_weight=np.ones(60))
     with pytest.raises(ValueError, match="X has no samples"):
         relative_flatness(net, X32[:0], Y[:0])
-
-
-def test_all_samples_count_also_if_predictions_leave_some_out():
-    plain, dropping = (
-        fitted(NeuralNetClassifier, train_split=None, **arguments)
-        for arguments in ({}, {"iterator_valid__drop_last": True})
-    )
-    dropping.module_.load_state_dict(plain.module_.state_dict())
-    for batch_size in (7, 1024):
-        found = relative_flatness(dropping, X32, Y, batch_size=batch_size)
-        assert found == pytest.approx(relative_flatness(plain, X32, Y), rel=FLOAT32)
 
 
 def test_nets_of_this_package_accept_labels_of_any_type():
@@ -272,24 +258,6 @@ def test_the_module_inside_a_wrapper_is_measured(wrap):
         assert found == expected
 
 
-@pytest.mark.parametrize("kind", ["module", "net", "pipeline", "search"])
-def test_a_layer_given_as_a_module_has_the_same_name_in_a_copy_on_another_device(kind, monkeypatch):
-    # the meta device, which measures refuse, stands for one that every machine has
-    monkeypatch.setattr("relflat_sk._models.network_of.check_device", lambda device: None)
-    net = fitted(NeuralNetClassifier)
-    pipeline = Pipeline([("scale", StandardScaler().fit(X32)), ("net", net)])
-    search = GridSearchCV(pipeline, {})
-    search.best_estimator_ = pipeline
-    model = {"module": net.module_, "net": net, "pipeline": pipeline, "search": search}[kind]
-    network = to_network(model, X32, Y, DataOptions(CE, device="meta"))
-    assert network.device.type == "meta"
-    assert net.module_[2].weight.device.type == "cpu"
-    assert name_layer(model, net.module_[2]) == "2"
-    assert name_layer(model, -1) == -1
-    with pytest.raises(LayerNotFoundError, match="not part of the network"):
-        name_layer(model, nn.Linear(8, 3))
-
-
 def test_columns_of_estimators_keep_their_names_and_order():
     frame = pd.DataFrame(X, columns=list("abcd"))
     model = LogisticRegression(max_iter=500).fit(frame, Y)
@@ -381,12 +349,3 @@ DESCRIBED = [
 def test_descriptions_have_the_parameters_that_differ_from_the_defaults():
     for model, description in DESCRIBED:
         assert describe(model) == description
-
-
-def test_long_values_and_addresses_are_left_out():
-    net = RelativeFlatnessRegularizedClassifier(dataset=np.ones((5, 50)), callbacks=[object()])
-    text = describe(net)
-    assert len(text) < 200
-    assert "..." in text
-    assert "\n" not in text
-    assert "<object object>" in text

@@ -198,19 +198,6 @@ def test_every_measure_has_a_panel_with_its_minima_and_its_tau():
     assert display.figure_.axes[-1].get_ylabel() == "batch size"
 
 
-def test_a_choice_of_measures_and_another_target():
-    minima = noisy_table(test_score=np.linspace(0.8, 0.9, 24))
-    display = MeasurePanelsDisplay.from_minima(
-        minima, ["l2_norm", "train_loss"], "test_score", color_by=None, random_state=0
-    )
-    assert display.measures == ["l2_norm", "train_loss"]
-    assert display.ax_.get_ylabel() == "held-out score"
-    assert len(display.figure_.axes) == 2
-    one = MeasurePanelsDisplay.from_minima(minima, "l2_norm", random_state=0, s=77, loss_unit="")
-    assert_allclose(one.ax_.collections[0].get_sizes(), 77)
-    assert one.ax_.get_ylabel().endswith("training loss")
-
-
 def test_panels_have_crosses_for_others_and_may_be_empty():
     minima = noisy_table(hessian_trace=np.nan)
     minima.loc[1, "converged"] = False
@@ -284,13 +271,6 @@ def test_a_measure_against_names():
     assert points(ax, 1)[:, 0].tolist() == [2] * 4
 
 
-@pytest.mark.parametrize("n", [1, 20])
-def test_one_name_and_many_names_are_written(n):
-    names = [f"name {i:02d}" for i in range(n)]
-    ax = HyperparameterDisplay.from_minima(table(40, param_name=np.resize(names, 40)), "name").ax_
-    assert ticks(ax.xaxis) == names
-
-
 # correlations by the share of random labels
 
 
@@ -311,19 +291,6 @@ def test_the_correlation_at_each_share_of_random_labels_is_that_among_its_minima
     assert_allclose([low, high], expected[0.5].loc["l2_norm", ["kendall_low", "kendall_high"]])
 
 
-def test_the_noise_may_be_another_column():
-    minima = noisy_table().rename(columns={"param_random_labels": "depth"})
-    display = LabelNoiseDisplay.from_minima(
-        minima, "l2_norm", by="depth", random_state=0, n_bootstrap=10
-    )
-    assert "Kendall" in display.ax_.get_ylabel()
-    assert display.ax_.get_xlabel() == "depth"
-    every = LabelNoiseDisplay.from_minima(minima, by="depth", random_state=0)
-    assert "depth" not in set(every.correlations["measure"])
-    recorded = minima.rename(columns={"depth": "param_data__random_labels"})
-    assert LabelNoiseDisplay.from_minima(recorded, random_state=0).by == "param_data__random_labels"
-
-
 def test_shares_with_too_few_minima_are_left_out():
     minima = noisy_table(l2_norm=np.nan)
     minima.loc[minima.index[:6], "converged"] = False
@@ -336,7 +303,7 @@ def test_shares_with_too_few_minima_are_left_out():
 
 NOTHING = table(converged=False)
 CONSTANT = table().drop(columns="param_batch_size")
-NO_TEST, NO_VALUE = table(test_loss=np.nan), table(relative_flatness=np.nan)
+NO_TEST = table(test_loss=np.nan)
 NO_MEASURE, SPREAD = NO_TEST[["train_loss"]], noisy_table(param_random_labels=np.arange(24))
 GAP, PANELS, AXIS, NOISE = (
     FlatnessGapDisplay,
@@ -355,24 +322,14 @@ GAP, PANELS, AXIS, NOISE = (
         (GAP, NOTHING, {}, "None of the 12 candidates is a minimum with"),
         (GAP, NO_TEST, {}, r"finite 'relative_flatness' and 'generalization_gap', .*need held-out "
          r"data: fit\(X, y, X_test, y_test\)"),
-        (GAP, NO_VALUE, {"target": "train_loss"}, "finite 'relative_flatness' and 'train_loss', "),
         (PANELS, table(), {"measures": ["sharpness"]}, "measures='sharpness' is not a column"),
         (PANELS, NO_MEASURE, {"target": "train_loss"}, "There are no measures to"),
-        (PANELS, NOTHING, {}, "None of the 12 candidates is a minimum with"),
         (AXIS, table(), {"axis": "width"}, "axis: 'width' is no parameter of these minima"),
         (AXIS, CONSTANT, {}, "No hyper-parameter was varied"),
-        (AXIS, NOTHING, {}, "there is nothing to draw"),
         (NOISE, noisy_table(), {"by": "noise"}, r"by: 'noise' is no parameter .* there are \['bat"),
-        (NOISE, noisy_table(), {"by": "state"}, "by='state' is not numeric"),
         (NOISE, SPREAD, {}, "No value of 'param_random_labels' has 3 .*there are {0.0: 1, 1.0: 1"),
     ],
 )  # fmt: skip
 def test_refuses(display, minima, arguments, message):
     with pytest.raises(ValueError, match=message):
         display.from_minima(minima, **arguments)
-
-
-@pytest.mark.parametrize("display", [GAP, PANELS, NOISE])
-def test_refuses_what_is_no_table(display):
-    with pytest.raises(TypeError, match="minima must be a pandas.DataFrame, an optuna.Study"):
-        display.from_minima([1, 2])

@@ -175,15 +175,6 @@ def test_long_trainings_are_thinned_out():
     assert (epochs[0], epochs[-1]) == (1, 450)
 
 
-def test_a_training_ends_at_its_last_finite_value():
-    study = optuna.create_study()
-    curves = {"epoch": [1.0, 2.0, 3.0], "train_loss": [1.0, 0.5, None]}
-    attrs = {"relative_flatness": 1.0, "train_loss": 0.5, "curves": curves}
-    study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs=attrs))
-    display = TrainingCurvesDisplay.from_minima(study)
-    assert display.ax_.lines[1].get_xdata().tolist() == [2.0]
-
-
 @pytest.mark.parametrize("converged", [True, False])
 def test_a_candidate_that_diverged_leaves_the_picture(converged):
     """Also if no candidate is ranked; one that is far from its goal stays in the picture."""
