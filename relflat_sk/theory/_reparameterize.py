@@ -170,9 +170,9 @@ def _read_factors(
     read = {}
     for name, values in named.items():
         n_outputs = layer_map(module.get_submodule(name)).n_outputs
-        shape, expected = (), "one positive finite number"
-        if kind == "neuron":
-            shape, expected = (n_outputs,), f"{n_outputs} positive finite numbers, one per neuron"
+        shape = (n_outputs,) if kind == "neuron" else ()
+        expected = f"{n_outputs} positive finite numbers, one per neuron"
+        expected = expected if shape else "one positive finite number"
         numbers = values.detach().cpu() if isinstance(values, Tensor) else values
         array = np.asarray(numbers, dtype=np.float64)
         if array.shape != shape or not (np.isfinite(array) & (array > 0)).all():
