@@ -47,8 +47,7 @@ def depth_of(train_loss: float, losses: LossRange) -> float:
 
 def check_depth_band(band: Any) -> None:
     """Refuse a width of the band that is not valid."""
-    is_auto = isinstance(band, str) and band == AUTO
-    if band is not None and not is_auto and (not is_number(band) or not band >= 1):
+    if band not in (None, AUTO) and not (is_number(band) and band >= 1):
         raise ValueError(
             "depth_band must be a number of at least 1, the largest ratio of the depths of minima "
             f"that are compared, {AUTO!r}, or None to compare all minima, got {band!r}."

@@ -29,11 +29,6 @@ from relflat_sk.minima._minimum import (
 def column_of(measure: str | Callable[..., Any]) -> str:
     """Return the column of a measure: its name, or that of its function."""
     if not callable(measure):
-        if not isinstance(measure, str):
-            raise TypeError(
-                "a measure is one name or one function, got "
-                f"{measure!r} of type {type(measure).__name__}."
-            )
         return measure
     name = str(getattr(measure, "__name__", "<lambda>"))
     if name == "<lambda>":

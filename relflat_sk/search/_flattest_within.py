@@ -47,8 +47,6 @@ def flattest_within(
 
     Raises
     ------
-    TypeError
-        If a column's name is no string.
     ValueError
         If `tolerance` is no finite number of at least 0, or both columns are the same. At the end
         of the search, if ``cv_results_`` has no such columns, or no candidate has a finite score.
@@ -106,12 +104,6 @@ def flattest_within(
     """
     reason = "how far below the best score a candidate may be, in the unit of the score"
     check_number("tolerance", tolerance, positive=False, reason=reason)
-    for name, column in {"score": score, "flatness": flatness}.items():
-        if not isinstance(column, str):
-            raise TypeError(
-                f"{name} must be the name of a scorer or of a column of cv_results_, got "
-                f"{column!r}."
-            )
     columns = [PREFIX + name.removeprefix(PREFIX) for name in (score, flatness)]
     if columns[0] == columns[1]:
         raise ValueError(

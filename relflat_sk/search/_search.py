@@ -179,9 +179,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         Number of candidates, those of a resumed study included. If None, all combinations of
         choices are trained, and the space must consist of choices.
     sampler : optuna sampler, optional
-        Draws the candidates; the search uses a copy. If None, the whole grid is trained if the
-        space consists of choices and `n_trials` allows it. Otherwise a `TPESampler` draws, and
-        repeats no combination of choices.
+        Draws the candidates; the search uses a copy. If None, all combinations of choices are
+        trained, or `n_trials` of them, chosen at random; of ranges, and of functions that draw, a
+        `TPESampler` draws.
     storage : str, path or optuna storage, optional
         Where the study is stored: the URL of a database, or a file, such as ``"minima.db"`` for
         SQLite and ``"minima.log"`` for Optuna's journal; in memory if None.

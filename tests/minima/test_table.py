@@ -57,7 +57,7 @@ def test_a_column_is_named_or_is_that_of_a_function():
     assert [column_of(one) for one in ("l2_norm", own_measure)] == ["l2_norm", "own_measure"]
     with pytest.raises(ValueError, match="has no name for its column: define it by def"):
         column_of(lambda model, X, y: 0.0)
-    with pytest.raises(TypeError, match="a measure is one name or one function, got 3 of type int"):
+    with pytest.raises(ValueError, match="target=3 is not a column"):
         correlate_measures(pd.DataFrame(), 3)
     names = ("rank", "in_fleet", "param_lr", "own_measure")
     assert [is_reserved(name) for name in names] == [True, True, True, False]
@@ -69,12 +69,6 @@ def test_depths_are_ratios_of_losses():
     assert depth_of(0.6, (0.5, 2.5)) == pytest.approx(20)  # of smoothed labels
     for loss, best in [(-1.0, 2.0), (1.0, -2.0), (np.nan, 1.0), (1.0, np.nan), (np.inf, 1), (1, 0)]:
         assert np.isnan(depth_of(loss, (0.0, best)))
-
-
-def test_the_error_lists_the_numeric_columns():
-    table = pd.DataFrame({"l2_norm": [1.0], "test_loss": [0.1], "state": ["complete"]})
-    with pytest.raises(ValueError, match=r"by='state' is not numeric.*\['l2_norm'\].*test_loss"):
-        numeric_column(table, "state", argument="by")
 
 
 # the hyper-parameters
@@ -190,12 +184,6 @@ def test_study_becomes_a_table_of_its_finished_trials(directions):
     assert first["seconds"] == 2.0
     assert first["generalization_gap"] == 0.2
     assert table["train_score"].isna().all()
-
-
-def test_study_without_trials_becomes_an_empty_table():
-    table = minima_table(optuna.create_study())
-    assert len(table) == 0
-    assert table.columns.tolist() == UNRANKED
 
 
 def test_measures_computed_afterwards_join_the_row_of_their_trial():
