@@ -131,7 +131,8 @@ def test_of_killed_workers_only_the_culprit_is_lost(storage, way, tmp_path, engi
     assert table["state"][CHOICES[1:]].eq("complete").all()
     counts = trained(tmp_path)
     assert counts.pop(CHOICES[0]) >= 2  # dask itself tries again, too
-    assert sum(counts.values()) <= len(counts) + 1  # its companion
+    # its companion, and a result that was on its way
+    assert sum(counts.values()) <= len(counts) + 2
 
 
 @pytest.mark.parametrize(("storage", "way"), IN_WORKERS)
@@ -142,7 +143,8 @@ def test_a_worker_that_is_killed_once_costs_nothing(storage, way, tmp_path, engi
     counts = trained(tmp_path)
     assert_complete(search, tmp_path, again=counts)
     assert counts[CHOICES[2]] == 2
-    assert sum(counts.values()) <= len(CHOICES) + 2
+    # also its companion, and a result that was on its way
+    assert sum(counts.values()) <= len(CHOICES) + 3
 
 
 def test_all_that_die_are_named(tmp_path):
