@@ -73,7 +73,8 @@ bench: $(READY)  ## measure what flatness costs, as ratios
 
 papers: $(READY)  ## quick runs of the papers' figures
 	rc=0; for one in p19_appendix_e p19_figures_2_to_4 p21_figures_3_4 p21_figure_5 \
-		n17_figures_1_to_4 n17_figure_5 regularised against_flatness along_attacks; do \
+		n17_figures_1_to_4 n17_figure_5 regularised against_flatness along_attacks \
+		equal_terms hundred_networks; do \
 		$(BIN)/python -W ignore -m benchmarks.papers.$$one --quick || rc=1; done; exit $$rc
 
 gpu: $(READY)  ## nine minutes of CUDA: tests and benchmarks, into benchmarks/results/; PART=heads for one
