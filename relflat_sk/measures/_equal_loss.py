@@ -160,19 +160,16 @@ class _Recording:
             self.rows.append(_Rows(self.network.loss, logits, *known))
 
     def _logits(self, forward: ForwardPass) -> Tensor:
-        """Return the logits: the last layer's output, where probabilities lose digits of them."""
-        loss, output = self.network.loss, forward.output.detach()
+        """Return the logits, and refuse outputs from which they do not follow."""
+        loss = self.network.loss
         assert loss.row is not None
-        link = loss.row.link
-        if link == "log_softmax" and are_no_logarithms(output):
+        link, logits = loss.row.link, forward.logits(loss)
+        if link == "log_softmax" and are_no_logarithms(forward.output.detach()):
             raise ValueError(
                 f"at_loss needs the outputs that {name_criterion(loss.criterion)} takes, "
                 "logarithms of probabilities, but the probabilities do not sum to 1. Let the "
                 "network end in LogSoftmax, or pass criterion=torch.nn.CrossEntropyLoss()."
             )
-        if link in {"softmax", "sigmoid"} and forward.link == link:
-            return forward.z.reshape(output.shape)
-        logits = loss.logits(output)
         if link == "sigmoid" and bool(logits.isinf().any()):
             raise ValueError(
                 "at_loss needs the network's logits, and its sigmoid rounded some to 0 or 1. Let "

@@ -1,12 +1,11 @@
 """What a network predicts: classes, margins, errors and scores.
 
-Each token is a prediction, and so is
-each output of a logistic loss: it is that of two classes, of which the first has the score 0.
-Tokens that the criterion ignores do not count.
+Each token is a prediction, and so is each output of a logistic loss: it is that of two classes, of
+which the first has the score 0. Tokens that the criterion ignores do not count.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._losses.table import TABLE
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.network import Network, Outcome, layer_names, outcomes, sample_weight
-from relflat_sk._network.recording import record_tail
-from relflat_sk._network.tail import find_link
+from relflat_sk._network.network import Network, Outcome, outcomes
 from relflat_sk.measures._results import NotApplicableError
+from relflat_sk.measures._scan import ForwardPass, scan
 
 # R2 must be above zero by more than float32 rounding
 _R2_ROUNDING = 1e-5
@@ -31,8 +29,8 @@ _SAME = 1e-24
 # by how many standard errors accuracy must be above the majority's share
 _STANDARD_ERRORS = 2
 
-# predictions (r, k), labels (r, k) or (r,), if there are any, and weights (r,)
-_Rows = tuple[Tensor, Any, Tensor]
+# predictions (r, k), labels (r, k) or (r,), and weights (r,)
+_Rows = tuple[Tensor, Tensor, Tensor]
 
 
 def _class_rows(scored: Outcome) -> _Rows:
@@ -40,8 +38,6 @@ def _class_rows(scored: Outcome) -> _Rows:
     scores, target = scored.output, scored.target
     rows = scores.movedim(1, -1).flatten(0, -2)
     weight = scored.weight.repeat_interleave(len(rows) // len(scores))
-    if target is None:
-        return rows, None, weight
     labels = target.argmax(dim=1) if target.shape == scores.shape else target  # probabilities
     counts = labels.flatten() != getattr(scored.loss.criterion, "ignore_index", -100)
     return rows[counts], labels.flatten()[counts], weight[counts]
@@ -55,7 +51,7 @@ def _score_rows(scored: Outcome) -> _Rows:
     if scored.loss.acts_on_each_output:
         scores, target = scored.output.reshape(len(scored.output), 1, -1), scored.target
         scores = torch.cat([torch.zeros_like(scores), scores], dim=1)
-        target = None if target is None else (target.reshape(len(target), -1) > 0.5).long()
+        target = (target.reshape(len(target), -1) > 0.5).long()
         scored = replace(scored, output=scores, target=target)
     return _class_rows(scored)
 
@@ -72,28 +68,6 @@ def _check_classifier(network: Network, what: str) -> None:
         )
 
 
-def _scored_batches(network: Network) -> Iterator[Outcome]:
-    """Compute scores of classes in float64, batch by batch."""
-    loss, (last,) = network.loss, layer_names(network)[-1:]
-    with borrowed(network.module):
-        for batch in network.batches():
-            with torch.no_grad(), record_tail(network.module, last) as recorder:
-                output = network(batch.x)
-            record = recorder[last]
-            link = find_link(output, record.node)
-            if link != "identity" and loss.row is not None and link == loss.row.link:
-                # probabilities close to 1 have lost digits that the layer's output has
-                scores = record.check()[1].reshape(output.shape)
-            else:
-                scores = loss.logits(output.detach())
-            scores = loss.classes_second(scores.double(), batch.y)
-            target: Any = None
-            if batch.y is not None:
-                target = loss.check_target(scores, batch.y.to(scores.device))
-            weight = sample_weight(batch, len(scores), scores.device)
-            yield Outcome(scores, target, loss, weight, batch.weight is not None)
-
-
 def sample_margins(network: Network) -> NDArray[np.float64]:
     """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
 
@@ -101,30 +75,42 @@ def sample_margins(network: Network) -> NDArray[np.float64]:
     1; the score of class 0 is then 0, and the margin z or -z.
     """
     _check_classifier(network, "a margin")
-    parts = []
-    for one in _scored_batches(network):
-        target, shape = one.target, tuple(one.output.shape)
-        if target is None:
-            raise ValueError("y is needed: the margin is that of the true class. Pass y.")
-        if one.weighted:
-            raise ValueError(
-                "the margin is a percentile of samples with equal weights: leave sample_weight out."
-            )
-        fits = not target.is_floating_point() and shape[1] > 1
-        if one.loss.acts_on_each_output:
-            fits = math.prod(shape[1:]) == 1 and bool(((target == 0) | (target == 1)).all())
-        if not fits:
-            raise NotApplicableError(
-                "a margin needs one label for each sample: one of two classes or more, or 0 or 1 "
-                f"for a single logit. Got outputs of shape {shape} with targets of {target.dtype} "
-                f"such as {target.flatten()[:3].tolist()}."
-            )
-        scores, labels, _ = _score_rows(one)
-        others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
-        parts.append((scores.gather(1, labels[:, None])[:, 0] - others).cpu().numpy())
-    margins: NDArray[np.float64] = np.concatenate(parts)
+    parts: list[NDArray[np.float64]] = []
+    with borrowed(network.module):
+        scan(
+            network,
+            [-1],
+            lambda forward: parts.append(_margins(network.loss, forward)),
+            checked=False,
+        )
+    margins = np.concatenate(parts)
     if not len(margins):
         raise NotApplicableError("the criterion ignores all labels, so there is no margin.")
+    return margins
+
+
+def _margins(loss: Loss, forward: ForwardPass) -> NDArray[np.float64]:
+    """Compute the margins of a batch in float64."""
+    target, weight, shape = forward.target, forward.sample_weight, tuple(forward.output.shape)
+    if target is None:
+        raise ValueError("y is needed: the margin is that of the true class. Pass y.")
+    if bool((weight != 1).any()):
+        raise ValueError(
+            "the margin is a percentile of samples with equal weights: leave sample_weight out."
+        )
+    fits = not target.is_floating_point() and shape[1] > 1
+    if loss.acts_on_each_output:
+        fits = math.prod(shape[1:]) == 1 and bool(((target == 0) | (target == 1)).all())
+    if not fits:
+        raise NotApplicableError(
+            "a margin needs one label for each sample: one of two classes or more, or 0 or 1 "
+            f"for a single logit. Got outputs of shape {shape} with targets of {target.dtype} "
+            f"such as {target.flatten()[:3].tolist()}."
+        )
+    scored = Outcome(forward.logits(loss).double(), target, loss, weight, weighted=False)
+    scores, labels, _ = _score_rows(scored)
+    others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+    margins: NDArray[np.float64] = (scores.gather(1, labels[:, None])[:, 0] - others).cpu().numpy()
     return margins
 
 

@@ -65,6 +65,13 @@ class ForwardPass:
     def __len__(self) -> int:
         return len(self.sample_weight)
 
+    def logits(self, loss: Loss) -> Tensor:
+        """Return the logits: the last layer's output, where probabilities lose digits of them."""
+        output = self.output.detach()
+        if loss.row is not None and loss.row.link == self.link in {"softmax", "sigmoid"}:
+            return self.z.reshape(output.shape)
+        return loss.logits(output)
+
     def row_weights(self, layer: LayerPass) -> Tensor:
         """Return the weights of the samples, or of the tokens if those are a layer's rows."""
         repeats = len(layer.features) // len(self)
