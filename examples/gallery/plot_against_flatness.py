@@ -44,7 +44,7 @@ curves = {
     for name, weight in {"no penalty": 0.0, "against flatness, then released": -1.0}.items()
 }
 
-titles = ["relative flatness (nats)", "accuracy on training images", "accuracy on other images"]
+titles = ["relative flatness (nats, small is flat)", "training accuracy", "test accuracy"]
 fig, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
 for i, (ax, title) in enumerate(zip(axes, titles, strict=True)):
     for name, values in curves.items():
@@ -52,6 +52,8 @@ for i, (ax, title) in enumerate(zip(axes, titles, strict=True)):
     ax.axvline(30, color="0.6", linestyle="--")
     ax.set(xlabel="epoch", ylabel=title)
 axes[0].set_yscale("log")
+axes[2].sharey(axes[1])
+axes[1].autoscale()
 axes[2].legend()
 
 plain, against = curves.values()

@@ -48,7 +48,7 @@ flip = (probabilities.argmax(axis=2) != labels.numpy()).argmax(axis=0)  # the fi
 fig, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
 around = np.arange(-8, 16)
 for ax, values, name in (
-    (axes[0], kappa, "relative flatness at an image (nats)"),
+    (axes[0], kappa, "flatness at an image (nats, small is flat)"),
     (axes[1], of_label, "probability of the right class"),
 ):
     # an image that flips early has no earlier steps
