@@ -137,7 +137,6 @@ METHODS: dict[str, Callable[[Data], None]] = {
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
     options = read_options(__doc__, rounds=(11, 1))
     torch.set_num_threads(1)
     print(f"Fits with batches of {BATCH_SIZE} samples, {options.rounds} of each method")

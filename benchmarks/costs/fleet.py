@@ -121,7 +121,6 @@ def peak_of(n: int) -> int:
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
     options = read_options(__doc__, rounds=(5, 1), way=str, problem=str, n=int)
     if options.n:  # in a fresh process
         in_time = options.way is not None

@@ -97,7 +97,6 @@ class Problem:
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
     options = read_options(
         __doc__, classes=(128_000, 500), features=(1024, 64), device="cpu", rounds=(5, 1),
         peak_of=str,

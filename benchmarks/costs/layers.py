@@ -132,7 +132,6 @@ class Probes:
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
     options = read_options(
         __doc__, n_samples=(5000, 64), epochs=(10, 1), rounds=(5, 1), probes=(8, 2),
         most=(192, 12), data=IMAGES,

@@ -74,7 +74,6 @@ WAYS: dict[str, Way] = {
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
     options = read_options(
         __doc__, n_samples=(50_000, 256), n_dense=(4096, 16), rounds=(9, 1), device="cpu",
         resnet=False, data=IMAGES, peak_of=str,

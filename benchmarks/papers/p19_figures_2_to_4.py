@@ -42,7 +42,6 @@ def seed_share(gaps: pd.DataFrame) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     arguments = read_arguments("p19_figures_2_to_4", __doc__, argv, full=False)
     n, n_test = FULL if arguments.full else (5000 if arguments.data else 1000, 1000)
     data = load(arguments, *((48, 1000) if arguments.quick else (n, n_test)), images=True)

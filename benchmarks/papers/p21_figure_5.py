@@ -32,7 +32,6 @@ RATES = {"SGD": 0.02, "Adam": 0.001, "RMSprop": 0.0005}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     arguments = read_arguments("p21_figure_5", __doc__, argv, full=False)
     n, n_test = FULL if arguments.full else (5000 if arguments.data else 1000, 1000)
     data = load(arguments, *((48, 1000) if arguments.quick else (n, n_test)), images=True)

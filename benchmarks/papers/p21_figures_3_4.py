@@ -117,7 +117,6 @@ def draw_row(kind: str, separation: float, seed: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw, measure and print."""
     arguments = read_arguments("p21_figures_3_4", __doc__, argv, "gaussians")
     minima = Minima(arguments)
     separations = (0.5, 3.0) if arguments.quick else SEPARATIONS

@@ -120,7 +120,6 @@ def rank_within(rows: pd.DataFrame, name: str = "relative_flatness_-1") -> float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     arguments = read_arguments("regularised", __doc__, argv)
     n = 2000 if arguments.data else 400
     data = load(arguments, 48 if arguments.quick else n, 1000, images=True)

@@ -166,7 +166,6 @@ def report(rows: pd.DataFrame) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do the missing runs and print the tables."""
     arguments = read_options(
         __doc__, argv, splits=5, only=ALL_TASKS, methods=dict.fromkeys(METHODS), results=RESULTS,
         report=False, limit=int, jobs=1, data=IMAGES,

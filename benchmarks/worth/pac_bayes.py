@@ -115,7 +115,6 @@ def describe(rows: pd.DataFrame) -> str:
 
 
 def main() -> int:
-    """Train, bound, print, and return the exit code."""
     arguments = read_options(__doc__, seeds=(100, 3), samples=500)
     seeds = arguments.seeds
     print(f"MLPs {N_FEATURES}-{N_HIDDEN}-2 on {arguments.samples} samples, {seeds} seeds")

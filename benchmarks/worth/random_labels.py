@@ -98,7 +98,6 @@ def describe(ratios: pd.DataFrame, names: list[str]) -> str:
 
 
 def main() -> int:
-    """Train, measure, print, and return the exit code."""
     arguments = read_options(__doc__, seeds=(5, 1))
     sizes, seeds = [30, 60] if arguments.quick else SIZES, arguments.seeds
     print(f"MLPs 64-256-256-10 on digits, SGD until cross-entropy {LOSS}, {seeds} seeds each")

@@ -137,7 +137,6 @@ def judge(
 
 
 def main() -> int:
-    """Train, measure, print, and return the exit code."""
     arguments = read_options(
         __doc__, seeds=(8, 1), n_train=400, max_epochs=2000, measures=[*get_measure_names()],
     )  # fmt: skip

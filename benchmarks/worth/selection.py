@@ -387,7 +387,6 @@ def timed(unit: Unit, part: str) -> tuple[list[dict[str, Any]], float]:
 
 
 def main() -> int:
-    """Do the missing work and print the tables."""
     arguments = read_options(
         __doc__, only=TASKS, space=dict.fromkeys(SPACES), parts=ORDER, splits=20, processes=1,
         device="cpu", results=RESULTS, store=cache_folder() / "selection", report=False,

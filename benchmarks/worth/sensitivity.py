@@ -127,7 +127,6 @@ def summarize(found: pd.DataFrame) -> list[str]:
 
 
 def main() -> int:
-    """Train, predict, measure, print, and return the exit code."""
     quick = read_options(__doc__).quick
     print(environment())
     X, y = (torch.as_tensor(one) for one in load_digits(return_X_y=True))

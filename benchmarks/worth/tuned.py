@@ -189,7 +189,6 @@ def interval(values: np.ndarray, sign: str = "") -> str:
 
 
 def main() -> None:
-    """Tune, judge, print."""
     options = read_options(
         __doc__, problem="digits", data=IMAGES, n_train=(int, 100), trials=(25, 3), seeds=(5, 2),
         epochs=(60, 8), batch_size=32, methods=METHODS, jobs=1, device="cpu", store=str,
