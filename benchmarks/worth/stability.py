@@ -115,7 +115,7 @@ def main() -> None:
     arguments = read_options(
         __doc__, problem="digits", data=IMAGES, n_train=(int, 80), epochs=(30, 2),
         seeds=(range(3), [0]), layers=LAYERS, weights=(WEIGHTS, [0.1, 1000.0]), loss=0.03,
-        wrong=0.0, clip="0.5", store=str, every=1, start=0.0,
+        wrong=0.0, clip="1", store=str, every=1, start=0.0,
     )  # fmt: skip
     problem = load_problem(arguments.problem, arguments.n_train, arguments.data)
     if arguments.wrong:

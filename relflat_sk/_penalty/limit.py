@@ -6,7 +6,7 @@ which those of the loss are stable: the weights grow from step to step, until al
 With the weighted penalty ``P`` and a limit ``c``, a step minimises :math:`L + s P`
 with `s` a constant in the differentiation,
 
-.. math:: s = \min\Bigl(1,\; \frac{L_0 - L}{2 R},\; \frac{c}{r \rho^2 R}\Bigr),
+.. math:: s = \min\Bigl(\frac{L_0 - L}{2 R},\; \frac{1}{1 + r \rho^2 R / c}\Bigr),
     \qquad R = \max(|P|, \overline{|P|}) .
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
@@ -18,12 +18,13 @@ gain, :math:`(L_0 - L) / t`. At a minimum, this is hardly a limit: how much flat
 the weight to say.
 
 **Steps.** A step of the rate :math:`r` along the gradient of :math:`s P` lowers it by about
-:math:`r \|\nabla s P\|^2`. The limit allows the share `c` of :math:`s P`: no step may remove more
-of the penalty, to first order. This is `c` times Polyak's step, which is the stable one for a
-function whose minimum is zero [1]_. So the limit depends on the learning rate, and is none at low
-rates. A bound by the typical gradient of the loss, whatever the rate, had to be too strict at low
-rates or too weak at high ones. With `c` of 1 and more, some networks still died at a rate at the
-edge of what training without penalty survives; none did at 0.8 and below. 0.5 is the default.
+:math:`r \|\nabla s P\|^2`, which is the share :math:`q = s r \rho^2 R` of :math:`s P`. With the
+limit, this share is :math:`c x / (c + x)`, if `x` is the share without it: no step removes more
+than `c` of the penalty, to first order, and a larger weight always removes more. A share of 1 is
+Polyak's step, which is the stable one for a function whose minimum is zero [1]_, and the default.
+At low rates, `x` is small, and this is no limit. A sharp limit, the smaller of `c` and `x`, made
+all weights train the same network at high rates. With `c` of 2, some networks died at a rate at the
+edge of what training without penalty survives.
 
 :math:`r` is what training shows: the root of the mean squares of the weights' movement between two
 measurements, over the root of the number of steps, and of the step's gradient,
@@ -118,7 +119,7 @@ class PenaltyLimit:
         self._movements: Any = 0.0
         self._ratios: Any = 0.0
         self._n_ratios: Any = 0.0
-        self._most: Any = np.inf  # the largest penalty over the limit `clip`, by the movements
+        self._most: Any = np.inf  # the penalty of which a step removes all, by the movements
         self._mean: Any = 0.0  # the penalty's size; at first, that of each batch counts
 
     @classmethod
@@ -244,10 +245,12 @@ class PenaltyLimit:
         self.steps = self.steps + 1
         mean = self._mean + _NEWEST * (size - self._mean)
         self._mean = xp.where(mean < xp.inf, mean, self._mean)
-        largest = xp.clip(_GAIN * (of_constant - loss), None, clip * self._most)
-        share = xp.divide(largest, xp.maximum(size, self._mean))
+        size = xp.where(size > 0, xp.maximum(size, self._mean), 0.0)
+        share = xp.divide(_GAIN * (of_constant - loss), size)
         # where there is no penalty, there is nothing to limit
-        share = xp.clip(xp.where(size > 0, share, 1.0), 0.0, 1.0)
+        share = xp.where(size > 0, share, 1.0)
+        by_movement = 1.0 / (1.0 + xp.divide(size, clip * self._most))
+        share = xp.clip(xp.where(by_movement < share, by_movement, share), 0.0, 1.0)
         if measured is not None:
             of_loss, of_penalty = measured.of_loss, share * measured.of_penalty
             gradient = of_loss * of_loss + of_penalty * of_penalty

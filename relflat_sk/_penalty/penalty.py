@@ -74,7 +74,7 @@ class RelativeFlatnessPenalty:
         for criteria that `relflat_sk` does not know. The penalty is unbiased for any number.
     weight : float, default=0.1
         Factor of the penalty, as `flatness_weight` of `RelativeFlatnessRegularizedNet`.
-    clip : float or None, default=0.5
+    clip : float or None, default=1.0
         Limit of ``weight * penalty``, as `flatness_clip` of `RelativeFlatnessRegularizedNet`. The
         penalty is scaled down to it, by what its past calls have shown: use one penalty for one
         training. None: no limit, as published. Without a limit, a large weight can end in a dead
@@ -142,7 +142,7 @@ class RelativeFlatnessPenalty:
         probes: int = 1,
         *,
         weight: float = 0.1,
-        clip: float | None = 0.5,
+        clip: float | None = 1.0,
         every: int = 1,
     ) -> None:
         check_boolean("normalize", normalize)

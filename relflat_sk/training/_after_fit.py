@@ -37,9 +37,9 @@ from relflat_sk.training._data import training_network
 _GAIN, _LOST = 0.25, 0.5
 # A net has hardly learned if its loss is below the best constant's by no more than this share.
 _HARDLY = 0.05
-# The weight of the penalty does not matter if a net that has learned was at the penalty's limit
-# in this share of steps. The first steps of any training are: there is nothing yet to spend.
-_NEARLY_ALL, _FIRST_STEPS = 0.95, 200
+# The weight of the penalty does not matter if its limit took this share of it, and the net has
+# learned. In the first steps of any training the limit takes all: there is nothing yet to spend.
+_NEARLY_ALL, _FIRST_STEPS = 0.98, 200
 
 # what is left to do for nets that are fitted inside of `measured_later`
 _LATER: ContextVar[list[Callable[[], None]] | None] = ContextVar("_LATER", default=None)
@@ -208,7 +208,7 @@ def _check_outcome(net: Any, since: int) -> None:
 
 
 def _check_limit(net: Any, since: int) -> None:
-    """Warn if the limit of the penalty, and not its weight, decided nearly all steps."""
+    """Warn if the limit of the penalty, and not its weight, decided how large it was."""
     # with callbacks="disable", a net records batches only
     batches = [batch for epoch in net.history[since:] for batch in epoch.get("batches", ())]
     usual = defaults_of(type(net))
@@ -225,9 +225,9 @@ def _check_limit(net: Any, since: int) -> None:
     if share >= _NEARLY_ALL:
         # of the class only: one warning for many nets at a line
         warn(
-            f"the penalty of the {type(net).__name__} was at its limit in {100 * share:.0f}% of "
-            f"the steps, so that flatness_weight={net.flatness_weight!r} did not matter: other "
-            "large weights train the same network. Use a smaller weight, or a larger "
+            f"the penalty of the {type(net).__name__} was at its limit, which took "
+            f"{100 * share:.1f}% of it, so that flatness_weight={net.flatness_weight!r} did not "
+            "matter: other large weights train the same network. Use a smaller weight, or a larger "
             f"flatness_clip than {net.flatness_clip!r}."
         )
 
@@ -263,7 +263,7 @@ def _advice(net: Any) -> str:
     if not net.flatness_weight:
         return "Use a lower learning rate."
     limit = (
-        "a limit of the penalty (flatness_clip=0.5)"
+        "a limit of the penalty (flatness_clip=1.0)"
         if net.flatness_clip is None
         else f"a smaller flatness_clip than {net.flatness_clip!r}"
     )

@@ -885,7 +885,7 @@ class FlatNet(SkorchNet):
         loss, penalty, left = numbers + [0.0, 1.0][len(numbers) - 1 :]
         self.history.record_batch("train_loss", loss)
         self.history.record_batch("flatness_penalty", penalty * left)
-        self.history.record_batch("flatness_clipped", float(left < 1))
+        self.history.record_batch("flatness_clipped", 1.0 - left)
 
 
 # outside training, its loss is the criterion's

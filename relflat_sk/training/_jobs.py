@@ -157,7 +157,7 @@ def record_epoch(net: Any, epoch: Epoch) -> None:
             "train_loss": loss,
             "train_batch_size": size,
             "flatness_penalty": share * penalty,
-            "flatness_clipped": float(share < 1),
+            "flatness_clipped": 1.0 - share,
         }
         for size, loss, penalty, share in rows
     )

@@ -58,12 +58,12 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     flatness_warmup : int, default=0
         Number of epochs in which the weight of the penalty grows linearly: with k, it is 1/k of
         `flatness_weight` in the first epoch after `flatness_start`, and all of it k - 1 later.
-    flatness_clip : float or None, default=0.5
-        Limit of the penalty in each step: the largest share of it that the step may remove by the
-        penalty's own gradient. The penalty is also at most half of what the network has gained over
-        a constant output; the notes of `RelativeFlatnessRegularizedNet` have the formula. It is
-        scaled down to the limit, so that a large weight or learning rate does not end in a dead
-        network, which is perfectly flat. None: no limit, as published.
+    flatness_clip : float or None, default=1.0
+        Limit of the penalty in each step: the share of it that no step removes by the penalty's own
+        gradient, whatever weight and learning rate. The penalty is also at most half of what the
+        network has gained over a constant output; the notes of `RelativeFlatnessRegularizedNet`
+        have the formula. It is scaled down, so that a large weight or learning rate does not end in
+        a dead network, which is perfectly flat. None: no limit, as published.
     flatness_every : int, default=1
         Steps from one penalty to the next. With k, every k-th step has the penalty, k times as
         heavy, which is the same in the mean and takes less time.
@@ -113,8 +113,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         prediction; accuracy or R2 as well if the loss is no better. `FlatnessScorer` reads it.
     history : skorch.history.History
         Per epoch: `train_loss` (without penalty), `flatness_penalty` (as it was added),
-        `flatness_clipped` (the share of steps in which the limit `flatness_clip` was active), and
-        with a `train_split` also `valid_loss` (without penalty).
+        `flatness_clipped` (the mean share of the penalty that the limit took away), and with a
+        `train_split` also `valid_loss` (without penalty).
     classes_ : ndarray of shape (n_classes,)
         The class labels of a classifier. After training on a Dataset, whose labels are class
         indices, the indices of the outputs: 0 and 1 for one logit.
@@ -155,17 +155,18 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     With the limit `flatness_clip`, the penalty :math:`P = \lambda \sum \kappa / (2 m)` of the
     layers `flatness_layer` is multiplied in each step by
 
-    .. math:: \min\Bigl(1,\; \frac{L_0 - L}{2 R},\; \frac{c}{r \rho^2 R}\Bigr) ,
+    .. math:: \min\Bigl(\frac{L_0 - L}{2 R},\; \frac{1}{1 + r \rho^2 R / c}\Bigr) ,
         \qquad R = \max(|P|, \overline{|P|}) ,
 
     where :math:`c` is `flatness_clip`, :math:`L_0` the loss of the network's mean output in the
     batch, :math:`r` the rate at which training moves the weights per norm of the gradient, and
     :math:`\rho` the mean of :math:`\|\nabla P\| / |P|`. A network that has learned nothing gets no
     penalty. No step removes more than the share :math:`c` of the penalty, to first order, which is
-    :math:`c` times Polyak's step; at low learning rates, this is no limit. :math:`R` is at least
-    the moving average of the penalty over about 30 steps, so that batches with a small penalty are
-    not scaled up. Norms are those over all parameters. They take two backward passes, in the first
-    8 steps and in every 8th step; the last ten measurements or so count. The criterion is called
+    :math:`c` times Polyak's step; a larger weight always removes more, and at low learning rates,
+    this is no limit. :math:`R` is at least the moving average of the penalty over about 30 steps,
+    so that batches with a small penalty are not scaled up. Norms are those over all parameters.
+    They take two backward passes, in the first 8 steps and in every 8th step; the last ten
+    measurements or so count. The criterion is called
     once more in each step, for the mean output.
 
     References
@@ -192,7 +193,7 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         flatness_normalize: bool = False,
         flatness_probes: int = 1,
         flatness_warmup: int = 0,
-        flatness_clip: float | None = 0.5,
+        flatness_clip: float | None = 1.0,
         flatness_every: int = 1,
         flatness_start: float = 0,
         random_state: Any = None,

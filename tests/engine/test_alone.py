@@ -99,7 +99,7 @@ def test_class_weights_are_those_of_the_samples(weights, params, steps):
 
 def test_float32_and_large_layers(steps):
     module = partial(network, lambda: [nn.Linear(6, 3)], dtype=torch.float32)
-    assert_same_by_both(classifier(module=module), atol=1e-5)
+    assert_same_by_both(classifier(module=module), atol=1e-4)
     X = np.random.default_rng(0).normal(size=(32, 4096))
     module = partial(network, lambda: [nn.Linear(4096, 80), nn.ReLU(), nn.Linear(80, 3)])
     net = classifier(module=module, batch_size=16, max_epochs=1, lr=1e-4)
@@ -292,4 +292,4 @@ def test_data_are_converted_batch_by_batch(monkeypatch):
     single = {"module": nn.Linear, "module__in_features": 6, "module__out_features": 3}
     found = classifier(**single).fit(X, y)  # from float64 to float32
     assert max(sizes) == 16 * 6
-    assert_same(by_own_loop(classifier(**single), X, y), found, atol=1e-5)
+    assert_same(by_own_loop(classifier(**single), X, y), found, atol=1e-4)

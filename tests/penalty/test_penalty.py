@@ -443,11 +443,11 @@ def test_refuses_a_layer_in_a_part_without_gradients():
 
 def test_repr_shows_all_parameters_and_defaults_are_those_of_the_nets():
     defaults = RelativeFlatnessRegularizedNet().get_params()
-    names = {"layer": -1, "normalize": False, "probes": 1, "weight": 0.1, "clip": 0.5, "every": 1}
+    names = {"layer": -1, "normalize": False, "probes": 1, "weight": 0.1, "clip": 1.0, "every": 1}
     assert {name: defaults[f"flatness_{name}"] for name in names} == names
     assert repr(RelativeFlatnessPenalty(["0", -1], probes=2)) == (
         "RelativeFlatnessPenalty("
-        "layer=['0', -1], normalize=False, probes=2, weight=0.1, clip=0.5, every=1)"
+        "layer=['0', -1], normalize=False, probes=2, weight=0.1, clip=1.0, every=1)"
     )
 
 

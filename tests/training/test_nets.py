@@ -647,7 +647,7 @@ BAD_ENDINGS = {
     "dead without limit": (
         Classifier,
         {"module": Dead, "flatness_clip": None},
-        r"died .* Use a limit .* \(flatness_clip=0\.5\)",
+        r"died .* Use a limit .* \(flatness_clip=1\.0\)",
     ),
     "in vain": (Regressor, {"criterion": nn.L1Loss}, VAIN.format("L1Loss")),
     "own, in vain": (Regressor, {"criterion": Absolute}, VAIN.format("Absolute")),
@@ -656,7 +656,7 @@ BAD_ENDINGS = {
         {"flatness_weight": 10_000, "flatness_clip": None, "max_epochs": 20},
         r"Classifier\(.*flatness_weight=10000.*\) has hardly learned, because its penalty was "
         r"larger than its loss: its training loss is 1\.\d+, where the best constant prediction "
-        r"has 1\.\d+\. Use a limit .* \(flatness_clip=0\.5\)",
+        r"has 1\.\d+\. Use a limit .* \(flatness_clip=1\.0\)",
     ),
     "diverged": (
         Classifier,
