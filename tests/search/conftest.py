@@ -1,13 +1,16 @@
-"""Optuna's messages stay away, and its log level is given back; storages of each kind."""
+"""Optuna's messages stay away, and its log level is given back; storages, a cluster of dask."""
 
+import logging
 import signal
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 import optuna
 import pytest
 
 from relflat_sk.search import _task
+from tests.processes import forkserver
 
 
 def pytest_collection_modifyitems(items):
@@ -64,3 +67,20 @@ def ctrl_c():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def dask_client():
+    """The client of a cluster of two workers on this machine."""
+    distributed = pytest.importorskip("distributed", reason="needs the extra dask")
+    config = pytest.importorskip("dask.config")
+    forkserver()
+    ensure_running()  # dask would let it import less
+    with (
+        config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client

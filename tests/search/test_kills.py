@@ -3,7 +3,6 @@
 Storages: SQLite, a journal, memory; trained in this process, in two of loky, on two of dask.
 """
 
-import logging
 import os
 import resource
 import signal
@@ -86,20 +85,6 @@ def assert_complete(search, folder, again=()):
         assert n == 1 or C in again
 
 
-@pytest.fixture(scope="module")
-def dask():
-    distributed = pytest.importorskip("distributed", reason="needs the extra dask")
-    config = pytest.importorskip("dask.config")
-    with (
-        config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL
-        ) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        yield client
-
-
 @pytest.fixture
 def engine(request):
     """A function that returns joblib's context for a way to train."""
@@ -107,7 +92,7 @@ def engine(request):
     def context(way):
         if way != "dask":
             return nullcontext()
-        client = request.getfixturevalue("dask")
+        client = request.getfixturevalue("dask_client")
         client.wait_for_workers(2, timeout=300)
         return parallel_config(backend="dask", client=client)
 

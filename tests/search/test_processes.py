@@ -3,10 +3,8 @@
 The clusters are on this machine; ray: `make test-scale`. Kills are in `test_kills.py`.
 """
 
-import logging
 from functools import cache
 from importlib import import_module
-from multiprocessing.forkserver import ensure_running
 from textwrap import indent
 
 import numpy as np
@@ -23,7 +21,7 @@ from torch import nn
 
 from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
 from tests.data_kinds import KINDS
-from tests.processes import forkserver, run_script
+from tests.processes import run_script
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the engines
 
@@ -38,20 +36,9 @@ def load():
 
 
 @pytest.fixture(scope="module")
-def dask():
-    distributed = pytest.importorskip("distributed", reason="needs the extra dask")
-    config = pytest.importorskip("dask.config")
-    forkserver()
-    ensure_running()  # dask would let it import less
-    with (
-        config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=logging.CRITICAL
-        ) as cluster,
-        distributed.Client(cluster) as client,
-    ):
-        client.run(load)
-        yield {"backend": "dask", "client": client}
+def dask(dask_client):
+    dask_client.run(load)
+    return {"backend": "dask", "client": dask_client}
 
 
 @pytest.fixture(scope="module")
