@@ -21,14 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.problems import SmallConvNet
 from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import (
-    Arrays,
-    bootstrap,
-    finish,
-    load,
-    losses_of,
-    read_arguments,
-)
+from benchmarks.papers._common import Arrays, bootstrap, finish, load, losses_of, read_arguments
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, relative_flatness
 
 STEPS = 30

@@ -25,20 +25,8 @@ from skorch.callbacks import LRScheduler
 from benchmarks._harness.networks import SharpnessAwareClassifier
 from benchmarks._harness.problems import SmallConvNet
 from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import (
-    Arrays,
-    bootstrap,
-    finish,
-    load,
-    losses_of,
-    read_arguments,
-)
-from relflat_sk import (
-    MLP,
-    FleetTrainer,
-    RelativeFlatnessRegularizedClassifier,
-    WeightAverage,
-)
+from benchmarks.papers._common import Arrays, bootstrap, finish, load, losses_of, read_arguments
+from relflat_sk import MLP, FleetTrainer, RelativeFlatnessRegularizedClassifier, WeightAverage
 
 RATES = (0.01, 0.04)
 # parameters of the net that an arm tunes, four strengths each

@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import (
-    Arrays,
-    correlation,
-    finish,
-    gaps_of,
-    load,
-    read_arguments,
-)
+from benchmarks.papers._common import Arrays, correlation, finish, gaps_of, load, read_arguments
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
