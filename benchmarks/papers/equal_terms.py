@@ -113,12 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         claims.append(replace(claim, n=2 * len(both)))
 
-    def draw(figure: Any) -> None:
-        ax = figure.subplots()
-        ax.boxplot(accuracy, orientation="horizontal", tick_labels=list(accuracy))
-        ax.set_xlabel("test accuracy")
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

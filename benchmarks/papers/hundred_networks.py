@@ -71,14 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("relative_flatness", "hessian_trace")
     ]
 
-    def draw(figure: Any) -> None:
-        axes = figure.subplots(1, 3, sharey=True)
-        for ax, name in zip(axes, ("disagreement", "relative_flatness", "l2_norm"), strict=True):
-            ax.scatter(frame[name], frame["test_error"], s=12)
-            ax.set(xlabel=name.replace("_", " "))
-        axes[0].set_ylabel("test error")
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -107,26 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(rows)
         ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(9, 7)
-        (left, middle, right), below = figure.subplots(2, 3)
-        parts = {f"{width} units": part for width, part in every.groupby("param_width")}
-        left.hist([1 / part["C1"] for part in parts.values()])
-        right.hist([part["C3"] for part in parts.values()])
-        for name, part in parts.items():
-            middle.plot(DELTAS, part.filter(like="flips_").mean(), "o-", label=name)
-        middle.plot(DELTAS, np.minimum(1, 5 * np.array(DELTAS)), "k--", label="$C_2 = 5$")
-        left.set(title="C1", xlabel=r"worst $1 / \mu$", ylabel="networks")
-        middle.set(title="C2", xlabel="size of the disturbance", xscale="log",
-                   ylabel="share of units that can flip")  # fmt: skip
-        right.set(title="C3", xlabel="largest norm over the mean")
-        middle.legend()
-        for ax, name, text in zip(below, limits, (r"$\mu$", "$C_2$", "$C_3$"), strict=True):
-            ax.hist([part[f"{name}_ratio"] for part in parts.values()])
-            ax.set(xlabel=f"{text}, trained over random start")
-        below[0].set(ylabel="networks")
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

@@ -160,33 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, sign in zip(NORMS[:3], ("> 0", "> 0", "< 0"), strict=True)
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(24, 8)
-        parts = {"samples": labels, "confusion set": confusion, "width": width}
-        columns = ["test_error", *NORMS, sharp, "kl"]
-        grid = figure.subplots(3, len(columns) + 2)
-        for row, (size, part) in zip(grid, parts.items(), strict=True):
-            for ax, name in zip(row, columns, strict=False):
-                for kind, some in part.groupby("param_kind"):
-                    ax.plot(some.groupby("param_size")[name].mean(), "o-", label=kind)
-                ax.set(title=name.replace("_", " "), xlabel=size,
-                       xscale="log" if size == "width" else "linear",
-                       yscale="linear" if name == "test_error" else "log")  # fmt: skip
-            for ax, kind in zip(row[len(columns) :], ("true", "random"), strict=True):
-                some = part[part["param_kind"] == kind]
-                if some.empty:
-                    ax.set_visible(False)
-                    continue
-                for value, nets in some.groupby("param_size"):
-                    ax.plot(nets["distance"].mean() / ALPHAS**2, nets.filter(like="rise_").mean(),
-                            ".-", label=f"{value}")  # fmt: skip
-                ax.set(title=f"{kind} labels", xlabel=f"kl, by {size}", xscale="log",
-                       ylabel="expected sharpness", yscale="log", xlim=(1e3, 1e8),
-                       ylim=(1e-6, 10))  # fmt: skip
-                ax.legend(fontsize="x-small")
-        figure.axes[0].legend()
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

@@ -118,19 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     claims.append(correlation("kappa, all weights", "> 0", frame, "joint_eigenvalue_flatness"))
     conditions(frame, ["trace_flatness_1", "trace_flatness_4"], ["param_goal", "param_share"])
 
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(11, 10)
-        by_layer = ["trace_flatness", *reversed(RHO)]
-        names = [*(f"{name}_{layer}" for name in by_layer for layer in THEIRS), *WIDE]
-        for ax, name in zip(figure.subplots(4, 4, sharey=True).flat, names, strict=True):
-            ax.scatter(frame[name], frame["generalization_gap"], s=12,
-                       c=np.log(frame["train_loss"]))  # fmt: skip
-            ax.set(xlabel=name.replace("_", " "), xscale="log")
-            ax.tick_params(axis="x", which="minor", labelsize=6, labelrotation=45)
-        for ax in figure.axes[::4]:
-            ax.set_ylabel("gap")
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

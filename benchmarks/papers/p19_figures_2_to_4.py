@@ -11,9 +11,7 @@ is above 0.1 after 400 epochs are left out: they are at no minimum.
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from benchmarks._harness.stored import Minima
@@ -87,22 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]  # fmt: skip
     conditions(frame, ["trace_flatness"], ["param_batch_size"])  # which has one rate
 
-    def draw(figure: Any) -> None:
-        figure.set_size_inches(15, 3.6)
-        *scatters, right = figure.subplots(1, 5)
-        names = ["eigenvalue_flatness", "trace_flatness",
-                 "trace_flatness_rescaled", "hessian_trace_rescaled"]  # fmt: skip
-        for name, ax in zip(names, scatters, strict=True):
-            ax.scatter(frame[name], frame["generalization_gap"],
-                       c=np.log(frame["param_batch_size"]), s=12)  # fmt: skip
-            ax.set(xscale="log", xlabel=name.replace("_", " "), ylabel="gap")
-        order = bound.sort_values().index
-        right.plot(range(len(order)), bound[order], label="bound")
-        right.plot(range(len(order)), frame["robustness"][order], ".", label="robustness")
-        right.set(yscale="log", xlabel="minima, by flatness")
-        right.legend()
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ as in that code. Its crops and flips are left out, because stacked networks cann
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -72,14 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting = ["param_optimizer", "param_faster", "param_batch_size"]
     conditions(frame, ["relative_flatness", "hessian_trace", "pac_bayes_flatness"], setting)
 
-    def draw(figure: Any) -> None:
-        for ax, name in zip(figure.subplots(1, 5, sharey=True), FIVE, strict=True):
-            ax.scatter(frame[name], frame["generalization_gap"], s=12)
-            ax.set(xlabel=name.replace("_", " "), xlim=(0, None))
-            ax.locator_params("x", nbins=3)
-        figure.axes[0].set_ylabel("gap")
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

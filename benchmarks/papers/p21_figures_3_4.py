@@ -15,7 +15,6 @@ held-out loss is what remains of the representativeness.
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -165,23 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                   lambda rows: float(rows["bound"].rank().corr(rows["param_separation"].rank()))),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        for kind in frame["param_kind"].unique():
-            found = [c for c in claims if c.name.startswith(f"Figure 3, {kind}: r at separation")]
-            low, mid, high = zip(*((c.low, c.value, c.high) for c in found), strict=True)
-            left.fill_between(separations, low, high, alpha=0.2)
-            left.plot(separations, mid, "o-", label=kind)
-        left.set(xlabel="class separation", ylabel="correlation of flatness and gap")
-        left.legend()
-        columns = {"bound": "approximated bound", "generalization_gap": "gap",
-                   "bound_without_kernel": "without the kernel's term"}  # fmt: skip
-        means = bounds.groupby("param_separation")[list(columns)].mean()
-        right.plot(means.index, means, "o-", label=list(columns.values()))
-        right.set(xlabel="class separation", ylabel="loss")
-        right.legend()
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":

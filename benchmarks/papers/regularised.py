@@ -166,14 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bootstrap("the same within methods", "> 0", frame, rank_within),
     ]  # fmt: skip
 
-    def draw(figure: Any) -> None:
-        ax = figure.subplots()
-        for method, part in frame.groupby("param_method"):
-            ax.scatter(part["relative_flatness_-1"], part["test_error"], label=method)
-        ax.set(xscale="log", xlabel="relative flatness", ylabel="test error")
-        figure.legend(loc="outside right upper")
-
-    return finish(arguments, claims, draw)
+    return finish(arguments, claims)
 
 
 if __name__ == "__main__":
