@@ -790,8 +790,13 @@ class FlatNet(SkorchNet):
         target = criterion.read_target(output, y_true)
         weight = None if weight is None else weight.to(output)
 
+        # torch divides by zero where all labels of a batch are ignored, or have no weight
+        may_divide_by_zero = getattr(criterion.criterion, "weight", None) is not None or (
+            target.values.ndim > 1 and hasattr(criterion.criterion, "ignore_index")
+        )
+
         def loss_of(output: Tensor) -> Tensor:
-            if weight is not None:
+            if weight is not None or (criterion.row is not None and may_divide_by_zero):
                 return weighted_loss(criterion, output, target.values, weight)
             value: Tensor = criterion.criterion(output, target.values)
             return value

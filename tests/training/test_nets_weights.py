@@ -1,5 +1,7 @@
 """Sample weights in training: repeated samples, by hand, and through scikit-learn's ways."""
 
+import copy
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -91,6 +93,54 @@ def test_a_batch_without_weight_teaches_nothing():
     params = {"batch_size": 10, "max_epochs": 4, "iterator_train__shuffle": False}
     net = make(**params).fit(X, NAMES, sample_weight=weights)
     same(net, make(**params).fit(X[:10], NAMES[:10]), rtol=1e-10, atol=1e-12)
+
+
+def weighted_terms(module, weight, x, y):
+    """The loss, and kappa by the curvature diag(p) - p p^T of a softmax, at the last layer."""
+    features, shares = module.activation0(module.hidden0(x)), weight[y] / weight[y].sum()
+    logits, W = module[-1](features), module[-1].weight
+    p = logits.softmax(1)
+    curvature = p @ W.square().sum(1) - (p @ W).square().sum(1)
+    kappa = shares @ (features.square().sum(1) * curvature)
+    return shares @ nn.functional.cross_entropy(logits, y, reduction="none"), kappa
+
+
+class ByAutograd(Classifier):
+    def infer(self, x, **fit_params):
+        return super().infer(x, **fit_params)
+
+
+@pytest.mark.parametrize("kind", [Classifier, ByAutograd])
+@pytest.mark.parametrize("penalty", [0, 1.0])
+@pytest.mark.parametrize("absent", [0, 2])
+def test_classes_of_weight_zero_teach_nothing(kind, penalty, absent):
+    """Rows are in the order of the classes, so that some batches have no weight at all."""
+    order, weight = np.argsort(INDEX, kind="stable"), torch.tensor([1.0, 3.0, 2.0]).double()
+    weight[absent] = 0
+    criterion = nn.CrossEntropyLoss(weight=weight)
+    options = {"iterator_train__shuffle": False, "flatness_weight": penalty, "flatness_clip": None}
+    net = make(kind, criterion=criterion, batch_size=7, max_epochs=0, **options)
+    net.fit(X[order], INDEX[order])
+    module, data = copy.deepcopy(net.module_), torch.as_tensor(X[order])
+    net.set_params(max_epochs=2).partial_fit(X[order], INDEX[order])
+    optimizer, labels = torch.optim.SGD(module.parameters(), net.lr), torch.as_tensor(INDEX[order])
+    for x, y in [*zip(data.split(7), labels.split(7), strict=True)] * 2:
+        if (y == absent).all():
+            continue
+        optimizer.zero_grad()
+        loss, kappa = weighted_terms(module, weight, x, y)
+        (loss + penalty * kappa / (2 * 6)).backward()
+        optimizer.step()
+    torch.testing.assert_close(net.module_.state_dict(), module.state_dict(), rtol=1e-9, atol=1e-11)
+    assert np.isfinite(net.history[:, "train_loss"]).all()
+    loss, kappa = weighted_terms(module, weight, data, labels)
+    shares = torch.bincount(labels, weight[labels]) / weight[labels].sum()
+    assert relative_flatness(net, X[order], INDEX[order], batch_size=7) == pytest.approx(
+        kappa.item(), rel=1e-9
+    )
+    comparison = net.constant_comparison_
+    assert comparison.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert comparison.constant_loss == pytest.approx(torch.special.entr(shares).sum().item())
 
 
 def test_an_unknown_criterion_must_tell_samples_apart():
