@@ -336,6 +336,19 @@ def _restore(contents: Sequence[tuple[Tensor, Tensor, int, Tensor]]) -> None:
             numbers.copy_(content)
 
 
+@contextmanager
+def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let the graph show where frozen parameters are read."""
+    frozen = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad = True
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False
+
+
 class MathAttention:
     """Context in which attention runs in the kernel that has all derivatives.
 

@@ -19,6 +19,7 @@ from relflat_sk._checks import check_boolean, check_integer, check_number
 from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
 from relflat_sk._losses.table import Target
 from relflat_sk._network.batches import check_weights
+from relflat_sk._network.borrowing import requiring_grad
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import (
     check_part,
@@ -322,7 +323,10 @@ class RelativeFlatnessPenalty:
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             if loss.row is None:
-                warn_of_weights(loss, loss_of(output), output, self._capture.module)
+                module = self._capture.module
+                with requiring_grad(module.parameters()):
+                    losses = loss_of(output)
+                warn_of_weights(loss, losses, output, module)
             self._checked = loss.criterion
         with self._hooks.quiet(), without_autocast(output):
             penalty = batch_flatness(

@@ -17,6 +17,7 @@ from relflat_sk._checks import is_integer
 from relflat_sk._losses.curvature import pull_back
 from relflat_sk._losses.loss import Loss, has_hooks, warn_of_ending
 from relflat_sk._network.batches import Batch
+from relflat_sk._network.borrowing import requiring_grad
 from relflat_sk._network.layer_checks import (
     few_rows,
     find_mixed_rows,
@@ -101,7 +102,8 @@ def _make_forward_pass(
     else:
         target = loss.read_target(output, batch.y)
         network.check_criterion(output, target.values)
-        with torch.enable_grad():
+        read = network.module.parameters() if loss.row is None else ()
+        with torch.enable_grad(), requiring_grad(read):
             losses = loss.losses(output, target.values, each=batch.weight is not None)
         warn_of_weights(network.loss, losses, output, network.module)
     # in float64, where probabilities close to one keep their distance from it

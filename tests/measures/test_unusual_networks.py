@@ -504,17 +504,20 @@ class OfWeights(nn.Module):
         return F.cross_entropy(z, y) + sum(p.square().sum() for p in self.net.parameters())
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("holds", [False, True])
 @pytest.mark.parametrize("name", ["hessian_trace", "gradient_norm", "expected_sharpness"])
-def test_a_criterion_that_reads_weights_is_told(holds, name):
+def test_a_criterion_that_reads_weights_is_told(holds, name, frozen):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     X, y = torch.randn(8, 4), torch.arange(8) % 3
+    net[0].requires_grad_(not frozen)
     decays = OfWeights(net) if holds else lambda z, y: F.cross_entropy(z, y) + net[0].weight.norm()
     with pytest.warns(FlatnessWarning, match="reads weights of the network"):
         measure(name, net, X, y, criterion=decays)
     with pytest.warns(FlatnessWarning, match="reads weights of the network"):
-        penalty_of(published_penalty(0), net, decays, X, y)
+        penalty_of(published_penalty(-1), net, decays, X, y)
+    assert net[0].weight.requires_grad is not frozen
 
 
 @pytest.mark.parametrize(
