@@ -728,7 +728,9 @@ class FlatNet(SkorchNet):
         """Return the penalty of a pass through the module, if it has one that is not recorded."""
         state = self._state()
         is_free = self._is_unseen or IS_MEASURED.get() or not torch.is_grad_enabled()
-        if is_free or state.in_infer or not self._penalty_weight():
+        # the penalty is that of the output which get_loss receives, not of one that it computes
+        is_inside = state.in_infer or state.own_loss is not None
+        if is_free or is_inside or not self._penalty_weight():
             return None
         if state.terms is None:  # further passes of a step have what the first one has
             state.rests = self._penalty_limit().is_resting(self.flatness_every)

@@ -225,6 +225,22 @@ def test_steps_without_penalty_are_silent_at_weight_0(changed, recwarn):
     assert not recwarn
 
 
+class Consistent(Classifier):
+    """Runs the network once more in its loss."""
+
+    def get_loss(self, y_pred, y_true, X=None, training=False):
+        loss = F.cross_entropy(y_pred, y_true)
+        return loss + F.mse_loss(self.infer(X), y_pred) if training else loss
+
+
+def test_a_pass_within_the_loss_is_not_penalised():
+    """Without dropout, both passes have the same output."""
+    by_hand = own_loss(lambda z, y: F.cross_entropy(z, y) + F.mse_loss(z.detach(), z))
+    expected, net = (make(kind, **AT_START).fit(X, NAMES) for kind in (by_hand, Consistent))
+    for column in ("flatness_penalty", "train_loss"):
+        assert net.history[:, column] == pytest.approx(expected.history[:, column], rel=1e-6)
+
+
 # -- what is measured --------------------------------------------------------------------
 
 
