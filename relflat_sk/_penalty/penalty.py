@@ -325,8 +325,8 @@ class RelativeFlatnessPenalty:
             if loss.row is None:
                 module = self._capture.module
                 with requiring_grad(module.parameters()):
-                    losses = loss_of(output)
-                warn_of_weights(loss, losses, output, module)
+                    read = loss_of(output)
+                warn_of_weights(loss, read, output, module)
             self._checked = loss.criterion
         with self._hooks.quiet(), without_autocast(output):
             penalty = batch_flatness(
