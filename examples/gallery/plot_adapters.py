@@ -4,7 +4,8 @@ Rank the checkpoints of an adapter
 
 A small transformer learns one task, and is fine-tuned on another one by a low-rank adapter of
 PEFT. ``rank_models`` takes the saved adapters one after the other from a generator, which loads
-each into the model. It measures at a layer's merged weight, or at the factors of the adapter.
+each into the model. It measures at a layer's merged weight, or at the factors of the adapter. To
+choose a checkpoint, take the last, or hold out data ("Does it help?").
 """
 
 import tempfile
