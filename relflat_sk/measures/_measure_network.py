@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from relflat_sk._checks import check_number
-from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import name_layer
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
@@ -21,7 +20,6 @@ from relflat_sk.measures._layer_measures import (
     TRACE_LIKE,
     measure_layers,
 )
-from relflat_sk.measures._minimum import criterion_has_curvature
 from relflat_sk.measures._names import (
     ALWAYS,
     CURVATURES,
@@ -89,7 +87,6 @@ def measure_network(
         results |= _measure_at_loss(network, alike, layers, share, tolerates, params)
     for (layer, name), measured in results.items():
         warn_of_saddle(layer, name, measured)
-    _warn_of_no_curvature(network, results)
     return results
 
 
@@ -190,23 +187,6 @@ def warn_of_saddle(layer: str, name: str, measured: Measured) -> None:
             f"{name} at layer {layer!r} is negative ({measured.value:.3g}): the loss curves down "
             "there, so this point is no minimum, and flatness says nothing about it. Train "
             "further, or check gradient_norm."
-        )
-
-
-def _warn_of_no_curvature(network: Network, results: Results) -> None:
-    """Warn if curvatures are zero because the criterion has none, whatever the network does."""
-    zero = [
-        name
-        for (_, name), measured in results.items()
-        if name in CURVATURES and measured.value == 0
-    ]
-    if zero and not criterion_has_curvature(network):
-        warn(
-            f"{', '.join(dict.fromkeys(zero))} is 0 because "
-            f"{name_criterion(network.loss.criterion)} has no curvature at the network's outputs: "
-            "it is piecewise linear or constant in them, or gives no gradient. So 0 does not mean "
-            "that the minimum is flat. Measure with a loss that is twice differentiable, for "
-            "example criterion=torch.nn.CrossEntropyLoss() or torch.nn.MSELoss()."
         )
 
 

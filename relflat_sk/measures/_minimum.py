@@ -15,6 +15,7 @@ from skorch import NeuralNet
 from torch import nn
 
 from relflat_sk._losses.curvature import product_curvature, pull_back
+from relflat_sk._losses.loss import name_criterion
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network, outcome_of
@@ -188,9 +189,18 @@ def warn_of_vanished(network: Network, results: Results) -> None:
     if not gone and unknown:
         (_, name), value = next(iter(tiny.items()))
         warn(f"{name} is {value:.3g}.{unknown}")
-    if not gone or not criterion_has_curvature(network):
-        return  # a criterion without curvature has a warning of its own
+    if not gone:
+        return
     names = ", ".join(dict.fromkeys(name for _, name in gone))
+    if not criterion_has_curvature(network):
+        warn(
+            f"{names} is {tiny[gone[0]]:.3g} because {name_criterion(network.loss.criterion)} has "
+            "no curvature at the network's outputs: it is piecewise linear or constant in them, or "
+            "gives no gradient. So the minimum need not be flat. Measure with a loss that is twice "
+            "differentiable, for example criterion=torch.nn.CrossEntropyLoss() or "
+            "torch.nn.MSELoss()."
+        )
+        return
     is_known = comparison.is_known and math.isfinite(comparison.loss)
     if is_known and not comparison.is_lower_by(_ROUNDING):
         warn(

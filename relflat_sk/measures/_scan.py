@@ -311,9 +311,7 @@ class _Runner:
                 reason = str(error)
             if not reason and name in elsewhere:
                 reason = why_used_elsewhere(name)
-            if not reason and self.layers == "all":
-                reason = why_no_samples(record, output)
-            if reason:
+            if reason := reason or why_no_samples(record, output):
                 reasons[name] = reason
         return reasons
 
