@@ -70,15 +70,15 @@ def check_device(device: Any) -> None:
     if device is None:
         return
     try:
-        found = torch.device(device)
+        kind = torch.device(device).type
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(
             f"device={device!r} is no device of torch, such as 'cpu' or 'cuda'."
         ) from None
-    if found.type == "meta":
+    if kind == "meta":
         raise ValueError("device='meta' holds no values to compute with. Pass 'cpu' or 'cuda'.")
     try:
-        torch.empty(0, device=found)
+        torch.empty(0, device=device)
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise ValueError(
@@ -90,11 +90,11 @@ def check_device(device: Any) -> None:
 _MOST_MEANT = 4  # names in a suggestion
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Ask which of some names a wrong name stands for."""
-    known = sorted(known)
+    names = sorted(names)
     endings = [name.split("__", i)[-1] for i in range(name.count("__") + 1)]
-    same = [other for ending in endings for other in known if other.endswith(f"__{ending}")]
-    found = dict.fromkeys([*same, *difflib.get_close_matches(name, known, n=_MOST_MEANT)])
-    names = " or ".join(map(repr, list(found)[:_MOST_MEANT]))
-    return f" Did you mean {names}?" if names else ""
+    same_end = [other for ending in endings for other in names if other.endswith(f"__{ending}")]
+    close = difflib.get_close_matches(name, names, n=_MOST_MEANT)
+    meant = " or ".join(map(repr, list(dict.fromkeys([*same_end, *close]))[:_MOST_MEANT]))
+    return f" Did you mean {meant}?" if meant else ""

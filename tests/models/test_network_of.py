@@ -131,6 +131,17 @@ def test_skorch_own_dataset_and_loader_are_used():
         relative_flatness(net, X32[:0], Y[:0])
 
 
+def test_all_samples_count_also_if_predictions_leave_some_out():
+    plain, dropping = (
+        fitted(NeuralNetClassifier, train_split=None, **arguments)
+        for arguments in ({}, {"iterator_valid__drop_last": True})
+    )
+    dropping.module_.load_state_dict(plain.module_.state_dict())
+    for batch_size in (7, 1024):
+        found = relative_flatness(dropping, X32, Y, batch_size=batch_size)
+        assert found == pytest.approx(relative_flatness(plain, X32, Y), rel=FLOAT32)
+
+
 def test_nets_of_this_package_accept_labels_of_any_type():
     names = np.array(["ant", "bee", "cow"])
     net = RelativeFlatnessRegularizedClassifier(max_epochs=3, verbose=0, random_state=0)
