@@ -154,9 +154,7 @@ def granulated_kendall(
     if not len(_Granules.of(levels[selected.usable]).first):
         raise ValueError(
             f"No two of the {selected.usable.sum()} minima differ in one of {columns} alone. "
-            "Name the hyper-parameters that were varied independently as axes, without the "
-            "random seed, and sweep over a grid of them: values drawn at random hardly ever "
-            "repeat."
+            "Name the hyper-parameters of a grid as axes, without the random seed."
         )
     seed = draw_seed(random_state)
     names = ["psi", *(f"psi_{plain_name(column)}" for column in columns)]

@@ -66,8 +66,7 @@ def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[
     beside = [column for column in table.columns if column in numbers]
     raise ValueError(
         f"{argument}={name!r} {problem}. Expected one of the measures {measure_columns(table)} "
-        f"or of the other numeric columns {beside}. To record another measure, add it to the "
-        "measures of the search and run the search again."
+        f"or of the other numeric columns {beside}."
     )
 
 
@@ -173,9 +172,8 @@ def _varied_axes(table: pd.DataFrame) -> list[str]:
             partitions.setdefault((all_differ, *levels), column)
     if not partitions:
         raise ValueError(
-            "No hyper-parameter was varied over these minima, but for random seeds: no other "
-            f"column '{PARAM_PREFIX}...' has more than one value. Name the columns of the "
-            "hyper-parameters as axes."
+            "No hyper-parameter was varied over these minima, but for random seeds. Name the "
+            "columns of the hyper-parameters as axes."
         )
     return list(partitions.values())
 

@@ -46,8 +46,7 @@ def average(estimators: Mapping[str, Any], y: Any) -> Any:
         if is_multilabel or not (has_classes and has_mean(estimator, y)):
             raise ValueError(
                 "an ensemble averages probabilities of single labels without a threshold, or "
-                f"predictions of regressors, and {describe(estimator)} has no such predictions "
-                "here. Average the predictions of the networks yourself."
+                f"predictions of regressors, and {describe(estimator)} has none here."
             )
     first = next(iter(estimators.values()))
     if is_regressor(first):
@@ -57,7 +56,6 @@ def average(estimators: Mapping[str, Any], y: Any) -> Any:
     if not all(np.array_equal(ensemble.classes_, of_member) for of_member in classes):
         raise ValueError(
             "an ensemble averages probabilities of the same sorted classes, and some candidates "
-            "have others, or were trained on data that lack a class. Average the predictions of "
-            "the networks yourself."
+            "have others, or were trained on data that lack a class."
         )
     return ensemble

@@ -129,10 +129,9 @@ def owned(study: optuna.Study) -> Iterator[tuple[list[Any], list[FrozenTrial]]]:
     if alive is not None:
         raise ValueError(
             f"study {study.study_name!r} belongs to {name_owner(alive)}, which is training. Wait "
-            "until it ends, or give this search a study_name of its own. To share a study between "
-            "processes: study.optimize(MinimaObjective(...)). If the process is gone, but its "
-            f"machine cannot be asked: study.set_user_attr({OWNER!r}, None), and for each "
-            "running trial study.tell(number, state=TrialState.FAIL)."
+            "until it ends; processes share a study by study.optimize(MinimaObjective(...)). If "
+            f"another machine's process is gone: study.set_user_attr({OWNER!r}, None), and for "
+            "each running trial study.tell(number, state=TrialState.FAIL)."
         )
     owner = this_process()
     study.set_user_attr(OWNER, owner)
@@ -247,8 +246,7 @@ class Candidates:
             if owner is None or owner != self.owner:
                 raise CallError(
                     f"{name_owner(owner) if owner else 'Another program'} began to train study "
-                    f"{self.study.study_name!r} at the same moment: this search ends. Fit again "
-                    "when that process has ended."
+                    f"{self.study.study_name!r} at the same moment. Fit again when it has ended."
                 )
             if chosen is None:
                 raise StopIteration

@@ -89,9 +89,8 @@ def vary_data(  # noqa: PLR0913
     rows, rest = _choose(y, train_size, stratify, rng)
     if confusion_size > len(rest):
         raise ValueError(
-            f"data__confusion_size={confusion_size} needs as many samples beside those chosen by "
-            f"data__train_size, but of {len(y)} samples {len(rest)} are left. Choose a smaller "
-            "data__train_size."
+            f"data__confusion_size={confusion_size} needs as many samples beside those of "
+            f"data__train_size, and of {len(y)} samples {len(rest)} are left."
         )
     labels = rows.copy()
     shuffled = rng.permutation(len(rows))[: round(random_labels * len(rows))]
@@ -168,10 +167,8 @@ def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
         rate = next((prefix + end for end in RATES if prefix + end in before), None)
         if rate is None or not _is_size(size) or not _is_size(before.get(name)):
             raise ValueError(
-                f"lr_scaling={lr_scaling!r} needs numbers for {name!r} and a learning rate beside "
-                f"it ({' or '.join(RATES)}), got {name}={size!r} in the candidate and "
-                f"{before.get(name)!r} in the estimator. Give both as numbers, or leave lr_scaling "
-                "out."
+                f"lr_scaling={lr_scaling!r} needs numbers for {name!r}, and {' or '.join(RATES)} "
+                f"beside it, got {size!r} in the candidate and {before.get(name)!r} before."
             )
         ratio = size / before[name]
         rates[rate] = float(params.get(rate, before[rate]) * RULES[lr_scaling](ratio))

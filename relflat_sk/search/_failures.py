@@ -46,8 +46,7 @@ def blame_storage(study: Any) -> Iterator[None]:
     except Exception as error:
         raise StorageFailedError(
             f"the storage of study {study.study_name!r} failed: {root_of(error)} Mend it, and call "
-            "fit again with the same storage and study_name: candidates that the storage holds are "
-            "not trained again."
+            "fit again with the same storage and study_name, which trains what it does not hold."
         ) from error
 
 

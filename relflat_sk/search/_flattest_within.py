@@ -154,8 +154,7 @@ class FlattestWithin:
             f"no candidate within {self.tolerance:g} of the best {score!r}, {best:g}, has a "
             f"finite {column!r}, and {known.sum()} of all {len(scores)} have both. Candidate "
             f"{chosen} is chosen, with {scores[chosen]:g}. A FlatnessScorer gives nan to models "
-            "that are not at a minimum: its warnings say why. "
-            'FlatnessScorer(non_minimum="warn") scores them.'
+            'that are no minima, unless it has non_minimum="warn".'
         )
         return chosen
 

@@ -77,8 +77,7 @@ class Measuring:
             if self.ways.setdefault(name, way) != way:
                 raise ValueError(
                     f"{name} is to be measured with the arguments {self.ways[name].arguments()} "
-                    f"and {way.arguments()}, but it has one column. For one of the two "
-                    "pass a function of model, X and y with another name."
+                    f"and {way.arguments()}. For one of the two pass a function of another name."
                 )
 
     def depth_band(self, by: str) -> float | None:

@@ -149,7 +149,9 @@ class MinimaObjective:
         recipe, space = self.recipe, self.recipe.space
         study = getattr(trial, "study", None)
         if study is not None and study.study_name not in self._checked:
-            self._check(study, trial.number)
+            check_made_with(study, recipe, direction=self.direction, current=trial.number)
+            check_store(recipe.store)
+            self._checked.add(study.study_name)
         trial.set_user_attr(OWNER, this_process())
         minimum, params = Minimum(), dict[str, Any]()
         try:
@@ -166,20 +168,6 @@ class MinimaObjective:
             raise optuna.TrialPruned
         values = tuple(SIGNS[self.direction] * value for value in minimum.values)
         return values[0] if len(values) == 1 else values
-
-    def _check(self, study: optuna.Study, number: int) -> None:
-        """Refuse a study of other directions, or of something else."""
-        directions = [direction.name.lower() for direction in study.directions]
-        needed = [self.direction] * len(self.recipe.task.ranking)
-        if directions != needed:
-            raise ValueError(
-                f"the study's directions are {directions}, but this objective has "
-                f"{len(needed)} measure(s), each to {self.direction}. Create the study with "
-                f"directions={needed}."
-            )
-        check_made_with(study, self.recipe, current=number)
-        check_store(self.recipe.store)
-        self._checked.add(study.study_name)
 
     def get_parameters(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return the values that a trial drew, in place of the labels that its study stores.

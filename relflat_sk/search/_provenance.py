@@ -39,12 +39,20 @@ _DEEPEST, _LONG = 6, 100
 
 
 def check_made_with(
-    study: optuna.Study, recipe: Recipe, *, current: int = -1, also: Measuring | None = None
+    study: optuna.Study,
+    recipe: Recipe,
+    *,
+    direction: str = "minimize",
+    current: int = -1,  # a trial that has begun by now
+    also: Measuring | None = None,  # further measures
 ) -> None:
-    """Refuse a study whose minima were made otherwise; record in a new study how they are made.
-
-    `current` is a trial that has begun by now; `also` are further measures.
-    """
+    """Refuse a study whose minima were made otherwise; record in a new study how they are made."""
+    directions = [direction.name.lower() for direction in study.directions]
+    if directions != (needed := [direction] * len(recipe.task.ranking)):
+        raise ValueError(
+            f"the directions of study {study.study_name!r} are {directions}, and must be {needed}. "
+            "Create it so, or give this call a study_name of its own."
+        )
     now, then = _record(recipe), study.user_attrs.get(MADE_WITH, {})
     now |= {} if also is None else _measures(also)
     of_results = TrialState.COMPLETE, TrialState.PRUNED
@@ -55,9 +63,8 @@ def check_made_with(
     )
     if has_results and not then:
         raise ValueError(
-            f"study {study.study_name!r} does not say how its minima were made: it is of an "
-            "earlier version of relflat_sk, or of another program. rank_minima(study) shows them. "
-            "Give this call a study_name of its own."
+            f"study {study.study_name!r} does not say how its minima were made, as of an earlier "
+            "version. rank_minima(study) shows them. Give this call a study_name of its own."
         )
     if has_results:
         both = now.keys() & then.keys()
@@ -70,9 +77,8 @@ def check_made_with(
             raise ValueError(
                 f"study {study.study_name!r} was made with something else:\n"
                 + "\n".join(differences)
-                + "\nIts minima cannot be compared with those of this call. Give this call a "
-                "study_name of its own, or undo the difference. In cross-validation leave "
-                "study_name out: every fold is a search of its own."
+                + "\nGive this call a study_name of its own, or undo the difference. In "
+                "cross-validation leave study_name out: every fold is a search of its own."
             )
         now = then | now
     if then != now:

@@ -209,9 +209,8 @@ def _check_models(models: Any) -> None:
     is_single = isinstance(models, nn.Module | str | Path) or hasattr(models, "fit") or is_weights
     if is_single or not isinstance(models, Iterable):
         raise TypeError(
-            "models must be a dict or an iterable of several models or paths, such as "
-            f'Path("runs").glob("*.pt"), got a single {type(models).__name__}. To measure one '
-            "model, use relflat_sk.measure."
+            "models must be a dict or an iterable of several models or paths, got a single "
+            f"{type(models).__name__}, which relflat_sk.measure takes."
         )
 
 
@@ -387,6 +386,6 @@ def _check_constants(names: list[str], constant_losses: list[float]) -> None:
         ends = [f"{loss:.4g} of {finite[loss]!r}" for loss in (min(finite), max(finite))]
         warn(
             f"the loss of the best constant prediction differs among the models, from {ends[0]} "
-            f"to {ends[1]}. They have different losses, weights of classes or units of the target, "
-            "and flatness does not compare them. Rank the models of each loss by themselves."
+            f"to {ends[1]}. They have different losses, weights of classes or units: rank the "
+            "models of each loss by themselves."
         )

@@ -168,10 +168,9 @@ class Recipe:
             return estimator, ""
         return estimator, (
             f"the minimum of trial {trial.number} cannot be had again: its training loss was "
-            f"{before:.8g}, and is {loss:.8g} after training again with the same seed. Another "
-            "machine or version of a library computes other bits, and a part of the estimator may "
-            "draw from a random state of its own. An artifact_store keeps the weights: give the "
-            "search one before it trains."
+            f"{before:.8g}, and is {loss:.8g} after training again with the same seed, as on "
+            "another machine or with a random state that the seed does not reach. An "
+            "artifact_store keeps the weights, if the search has one before it trains."
         )
 
     # -- measuring finished trials ---------------------------------------------------------------
@@ -188,8 +187,7 @@ class Recipe:
             columns = sorted({name for names in lacking.values() for name in names})
             warn(
                 f"{', '.join(columns)} of trials {sorted(lacking)} stay nan: an earlier session "
-                "trained them without these measures or held-out data, and their weights were not "
-                "saved. With an artifact_store, such as a folder, they would be measured now."
+                "trained them without, and saved no weights, which takes an artifact_store."
             )
 
     def complete(

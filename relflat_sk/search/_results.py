@@ -70,10 +70,9 @@ def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
         )
     if not table["converged"].any():
         warn(
-            "no candidate converged: the ranking is of networks that are no minima, by their "
-            f"training loss ({_losses(table)}). If they had not finished training, train longer "
-            "(max_epochs, max_iter), or to a goal within reach (goal, StopAtLoss). Reasons:\n"
-            + list_reasons(table)
+            "no candidate converged: networks that are no minima are ranked by training loss "
+            f"({_losses(table)}). Train longer (max_epochs, max_iter), or to a goal within reach. "
+            f"Reasons:\n{list_reasons(table)}"
         )
         return
     _warn_of_missing(table)
@@ -98,9 +97,8 @@ def _warn_of_missing(table: pd.DataFrame) -> None:
         warn(
             f"{len(left_out)} of {table['converged'].sum()} minima are left out of the ranking, "
             f"because their training losses ({_losses(left_out)}) differ too much from those of "
-            f"the others ({_losses(table[table['comparable']])}), and flatness depends on the "
-            "loss. Rank at equal loss (measure='comparable_flatness'), train all to the same loss "
-            "(goal), or rank all together by rank_minima(search, depth_band=None)."
+            f"the others ({_losses(table[table['comparable']])}). Rank at equal loss "
+            "(measure='comparable_flatness'), or all by rank_minima(search, depth_band=None)."
         )
 
 

@@ -70,13 +70,11 @@ def check_arguments(search: Any) -> None:
     if search.study_name is not None and search.storage is None:
         raise ValueError(
             f"study_name={search.study_name!r} needs a storage: without one the study is in memory "
-            "and ends with the program. Give storage='sqlite:///minima.db', for example, or leave "
-            "study_name out."
+            "and ends with the program. Give storage='minima.db', or leave study_name out."
         )
     if n_processes(search.n_jobs) and search.pruner is not None:
         raise ValueError(
-            f"a pruner needs n_jobs=1, got n_jobs={search.n_jobs}: workers that train do not know "
-            "the study."
+            f"a pruner needs n_jobs=1, got n_jobs={search.n_jobs}: workers know no study."
         )
 
 
@@ -465,16 +463,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         except Exception as error:
             raise ValueError(
                 f"storage={without_password(self.storage)!r} cannot be used: {root_of(error)} "
-                "Expected the URL of a database, a file whose name ends in .db, .sqlite or .log "
-                "(a journal), a Path, or an optuna storage. Nothing was trained."
+                "Expected the URL of a database, or a file that ends in .db, .sqlite or .log."
             ) from error
-        directions = [direction.name.lower() for direction in study.directions]
-        if directions != ["minimize"] * n_objectives:
-            raise ValueError(
-                f"study {study.study_name!r} was not made by this search: its directions are "
-                f"{directions}, this search needs {['minimize'] * n_objectives}. Give this search "
-                "a study_name of its own."
-            )
         return study, storage
 
     def _train(
@@ -830,9 +820,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """
         if params and not get_config()["enable_metadata_routing"]:
             raise ValueError(
-                f"score was given {sorted(params)}, which takes metadata routing, as in "
-                "scikit-learn's searches: sklearn.set_config(enable_metadata_routing=True), and "
-                "estimator.set_score_request(sample_weight=True)."
+                f"score was given {sorted(params)}, which takes metadata routing: "
+                "sklearn.set_config(enable_metadata_routing=True), and estimator.set_score_request."
             )
         routed = process_routing(self, "score", **params).estimator.score
         return float(self._predictor().score(X, y, **routed))
@@ -931,10 +920,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             return
         if len(members) < n_all:
             warn(
-                f"the search predicts with the mean of {len(members)} of {n_all} networks: other "
-                "sessions or processes trained the rest, and their weights were not saved or "
-                "cannot be read. Give the search an artifact_store before it trains, or train "
-                "them again by get_ensemble()."
+                f"the search predicts with the mean of {len(members)} of {n_all} networks: those "
+                "of earlier sessions have no weights that can be read. Give the search an "
+                "artifact_store before it trains, or train them again by get_ensemble()."
             )
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:

@@ -42,9 +42,8 @@ class Space:
         space = {} if self.function is not None else space
         if not isinstance(space, Mapping):
             raise TypeError(
-                "space must be a dict from parameter names to lists of choices, distributions "
-                "of optuna, or functions of a trial, or one function of a trial that returns a "
-                f"dict of parameters, got {type(space).__name__}."
+                "space must be a dict of parameters, see FlatMinimaSearch, or a function of a "
+                f"trial that returns one, got {type(space).__name__}."
             )
         if not space and self.function is None:
             raise ValueError(
@@ -69,8 +68,7 @@ class Space:
         if not isinstance(values, Sequence) or isinstance(values, str | bytes):
             raise TypeError(
                 f"space[{name!r}] must be a list of choices, a distribution of optuna, or a "
-                f"function of a trial, got {values!r}. A single value goes into a list: "
-                f"[{_name(values)}]."
+                f"function of a trial, got {values!r}. A value goes into a list: [{_name(values)}]."
             )
         if not len(values):
             raise ValueError(f"space[{name!r}] has no choices.")

@@ -159,7 +159,7 @@ VALUES = [
     (scored(non_minimum="warn"), "has its own rule for what is a minimum"),
     (
         search(measure=["l2_norm", FlatnessScorer(layer=0), FlatnessScorer()]),
-        r"with the arguments \{'layer': 0\} and \{\}, but it has one column",
+        r"with the arguments \{'layer': 0\} and \{\}",
     ),
     (objective(direction="up"), r"direction must be one of \['minimize', 'maximize'\]"),
     (objective(measures=[]), "measure"),
@@ -178,7 +178,7 @@ VALUES = [
     (search(storage="nobase://me:secret@there/m"), r"storage='nobase://me:\*\*\*@there/m' cannot"),
     # studies of one's own
     *(
-        (study(**parameters), r"the study's directions are .* Create the study with")
+        (study(**parameters), "the directions of study")
         for parameters in (
             {"directions": ["maximize"]},
             {"direction": "maximize"},
@@ -197,7 +197,7 @@ VALUES = [
     (vary(random_labels=1.5), "must be a share from 0 to 1, got 1.5"),
     (vary(random_labels="half"), "must be a share .* got 'half'"),
     (vary(confusion_size=-1), "must be an integer of at least 0, got -1"),
-    (vary(confusion_size=1), r"of 40 samples 0 are left\. Choose a smaller data__train_size"),
+    (vary(confusion_size=1), "of 40 samples 0 are left"),
     (vary(train_size=30, confusion_size=11), "of 40 samples 10 are left"),
     (vary(train_size=41), "train_size=41 should be"),
     (vary(y=None, train_size=3), "begin with data__ need X and y as arrays"),
@@ -241,7 +241,7 @@ TYPES = [
     (objective(fit_params=WEIGHTS), "sequence|iterable"),
     (objective(X={"C": [1.0]}, y=X, space=Y), "space must be a dict .* got ndarray"),
     (lambda: Space([{"lr": [0.1]}]), "space must be a dict .* got list"),
-    (lambda: Space(dict), "or one function of a trial that returns a dict .* got type"),
+    (lambda: Space(dict), "or a function of a trial that returns one, got type"),
     (lambda: Space({"lr": 0.1}), r"space\['lr'\] must be a list .* got 0.1.*list: \[0.1\]"),
     (lambda: Space({"lr": np.float64(0.1)}), r"space\['lr'\] must be a list"),
     (lambda: Space({"optimizer": "adam"}), r"must be a list of choices.* got 'adam'"),

@@ -600,7 +600,7 @@ def test_several_objectives_are_resumed(stored):
     search = search_for_both(8, refit=False, **stored).fit(X, Y)
     assert len(search.minima_) == 8
     single = search_for_both(9, sampler=TPESampler(seed=0), **stored)
-    with pytest.raises(ValueError, match=r"its directions are \['minimize', 'minimize'\]"):
+    with pytest.raises(ValueError, match=r"are \['minimize', 'minimize'\]"):
         single.fit(X, Y)
 
 
