@@ -129,6 +129,17 @@ def test_flatness_chooses_only_if_most_candidates_reach_the_loss(n_fit, chosen):
 # -- judging ----------------------------------------------------------------------------------
 
 
+def test_forms_per_feature_are_the_measures_over_the_width():
+    fits = made_up([1, 2])
+    fits.widths = np.array([4, 8])
+    names = [name for name, _ in ways.FORMS.values()]
+    fits.measures = pd.DataFrame({f"{name} at 0.1": [2.0, 4.0] for name in names})
+    found = ways.flatness_scores(fits)
+    assert found["kappa/m at 0.1"].tolist() == [0.5, 0.5]
+    assert found["normalized/m at 0.1"].tolist() == [0.5, 0.5]
+    assert found["comparable_flatness at 0.1"].tolist() == [2.0, 4.0]
+
+
 def made_up(errors, n=100):
     """Make fits whose test errors are given, in points; candidates err on the last samples."""
     y = np.arange(n) % 2

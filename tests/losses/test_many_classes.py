@@ -148,6 +148,13 @@ def test_autocast_does_not_reach_the_sums():
         assert_close(ManyClasses(z, None).trace(Factor(W)), expected, rtol=0, atol=0)
 
 
+def test_rows_with_a_large_common_part():
+    z, W = make(100, 8, 3.0)
+    far = W + 100
+    found = ManyClasses(z, None).trace(Factor(far)).double()
+    assert_close(found, class_by_class(z, far).sum(dim=1), rtol=1e-4, atol=0)
+
+
 def test_classes_that_are_masked_out():
     z, W = make(9, 4, 0.0)
     z[:, 3:] = -torch.inf

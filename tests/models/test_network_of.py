@@ -269,6 +269,19 @@ def test_the_module_inside_a_wrapper_is_measured(wrap):
         assert found == expected
 
 
+@pytest.mark.parametrize("kind", ["net", "pipeline", "search"])
+def test_a_layer_given_as_a_module_is_that_layer_of_what_holds_it(kind):
+    net = fitted(NeuralNetClassifier)
+    pipeline = Pipeline([("same", "passthrough"), ("net", net)])
+    search = GridSearchCV(pipeline, {})
+    search.best_estimator_ = pipeline
+    model = {"net": net, "pipeline": pipeline, "search": search}[kind]
+    found, expected = (relative_flatness(model, X, Y, layer=at) for at in (net.module_[0], 0))
+    assert found == expected
+    with pytest.raises(LayerNotFoundError, match="not part of the network"):
+        relative_flatness(model, X, Y, layer=nn.Linear(8, 3))
+
+
 def test_columns_of_estimators_keep_their_names_and_order():
     frame = pd.DataFrame(X, columns=list("abcd"))
     model = LogisticRegression(max_iter=500).fit(frame, Y)

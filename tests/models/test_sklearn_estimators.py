@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
+from scipy.sparse import csr_array
 from scipy.special import expit, log_expit, log_softmax
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
@@ -292,6 +293,12 @@ def test_weighted_sgd_classifier_weighs_its_samples(classes, balanced):
 # -- targets --------------------------------------------------------------------------------
 
 
+def test_balanced_weights_ignore_classes_that_the_labels_lack():
+    estimator = LogisticRegression(class_weight="balanced").fit(X, THREE)
+    model = to_torch(estimator, ["a", "a", "a", "c"])
+    assert_allclose(model.criterion.weight, [4 / (2 * 3), 1.0, 4 / (2 * 1)], rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     "classes",
     [["a", "b", "c"], [-1, 5, 7], [0.0, 1.0, 7.0], np.array(["x", "y", "z"], dtype=object)],
@@ -317,6 +324,12 @@ def test_booleans_columns_and_a_single_class():
 
 
 NOT_FITTED_ON = r"not fitted on, such as .*{}.*; it knows \["
+
+
+@pytest.mark.parametrize("convert", [np.asarray, csr_array], ids=["dense", "sparse"])
+def test_label_indicators_pass_through(convert):
+    encode = to_torch(fitted("mlp-labels")).encode_target
+    assert_array_equal(encode(convert(LABELS)), LABELS.astype(float))
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,16 @@ def test_the_scale_is_logarithmic_for_positive_values_over_a_decade(numbers, sca
     assert draw_report(numbers).get_xscale() == scale
 
 
+def test_long_names_are_shortened_and_missing_values_leave_a_gap():
+    names = ["encoder." + "block." * 12 + "weight", "head"]
+    ax = draw_report([np.nan, 2.0], stderr=np.nan, layers=names)
+    label = ticks(ax.yaxis)[0]
+    assert len(label) < 45
+    assert label.startswith("encoder.block")
+    assert label.endswith("block.weight")
+    assert_allclose(values(ax), [np.nan, 2.0])
+
+
 def test_curves_are_those_of_sharpness_curve():
     alphas = [0.001, 0.01, 0.1]
     models = {f"C = {C}": LogisticRegression(C=C, max_iter=5000).fit(X, y) for C in (0.1, 10)}

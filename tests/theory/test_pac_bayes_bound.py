@@ -135,6 +135,16 @@ def test_the_prior_is_around_the_initial_weights_or_zero():
     assert found.kl == pytest.approx(size / (2 * 0.05**2), rel=1e-6)
 
 
+def test_outputs_that_are_no_numbers_count_as_errors():
+    net = nn.Sequential(nn.Linear(1, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[0].weight.data = torch.tensor([[1e30], [1e30]])
+    net[1].weight.data = torch.tensor([[1.0, -1.0], [1.0, 1.0]])  # infinity minus infinity
+    X = torch.full((20, 1), 1e30)
+    found = pac_bayes_bound(net, X, torch.zeros(20).long(), criterion=CE, sigmas=[1e-3],
+                            n_draws=5, random_state=0)  # fmt: skip
+    assert found.empirical_error == found.noisy_error == found.bound == 1
+
+
 def estimator():
     rng = np.random.default_rng(0)
     X = rng.normal(size=(200, 2))

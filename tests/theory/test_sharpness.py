@@ -179,6 +179,13 @@ def test_smooth_activations_do_not_pass_by_luck(activation):
 # what they are made of
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_leaky_slopes_may_be_rounded(dtype):
+    hidden = nn.Linear(4, 9)
+    net = nn.Sequential(hidden, nn.LeakyReLU(0.3), nn.Linear(9, 2)).to(dtype)
+    assert len(sharpness_conditions(net, torch.randn(50, 4).to(dtype)))
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
 def test_the_factors_are_norms_of_products(activation):
     net, X = network(activation), data()

@@ -101,6 +101,15 @@ def test_the_loss_may_fall_most_near_the_features_as_they_are():
     assert found.rise == pytest.approx(3.0**2 - 1.0**2, rel=1e-9)
 
 
+def test_an_ascent_ends_where_there_is_no_slope():
+    net = nn.Linear(1, 1, bias=False).double()
+    net.weight.data.fill_(2.0)
+    X, y = torch.ones(2, 1).double(), torch.full((2, 1), 2.0).double()
+    options = {"criterion": lambda output, y: (output - y).abs().sqrt().mean(), "random_state": 0}
+    found = worst_feature_robustness(net, X, y, 0.5, **options)  # infinite slope at the features
+    assert (found.rise, found.fall) == pytest.approx((1.0, 0.0))
+
+
 def test_convolutions_have_no_bound():
     net, X, y = convolution()
     before = state_of(net)
