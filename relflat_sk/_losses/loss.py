@@ -339,6 +339,39 @@ def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | N
     return total / or_one((weight * divisors).sum())
 
 
+@dataclass(frozen=True)
+class BatchLoss:
+    """The loss of a batch, as a function of its outputs."""
+
+    loss: Loss
+    target: Target
+    weight: Tensor | None = None  # (n,)
+
+    def __call__(self, output: Tensor) -> Tensor:
+        """Compute the loss at some outputs."""
+        if self.weight is None and not self._may_divide_by_zero:
+            value: Tensor = self.loss.criterion(output, self.target.values)
+            if value.numel() == 1:
+                return value
+        return weighted_loss(self.loss, output, self.target.values, self.weight)
+
+    @property
+    def _may_divide_by_zero(self) -> bool:
+        """Whether torch would, if all labels of a batch are ignored, or have no weight."""
+        criterion = self.loss.criterion
+        if self.loss.row is None:
+            return False
+        ignores = self.target.values.ndim > 1 and hasattr(criterion, "ignore_index")
+        return ignores or getattr(criterion, "weight", None) is not None
+
+    def counts(self, output: Tensor) -> Tensor | None:
+        """Return what each sample counts in the mean, (n,); None if all count alike."""
+        divisors = self.loss.each_divisor(output, self.target.relevant)
+        if not isinstance(divisors, Tensor):
+            return self.weight
+        return divisors if self.weight is None else divisors * self.weight
+
+
 # The best constant prediction, to which a trained network's loss is compared, and the best of all.
 
 _TOGETHER = 2**22  # numbers of the constant output that are repeated for samples at a time

@@ -6,9 +6,8 @@ computed from what the forward pass of the training step sends through the layer
 second pass. Its gradient flows to all parameters that influence features, weight or predictions.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from relflat_sk._checks import check_boolean, check_integer, check_number
-from relflat_sk._losses.loss import Loss, as_criterion, warn_of_ending, weighted_loss
-from relflat_sk._losses.table import Target
+from relflat_sk._losses.loss import BatchLoss, Loss, as_criterion, warn_of_ending
 from relflat_sk._network.batches import check_weights
 from relflat_sk._network.borrowing import requiring_grad
 from relflat_sk._network.layers import Layer
@@ -279,12 +277,13 @@ class RelativeFlatnessPenalty:
         return tuple(layer) if isinstance(layer, list | tuple) else (layer,)
 
     def __call__(
-        self, criterion: Any, y_pred: Any, y: Tensor, sample_weight: Tensor | None = None
+        self,
+        criterion: Any,
+        y_pred: Any,
+        y: Tensor,
+        sample_weight: Tensor | None = None,  # (n,)
     ) -> Tensor:
-        """Compute the penalty of the last forward pass inside `capture`.
-
-        Shapes: `sample_weight` (n,).
-        """
+        """Compute the penalty of the last forward pass inside `capture`."""
         loss = Loss(as_criterion(criterion))
         check_part(loss, y_pred, y, "penalty")
         output = full_precision(primary_output(y_pred))
@@ -296,36 +295,28 @@ class RelativeFlatnessPenalty:
         warn_of_ending(loss.criterion, find_ending(output))
         target = loss.read_target(output, y)
         weight = None if sample_weight is None else sample_weight.to(output)
-        loss_of = partial(weighted_loss, loss, target=target.values, weight=weight)
-        penalty, share = self._of_batch(loss, output, target, weight, self.weight, loss_of)
+        batch = BatchLoss(loss, target, weight)
+        penalty, share = self._of_batch(batch, output, self.weight, batch(output))
         return penalty if share is None else share * penalty
 
     @_refusing_checkpoints()
     def _of_batch(
-        self,
-        loss: Loss,
-        output: Tensor,
-        target: Target,
-        weight: Tensor | None,
-        scale: float,
-        loss_of: Callable[[Tensor], Tensor],
-        value: Tensor | None = None,
+        self, batch: BatchLoss, output: Tensor, scale: float, value: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the penalty of a checked batch, and the share that the limit leaves of it.
 
-        The share is a constant in the differentiation, and None without a limit. `loss_of` computes
-        the batch's loss from outputs, `value` is that of `output` if it is known.
-
-        Shapes: `weight` (n,).
+        The share is a constant in the differentiation, and None without a limit. `value` is the
+        batch's loss.
         """
+        loss, target = batch.loss, batch.target
         with self._hooks.quiet():
-            plan, recorder = self._capture.finish(output, weighted=weight is not None)
+            plan, recorder = self._capture.finish(output, weighted=batch.weight is not None)
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             if loss.row is None:
                 module = self._capture.module
                 with requiring_grad(module.parameters()):
-                    read = loss_of(output)
+                    read = batch(output)
                 warn_of_weights(loss, read, output, module)
             self._checked = loss.criterion
         with self._hooks.quiet(), without_autocast(output):
@@ -338,17 +329,12 @@ class RelativeFlatnessPenalty:
                 self._capture.explicit,
                 probes=self.probes,
                 normalize=self.normalize,
-                sample_weight=weight,
+                sample_weight=batch.weight,
                 scale=scale * self.every,
             )
         if self.clip is None:
             return penalty, None
-        value = loss_of(output) if value is None else value
-        divisor = loss.each_divisor(output, target.relevant)
-        counts = weight  # of the samples in the mean output
-        if isinstance(divisor, Tensor):
-            counts = divisor if weight is None else divisor * weight
-        of_constant = constant_loss(loss_of, output, counts)
+        of_constant = constant_loss(batch, output, batch.counts(output))
         losses: list[Any] = [value.detach(), of_constant, penalty.detach()]
         measured = None
         if self.limit.needs_measurement:

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import isfunction, signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,8 +19,8 @@ from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_boolean, check_device, check_integer, check_number
-from relflat_sk._losses.loss import Loss, weighted_loss
-from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss, Target
+from relflat_sk._losses.loss import BatchLoss, Loss
+from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
 from relflat_sk._models.network_of import (
     CRITERION_ALONE,
     IGNORED,
@@ -553,7 +552,6 @@ class FlatNet(SkorchNet):
 
     def initialize_module(self) -> "FlatNet":
         """Make the module, sized from the data where its constructor asks for sizes."""
-        self._check_criterion()  # which tells the number of outputs
         self._limit = None
         kwargs = self.get_params_for("module")
         if isinstance(self.module, nn.Module) and not kwargs:
@@ -569,7 +567,6 @@ class FlatNet(SkorchNet):
 
     def initialize_criterion(self) -> "FlatNet":
         """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers."""
-        self._check_criterion()
         parameter = floating_parameter(self.module_)
         dtype = torch.float32 if parameter is None else parameter.dtype
         kwargs = with_class_weights(self._criterion_class, self.get_params_for("criterion"), dtype)
@@ -599,23 +596,6 @@ class FlatNet(SkorchNet):
     def _check_ignored(self) -> None:
         if self._task is TASKS["classification"] and self._knows_labels():
             check_ignored(self)
-
-    def _check_criterion(self) -> None:
-        """Refuse a criterion of which a net can make no instance, such as a function."""
-        criterion = self.criterion
-        made = "criterion must be a class or a module, such as torch.nn.CrossEntropyLoss, got"
-        if not callable(criterion):
-            raise TypeError(f"{made} {criterion!r}.")
-        if not isfunction(criterion):
-            return
-        try:  # a function may also make a criterion
-            signature(criterion).bind(**self.get_params_for("criterion"))
-        except TypeError:
-            raise TypeError(
-                f"{made} the function {criterion.__name__}. A net makes the criterion itself, as "
-                "skorch does. For a loss of your own, pass a class of torch.nn.Module whose "
-                "forward takes outputs and targets."
-            ) from None
 
     # -- the penalty ---------------------------------------------------------------------
 
@@ -726,11 +706,12 @@ class FlatNet(SkorchNet):
 
     def _penalty_of_pass(self) -> RelativeFlatnessPenalty | None:
         """Return the penalty of a pass through the module, if it has one that is not recorded."""
-        state = self._state()
         is_free = self._is_unseen or IS_MEASURED.get() or not torch.is_grad_enabled()
+        if is_free or not self._penalty_weight():
+            return None
+        state = self._state()
         # the penalty is that of the output which get_loss receives, not of one that it computes
-        is_inside = state.in_infer or state.own_loss is not None
-        if is_free or is_inside or not self._penalty_weight():
+        if state.in_infer or state.own_loss is not None:
             return None
         if state.terms is None:  # further passes of a step have what the first one has
             state.rests = self._penalty_limit().is_resting(self.flatness_every)
@@ -760,12 +741,10 @@ class FlatNet(SkorchNet):
             check_part(criterion, y_pred, self._to_target(split_target(y_true)[0]), "net")
         output = full_precision(primary_output(y_pred))
         self._check_output(criterion, output)
-        criterion, target, weight, loss_of = self._read_loss(output, y_true)
-        loss, penalty, share = loss_of(output), None, None
+        batch = self._read_loss(output, y_true)
+        loss, penalty, share = batch(output), None, None
         if training and recorded and state.penalty is not None:
-            penalty, share = state.penalty._of_batch(
-                criterion, output, target, weight, self._penalty_weight(), loss_of, loss
-            )
+            penalty, share = state.penalty._of_batch(batch, output, self._penalty_weight(), loss)
             state.is_penalised = True
         if training and state.terms is None:  # the first pass of a step is at its first weights
             self._count_step()
@@ -780,30 +759,15 @@ class FlatNet(SkorchNet):
             penalised = self._penalty_limit().begin_step(self.flatness_every)
             self._state().is_penalised |= not penalised
 
-    def _read_loss(
-        self, output: Tensor, y_true: Any
-    ) -> tuple[Loss, Target, Tensor | None, Callable[[Tensor], Tensor]]:
-        """Return criterion, targets, sample weights, and the loss as a function of outputs."""
+    def _read_loss(self, output: Tensor, y_true: Any) -> BatchLoss:
+        """Read the targets and the sample weights of a batch."""
         criterion = Loss(unwrapped(self.criterion_))
         y_true, weight = split_target(y_true)
         if not isinstance(y_true, Tensor):
             # all other labels are checked where they are, for which the host need not wait
             y_true = self._to_target(y_true)
         target = criterion.read_target(output, y_true)
-        weight = None if weight is None else weight.to(output)
-
-        # torch divides by zero where all labels of a batch are ignored, or have no weight
-        may_divide_by_zero = getattr(criterion.criterion, "weight", None) is not None or (
-            target.values.ndim > 1 and hasattr(criterion.criterion, "ignore_index")
-        )
-
-        def loss_of(output: Tensor) -> Tensor:
-            if weight is not None or (criterion.row is not None and may_divide_by_zero):
-                return weighted_loss(criterion, output, target.values, weight)
-            value: Tensor = criterion.criterion(output, target.values)
-            return value
-
-        return criterion, target, weight, loss_of
+        return BatchLoss(criterion, target, None if weight is None else weight.to(output))
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs of another size than the labels need; at first, of another kind too."""

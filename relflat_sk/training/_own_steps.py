@@ -8,12 +8,12 @@ loss which `get_loss` returns.
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from relflat_sk._losses.loss import Loss, multiple_of
+from relflat_sk._losses.loss import BatchLoss, Loss, multiple_of
 from relflat_sk._losses.table import Target
 from relflat_sk._network.borrowing import ReplacedForwards, uncompiled, unwrapped
 from relflat_sk._network.network import REFUSALS, primary_output
@@ -108,14 +108,12 @@ class _OwnLoss:
             return None
         output = full_precision(part)
         try:
-            criterion, target, weight, loss_of = self.net._read_loss(output, y_true)
-            value = loss_of(output)
+            batch = self.net._read_loss(output, y_true)
+            value = batch(output)
         except REFUSALS:  # a criterion that this get_loss does not use
             return None
         factor = multiple_of(loss, value, part)
-        if factor is None:
-            return None
-        return _Reading(criterion, target, weight, loss_of, value, factor)
+        return None if factor is None else _Reading(batch, value, factor)
 
     def read(self, loss: Tensor, y_true: Any) -> "_Reading | None":
         """Read the loss itself; None if it takes more of the output than can be changed."""
@@ -124,19 +122,14 @@ class _OwnLoss:
         state = self.net._state()
         if state.own_criterion is None:
             state.own_criterion = _make_criterion(self.net, state)
-        target = Target(y_true, y_true)
-        return _Reading(
-            Loss(state.own_criterion), target, None, partial(self, target=y_true), loss, 1.0
-        )
+        batch = BatchLoss(Loss(state.own_criterion), Target(y_true, y_true))
+        return _Reading(batch, loss, 1.0)
 
 
 class _Reading(NamedTuple):
     """A loss on a batch, as `RelativeFlatnessPenalty` takes it, and a factor of it."""
 
-    criterion: Loss
-    target: Target
-    weight: Tensor | None
-    loss_of: Callable[[Tensor], Tensor]
+    batch: BatchLoss
     value: Tensor
     factor: float
 
@@ -167,16 +160,9 @@ def _with_penalty(
         reading = own.read(loss, y_true)
     if penalty is None or reading is None:
         return loss, terms
-    criterion, target, weight, loss_of, value, factor = reading
-    added, share = penalty._of_batch(
-        criterion,
-        full_precision(own.part),
-        target,
-        weight,
-        own.net._penalty_weight(),
-        loss_of,
-        value,
-    )
+    batch, value, factor = reading
+    output, weight = full_precision(own.part), own.net._penalty_weight()
+    added, share = penalty._of_batch(batch, output, weight, value)
     terms += [term.detach() for term in (added, share) if term is not None]
     return loss + factor * (added if share is None else share * added), terms
 

@@ -37,6 +37,11 @@ _OTHER_NAMES = {
     "max_iter": "max_epochs",
     "solver": "optimizer (a class)",
 }
+# what a net makes instances of
+_CLASSES = {
+    "criterion": "such as torch.nn.CrossEntropyLoss, or a module",
+    "optimizer": "such as torch.optim.Adam",
+}
 # torch's optimizers with an implementation in one kernel, on every device that torch 2.6 knows
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
@@ -83,6 +88,9 @@ class SkorchNet(NeuralNet):
 
     def initialize(self) -> Any:
         """Make the parts of the net; say what was meant by names that skorch refuses."""
+        for name, example in _CLASSES.items():
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be a class, {example}, got {getattr(self, name)!r}.")
         try:
             return super().initialize()
         except ValueError as error:
@@ -93,11 +101,6 @@ class SkorchNet(NeuralNet):
 
     def initialize_callbacks(self) -> Any:
         """Make the callbacks; refuse those that need validation data if there are none."""
-        if not isinstance(self.callbacks, list | None):
-            raise TypeError(
-                "callbacks must be a list, such as [StopAtLoss(0.1)], got "
-                f"{type(self.callbacks).__name__}."
-            )
         super().initialize_callbacks()
         for _, callback in self.callbacks_:
             monitor = getattr(callback, "monitor", None)
@@ -109,15 +112,6 @@ class SkorchNet(NeuralNet):
                     "'train_loss' to the callback."
                 )
         return self
-
-    def initialize_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the optimizer; refuse what is not a class."""
-        if not callable(self.optimizer):
-            raise TypeError(
-                "optimizer must be a class, such as torch.optim.Adam, which gets lr and the "
-                f"parameters optimizer__*, got {self.optimizer!r}."
-            )
-        return super().initialize_optimizer(*args, **kwargs)
 
     def get_params_for_optimizer(self, prefix: str, named_parameters: Any) -> Any:
         """Collect the arguments of an optimizer; ``fused=True`` where torch has that."""
@@ -274,14 +268,7 @@ def _batch_size(size: Any, dataset: Any) -> Any:
     """Return the number of samples in a batch, as torch's loader takes it."""
     if isinstance(size, np.integer):
         size = int(size)
-    if size != -1:
-        return size
-    if isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"batch_size=-1 stands for all samples, but the {type(dataset).__name__} is a stream "
-            "without a length. Pass the number of samples in a batch."
-        )
-    return len(dataset)
+    return len(dataset) if size == -1 else size
 
 
 def _can_fuse(

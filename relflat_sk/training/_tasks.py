@@ -367,14 +367,7 @@ def with_class_weights(
         value = found.get(name)
         if value is None or isinstance(value, Tensor):
             continue
-        try:
-            found[name] = torch.tensor(np.asarray(value, dtype=np.float64), dtype=dtype)
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"criterion__{name} must be a tensor or an array of numbers, one for each class in "
-                f"the order of classes_, got {value!r}. scikit-learn's compute_class_weight makes "
-                'one from a dict or from "balanced".'
-            ) from None
+        found[name] = torch.tensor(np.asarray(value, dtype=np.float64), dtype=dtype)
     return found
 
 
