@@ -46,6 +46,7 @@ TORCH = {
     "_saved_kernel_size": "the same",
     "_saved_negative_slope": "the same",
     "_saved_padding": "the same",
+    "_saved_other": "the same",
     "_saved_result": "the same",
     "_saved_stride": "the same",
     "_version": "changes in place of a recorded tensor",

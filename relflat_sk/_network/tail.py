@@ -5,10 +5,10 @@ the loss of sample i in the layer's output. What the tail computed in a forward 
 of three ways to ``B_i`` there are:
 
 closed form
-    The layer's output is what the criterion takes, or is turned into that by one function that
-    the table of losses knows: the table has ``B_i``. The same holds for each token of a language
-    model whose last layer puts out the logits, and for each pixel of a convolution's, whose kernel
-    has one pixel. For a softmax over thousands of classes it is
+    The layer's output is what the criterion takes, but for a constant factor, or is turned into
+    that by one function that the table of losses knows: the table has ``B_i``. The same holds for
+    each token of a language model whose last layer puts out the logits, and for each pixel of a
+    convolution's, whose kernel has one pixel. For a softmax over thousands of classes it is
     `ManyClasses`, whose sums run over chunks of them.
 gradients
     The tail up to the criterion's input is piecewise linear, with Jacobian ``J_i``, and the table
@@ -61,6 +61,20 @@ def find_link(output: Tensor, node: Any) -> str | None:
         link = _LINKS[step.name()]
         step = _first_other(step.next_functions[0][0], _SAME_NUMBERS, node)
     return link if step is node and node is not None else None
+
+
+def find_factor(output: Tensor, node: Any) -> float | None:
+    """Return the constant number by which a layer's output was multiplied to be the network's."""
+    step = _first_other(output.grad_fn, _SAME_NUMBERS, node)
+    if step is None or kind_of(step) not in {"Mul", "Div"} or step.next_functions[1][0] is not None:
+        return None
+    number = step._saved_other
+    # a number on a device would have to be waited for
+    if number.numel() > 1 or not number.is_cpu:
+        return None
+    is_behind = _first_other(step.next_functions[0][0], _SAME_NUMBERS, node) is node
+    factor = float(number) if kind_of(step) == "Mul" else 1 / float(number)
+    return factor if is_behind and node is not None else None
 
 
 def find_ending(output: Tensor) -> str | None:
@@ -312,9 +326,12 @@ class Tail:
     def closed_form(self, record: LayerRecord) -> tuple[LayerRecord, Tensor, ClosedForm] | None:
         """Return a layer with its features and curvature, if the table of losses has it."""
         features, z = record.check()
-        loss, relevant = self.loss, self.relevant
+        loss, relevant, factor = self.loss, self.relevant, 1.0
         if z.ndim == 2:
             link = self._link(record)
+            if link is None and z.shape == self.output.shape and z.shape[1] < MANY:
+                factor = find_factor(self.output, record.node) or 0.0
+                link = "identity" if factor else None
         elif (
             loss.has_closed_form("identity")
             and not loss.weighs_outputs  # along axes that have moved
@@ -332,8 +349,10 @@ class Tail:
             found = loss.closed_form(link, z, relevant)
             if isinstance(found, Softmax):
                 return record, features, ManyClasses(found.z, found.scale)
-        curvature = loss.closed_form(link, self.precise(z), relevant)
-        return None if curvature is None else (record, features, curvature)
+        curvature = loss.closed_form(link, self.precise(z) * factor, relevant)
+        if curvature is None:
+            return None
+        return record, features, curvature if factor == 1 else curvature.times(factor * factor)
 
     def _link(self, record: LayerRecord) -> str | None:
         """Return the function behind a layer; None where the criterion sees other axes than it."""

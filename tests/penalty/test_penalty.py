@@ -68,6 +68,41 @@ def test_last_layer_is_kappa_over_2m_of_the_full_hessian(case):
     assert_close(torch.get_rng_state(), state)  # no probe was drawn
 
 
+class Scaled(nn.Sequential):
+    def __init__(self, scaled):
+        super().__init__(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3, bias=False))
+        self.scaled = scaled
+
+    def forward(self, x):
+        return self.scaled(super().forward(x))
+
+
+@pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(label_smoothing=0.2), nn.MSELoss()])
+@pytest.mark.parametrize(
+    ("scaled", "is_closed"),
+    [
+        (lambda z: z * (1 / 9), True),
+        (lambda z: -0.3 * z, True),
+        (lambda z: z / torch.tensor(9.0), True),
+        (lambda z: z * torch.tensor([1.0, 2.0, 3.0]), False),
+    ],
+    ids=["times", "negative", "divided", "each its own"],
+)
+def test_a_constant_factor_behind_the_last_layer_keeps_the_closed_form(
+    scaled, is_closed, criterion
+):
+    torch.manual_seed(1)
+    net, X = Scaled(scaled).double(), torch.randn(11, 5).double()
+    y = torch.arange(11) % 3 if isinstance(criterion, nn.CrossEntropyLoss) else X[:, :3]
+    state = torch.get_rng_state()
+    with (penalty := published_penalty()).capture(net):
+        output = net(X)
+    value = penalty(criterion, output, y)
+    assert torch.equal(torch.get_rng_state(), state) == is_closed  # no probe was drawn
+    if is_closed:
+        assert value.item() == pytest.approx(expected(net, -1, criterion, X, y), rel=EXACT)
+
+
 DRAWN = [  # the last layer without a closed form, earlier ones, and several
     *((case, -1, 1) for case in CASES if case not in CLOSED),
     *(
