@@ -291,6 +291,8 @@ def _switched(module: nn.Module) -> Iterator[None]:
     modes = [part.training for part in parts]
     switching = [part for part in parts if any(modes) and _switches(part)]
     changing = dict.fromkeys(inside for part in switching for inside in part.modules())
+    # an embedding with max_norm changes its weight in each pass
+    changing |= dict.fromkeys(part for part in parts if getattr(part, "max_norm", None))
     homes: list[Any] = [part._buffers for part in parts] + [part._parameters for part in changing]
     before = [(home, dict(home)) for home in homes]
     tensors = {id(t): t for _, named in before for t in named.values() if t is not None}.values()

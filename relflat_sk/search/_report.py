@@ -102,7 +102,9 @@ def _summary(search: Any) -> str:
 def _say_what_predicts(search: Any) -> str:
     """Say whether the search predicts with the mean of minima or with one."""
     if hasattr(search, "ensemble_"):
-        return f" The search predicts with the mean of {len(search.ensemble_.estimators)}."
+        trials = sorted(int(name.removeprefix("trial")) for name, _ in search.ensemble_.estimators)
+        numbers = ", ".join(map(str, trials))
+        return f" The search predicts with the mean of {len(trials)}: trials {numbers}."
     return " The search predicts with this one." * hasattr(search, "best_estimator_")
 
 
