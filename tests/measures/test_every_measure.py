@@ -19,7 +19,6 @@ from tests.network.test_network import prepared, same, state_of
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
-# a power law needs a layer of at least ten inputs and outputs
 NAMES = get_measure_names()
 QUICK = {"random_state": 0, "n_draws": 2, "n_steps": 2, "target": 0.01}
 CHAINS = {"l1_path_norm", "l2_path_norm", "log_robustness"}  # need one
@@ -27,7 +26,6 @@ MARGINS = {"inverse_margin", "log_robustness"}  # a percentile has no weights
 OF_CRITERION = {"adaptive_sharpness", "fisher_rao_norm", "joint_eigenvalue_flatness"}
 OF_CRITERION |= {"pac_bayes_flatness"}
 WHOLE = set(NAMES) & set(NETWORK_WIDE) - CHAINS
-CLASSIFIERS = MARGINS
 
 
 def value(name, net, X, y, **options):

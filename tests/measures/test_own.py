@@ -42,10 +42,6 @@ def size_of_weights(model, X, y, *, order=2):
     return np.linalg.norm(model.coef_.ravel(), ord=order)
 
 
-def refuses(model, X, y):
-    raise ValueError("only for trees")
-
-
 def with_error(model, X, y):
     return torch.tensor(3.5, requires_grad=True), np.float32(0.25)
 

@@ -19,7 +19,7 @@ from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.inspection import permutation_importance
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import make_scorer
-from sklearn.model_selection import GridSearchCV, StratifiedKFold, cross_validate, learning_curve
+from sklearn.model_selection import GridSearchCV, cross_validate, learning_curve
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
@@ -47,7 +47,6 @@ X = scale(X).astype(np.float32)
 NAMES = load_iris().target_names[Y]
 TARGET = X @ np.float32([1.0, -2.0, 0.5, 0.0])
 SCORER = FlatnessScorer()
-STRATIFIED = StratifiedKFold(2, shuffle=True, random_state=0)
 
 
 def net(max_epochs=8, module=MLP, lr=0.05, **parameters):
