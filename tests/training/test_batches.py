@@ -55,15 +55,13 @@ def _same_batches(dataset, *, cut=True, **arguments):
     assert torch.equal(*states)
 
 
-DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "?", "c8", "c16"]
+DTYPES = ["f2", "i1", "i8", "?", "c16"]
 DATA = {
     "matrix": SkorchDataset(X, Y),
     "images": SkorchDataset(RNG.normal(size=(N, 3, 5, 5)).astype("f4"), Y.astype("f4")[:, None]),
     "no labels": SkorchDataset(X),
     "column order": SkorchDataset(np.asfortranarray(X), Y),
-    "every second row": SkorchDataset(np.repeat(X, 2, axis=0)[::2], Y),
     "reversed": SkorchDataset(X[::-1], Y),
-    "vector": SkorchDataset(X[:, 0], Y),
     "tensors": SkorchDataset(torch.tensor(X), torch.tensor(Y)),
     "half": SkorchDataset(torch.tensor(X).bfloat16(), torch.tensor(Y).half()),
     "array and tensor": SkorchDataset(X, torch.tensor(Y)),
@@ -73,16 +71,12 @@ DATA = {
     "several labels": SkorchDataset({"a": X}, (Y, X)),
     "tensor data set": TensorDataset(torch.tensor(X), torch.tensor(Y)),
     "subset": Subset(SkorchDataset(X, Y), ROWS),
-    "subset, list": Subset(SkorchDataset(X, Y), ROWS.tolist()),
     "subset of a subset": Subset(Subset(SkorchDataset(X, Y), ROWS), [5, 3, 3, 0]),
     "weights": with_weights(SkorchDataset(X, Y), WEIGHTS),
     "subset of weights": Subset(with_weights(SkorchDataset(X, Y), WEIGHTS), ROWS),
     "weights of a permutation": with_weights(Subset(SkorchDataset(X, Y), PERMUTED), WEIGHTS),
     "weights of a bootstrap": with_weights(Subset(SkorchDataset(X, Y), DRAWN), WEIGHTS),
-    "weights of tensors": with_weights(TensorDataset(*map(torch.tensor, (X, Y))), WEIGHTS),
     "sparse": SkorchDataset(scipy.sparse.csr_matrix(X * (X > 0)), Y),
-    "sparse f4": SkorchDataset(scipy.sparse.csr_matrix(X.astype("f4")), Y),
-    "sparse i8": SkorchDataset(scipy.sparse.csr_matrix(X.astype("i8")), Y),
     "subset of sparse": Subset(SkorchDataset(scipy.sparse.csr_matrix(X), Y), ROWS),
     "weights of sparse": with_weights(SkorchDataset(scipy.sparse.csr_matrix(X), Y), WEIGHTS),
     "nan": SkorchDataset(np.where(X > 0, X, np.nan), Y),
@@ -96,10 +90,10 @@ def test_equals_torchs_loader(dataset, shuffle, drop_last):
     _same_batches(dataset, batch_size=5, shuffle=shuffle, drop_last=drop_last)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, N - 1, N, N + 1, 10 * N])
-def test_batch_sizes(batch_size):
-    _same_batches(DATA["matrix"], batch_size=batch_size, shuffle=True)
-    _same_batches(DATA["matrix"], batch_size=batch_size, drop_last=True)
+@pytest.mark.parametrize("batch_size", [1, N - 1, N, 10 * N])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batch_sizes(batch_size, drop_last):
+    _same_batches(DATA["matrix"], batch_size=batch_size, shuffle=True, drop_last=drop_last)
 
 
 class _Doubled(SkorchDataset):
@@ -140,14 +134,6 @@ def test_arrays_on_a_device_stay_there(device):
     batches = list(make_loader(dataset, batch_size=5, shuffle=True))
     assert {batch.device.type for batch, _ in batches} == {device}
     assert {labels.device.type for _, labels in batches} == {"cpu"}
-
-
-def test_weights_travel_with_labels():
-    dataset = with_weights(SkorchDataset(X, Y), np.arange(N))
-    for inputs, (labels, weights) in make_loader(dataset, batch_size=4, shuffle=True):
-        rows = weights.long().numpy()
-        np.testing.assert_array_equal(labels, Y[rows])
-        np.testing.assert_array_equal(inputs, X[rows])
 
 
 class _Loader(DataLoader):
