@@ -138,7 +138,7 @@ def test_the_example_of_judging_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run_block(block, tmp_path)
     printed = capsys.readouterr().out
-    for expected in ("kendall_low", "psi_batch_size", "psi_lr", "cmi_given_2", "chance"):
+    for expected in ("kendall_low", "psi_batch_size", "psi_lr", "cmi_high", "chance"):
         assert expected in printed
     assert (tmp_path / "measures.png").stat().st_size > 0
     plt.close("all")
