@@ -33,8 +33,11 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk._models.network_of import (
+    DataOptions,
     describe,
     final_estimator,
+    name_layer,
+    to_network,
 )
 from tests.data_kinds import memmap
 from tests.measures.evaluate import evaluate
@@ -269,17 +272,22 @@ def test_the_module_inside_a_wrapper_is_measured(wrap):
         assert found == expected
 
 
-@pytest.mark.parametrize("kind", ["net", "pipeline", "search"])
-def test_a_layer_given_as_a_module_is_that_layer_of_what_holds_it(kind):
+@pytest.mark.parametrize("kind", ["module", "net", "pipeline", "search"])
+def test_a_layer_given_as_a_module_has_the_same_name_in_a_copy_on_another_device(kind, monkeypatch):
+    # the meta device, which measures refuse, stands for one that every machine has
+    monkeypatch.setattr("relflat_sk._models.network_of.check_device", lambda device: None)
     net = fitted(NeuralNetClassifier)
-    pipeline = Pipeline([("same", "passthrough"), ("net", net)])
+    pipeline = Pipeline([("scale", StandardScaler().fit(X32)), ("net", net)])
     search = GridSearchCV(pipeline, {})
     search.best_estimator_ = pipeline
-    model = {"net": net, "pipeline": pipeline, "search": search}[kind]
-    found, expected = (relative_flatness(model, X, Y, layer=at) for at in (net.module_[0], 0))
-    assert found == expected
+    model = {"module": net.module_, "net": net, "pipeline": pipeline, "search": search}[kind]
+    network = to_network(model, X32, Y, DataOptions(CE, device="meta"))
+    assert network.device.type == "meta"
+    assert net.module_[2].weight.device.type == "cpu"
+    assert name_layer(model, net.module_[2]) == "2"
+    assert name_layer(model, -1) == -1
     with pytest.raises(LayerNotFoundError, match="not part of the network"):
-        relative_flatness(model, X, Y, layer=nn.Linear(8, 3))
+        name_layer(model, nn.Linear(8, 3))
 
 
 def test_columns_of_estimators_keep_their_names_and_order():
