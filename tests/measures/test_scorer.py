@@ -582,3 +582,37 @@ def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
 def test_refuses_unfitted_estimators(model, data):
     with pytest.raises(NotFittedError):
         FlatnessScorer(data=data)(clone(model), X, Y)
+
+
+@pytest.mark.parametrize("refit", [True, "flat", "accuracy"])
+def test_grid_searches_rank_by_the_score(refit):
+    scoring = SCORER if refit is True else {"flat": SCORER, "accuracy": "accuracy"}
+    name, rank = ("score", "score") if refit is True else ("flat", refit)
+    model = make_pipeline(StandardScaler(), net())
+    grid = {"neuralnetclassifier__batch_size": [16, 64]}
+    search = GridSearchCV(model, grid, scoring=scoring, refit=refit, cv=2).fit(X, Y)
+    assert search.cv_results_[f"rank_test_{rank}"][search.best_index_] == 1
+    assert (search.cv_results_[f"mean_test_{name}"] < 0).all()
+    if name == rank:
+        assert search.best_index_ == np.argmax(search.cv_results_[f"mean_test_{name}"])
+        assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
+def test_weights_without_routing(several):
+    flat = FlatnessScorer()
+    scoring = {"flat": flat, "accuracy": "accuracy"} if several else flat
+    options = {"scoring": scoring, "refit": "flat" if several else True, "error_score": "raise"}
+    search = GridSearchCV(LogisticRegression(max_iter=500), {"C": [1.0]}, cv=3, **options)
+    search.fit(X, NAMES, sample_weight=WEIGHTS)
+    model = search.best_estimator_
+    assert search.score(X, NAMES) == -relative_flatness(model, X, NAMES)
+
+
+def test_parameters_that_are_set_after_fit_do_not_change_what_was_recorded():
+    model = flat_net(max_epochs=1).fit(X, Y).set_params(flatness_layer=0, flatness_normalize=True)
+    for arguments in ({"layer": 0}, NORMALIZED, {**NORMALIZED, "layer": 0}):
+        with pytest.raises(ValueError, match="recorded its flatness with layer=-1, normalize=Fal"):
+            FlatnessScorer(data="train", **arguments)(model, X, Y)
+    scorer = FlatnessScorer(data="train", non_minimum="accept")
+    assert scorer(model, X, Y) == -model.relative_flatness_

@@ -1,10 +1,12 @@
 """Losses of a network with its data, and that the network is given back as it was."""
 
+import copy
 from functools import partial
 from threading import Thread
 
 import pytest
 import torch
+from joblib import Parallel, delayed
 from torch import nn
 from torch.nn import functional as F
 
@@ -339,3 +341,49 @@ def test_modules_that_switch_come_back_after_an_exception():
     assert net.training
     assert not net.merged
     assert torch.equal(net.weight, before)
+
+
+def test_mixed_precision_comes_back_after_an_exception():
+    net, X, y = prepared(fails=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            relative_flatness(net, X, y, criterion=CE, batch_size=4)
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_threads_may_measure_one_module():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
+    X, y = torch.randn(200, 6), torch.arange(200) % 3
+    found = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
+
+    def values(name):
+        return measure(name, module, X, y, **found)
+
+    names = ["relative_flatness", "expected_sharpness", "fisher_rao_norm"] * 4
+    in_order = [values(name) for name in names]
+    assert Parallel(4, backend="threading")(delayed(values)(name) for name in names) == in_order
+    assert module.training
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "expected_sharpness",
+        "fisher_rao_norm",
+        "joint_eigenvalue_flatness",
+        "keskar_sharpness",
+        "pac_bayes_flatness",
+    ],
+)
+def test_the_mode_of_a_network_that_merges_weights_does_not_matter(name):
+    torch.manual_seed(0)
+    net = nn.Sequential(LowRank(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
+    found = [
+        measure(name, module, X, y, criterion=CE, random_state=0)
+        for module in (net.train(), copy.deepcopy(net).eval())
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
