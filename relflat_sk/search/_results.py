@@ -126,8 +126,9 @@ def is_averaged(minima: pd.DataFrame, records: Sequence[Minimum]) -> NDArray[np.
 
     The best data have the fewest random labels and the most samples. Networks have learned if they
     lower a constant's loss at least half as far as the best of them: the worst that
-    benchmarks.worth.selection averages. Where a constant has no loss, all that converged have. It
-    is the first row if there are none. `records` are what the trials of the rows recorded.
+    benchmarks.worth.selection averages. A larger share keeps what fits wrong labels best. Where a
+    constant has no loss, all that converged have. It is the first row if there are none. `records`
+    are what the trials of the rows recorded.
     """
 
     def recorded(name: str) -> NDArray[np.float64]:

@@ -17,7 +17,15 @@ from skorch.callbacks import EpochScoring
 from skorch.dataset import ValidSplit
 from torch import nn
 
-from relflat_sk import MLP, FlatnessWarning, StopAtGradientNorm, StopAtLoss, rank_minima
+from relflat_sk import (
+    MLP,
+    FlatnessWarning,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtGradientNorm,
+    StopAtLoss,
+    rank_minima,
+    relative_flatness,
+)
 from relflat_sk.search._goal import _is_at_plateau
 from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import (
@@ -73,6 +81,32 @@ def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth():
 
 
 # -- goals -------------------------------------------------------------------------------------
+
+
+class Accumulating(RelativeFlatnessRegularizedClassifier):
+    """Divides its loss, as for gradients of several batches that are added."""
+
+    def __init__(self, *args, acc_steps=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.acc_steps = acc_steps
+
+    def get_loss(self, *args, **kwargs):
+        return super().get_loss(*args, **kwargs) / self.acc_steps
+
+
+def test_a_parameter_that_scales_the_loss_is_compared_by_the_loss_itself():
+    X, y = load_wine(return_X_y=True)
+    X = scale(X).astype(np.float32)
+    divided = Accumulating(max_epochs=60, lr=0.01, flatness_weight=0, verbose=0)
+    search = make_search(divided, {"acc_steps": [1, 8]}).fit(X, y)
+    assert (search.minima_["ended_by"] == "goal").all()
+    for _, minimum in search.minima_.iterrows():
+        module = search.get_estimator(minimum["trial"], X, y).module_
+        loss = nn.functional.cross_entropy(module(torch.tensor(X)), torch.tensor(y)).item()
+        assert_allclose(minimum["train_loss"], loss, rtol=1e-5)
+        assert loss <= entropy(y) / 20
+        flatness = relative_flatness(module, X, y, criterion=nn.CrossEntropyLoss())
+        assert_allclose(minimum["relative_flatness"], flatness, rtol=1e-5)
 
 
 def test_regressors_train_to_their_plateau():
