@@ -104,10 +104,10 @@ def test_types_tell_what_an_option_returns(name):
 
 
 def test_no_constructor_or_function_has_many_parameters():
-    """16; nets one more, for skorch's `classes`. One function holds all arguments of a measure."""
+    """16; nets three more: `classes`, and the steps that take the penalty."""
     for name, n in count_parameters().drop("relative_flatness").items():
         is_net = name.startswith("RelativeFlatnessRegularized")
-        assert n <= (17 if is_net else 16), name
+        assert n <= (19 if is_net else 16), name
 
 
 def test_only_doors_and_exceptions_have_public_paths():
