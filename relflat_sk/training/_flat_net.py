@@ -744,14 +744,25 @@ class FlatNet(SkorchNet):
         batch = self._read_loss(output, y_true)
         loss, penalty, share = batch(output), None, None
         if training and recorded and state.penalty is not None:
-            penalty, share = state.penalty._of_batch(batch, output, self._penalty_weight(), loss)
+            penalty, share = self._penalise(state.penalty, batch, output, loss)
             state.is_penalised = True
-        if training and state.terms is None:  # the first pass of a step is at its first weights
+        # the first pass of a step is at its first weights; within a loss of a subclass, that counts
+        if training and state.terms is None and state.own_loss is None:
             self._count_step()
             state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
         if penalty is None:
             return loss
         return loss + (penalty if share is None else share * penalty)
+
+    def _penalise(
+        self, penalty: RelativeFlatnessPenalty, batch: BatchLoss, output: Tensor, loss: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute the penalty of a pass; all passes of a step have the limit of the first."""
+        first = self._state().terms
+        if first is not None:
+            penalty.clip = None
+        value, share = penalty._of_batch(batch, output, self._penalty_weight(), loss)
+        return value, (first[2] if first is not None and len(first) > 2 else share)
 
     def _count_step(self) -> None:
         """Count a step of the training, in which the penalty may rest."""
@@ -836,6 +847,7 @@ class FlatNet(SkorchNet):
 
     def train_step(self, batch: Any, **fit_params: Any) -> Any:
         """Make a step of training; its numbers leave an accelerator in one transfer."""
+        self._state().terms = None
         step, state = super().train_step(batch, **fit_params), self._state()
         loss = step["loss"].detach()
         if state.terms is not None and loss.device.type != "cpu":

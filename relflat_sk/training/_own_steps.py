@@ -161,8 +161,7 @@ def _with_penalty(
     if penalty is None or reading is None:
         return loss, terms
     batch, value, factor = reading
-    output, weight = full_precision(own.part), own.net._penalty_weight()
-    added, share = penalty._of_batch(batch, output, weight, value)
+    added, share = own.net._penalise(penalty, batch, full_precision(own.part), value)
     terms += [term.detach() for term in (added, share) if term is not None]
     return loss + factor * (added if share is None else share * added), terms
 

@@ -130,7 +130,12 @@ class WithLoss(Classifier):
         return self.criterion_(y_pred, torch.as_tensor(y_true))
 
 
-@pytest.mark.parametrize("kind", [Classifier, Sam, WithLoss])
+class WithHalfTheLoss(Classifier):
+    def get_loss(self, *args, **kwargs):
+        return super().get_loss(*args, **kwargs) / 2
+
+
+@pytest.mark.parametrize("kind", [Classifier, Sam, WithLoss, WithHalfTheLoss])
 def test_the_penalty_rests_in_whole_steps_also_between_epochs_and_trainings(kind):
     params = {**STILL, "max_epochs": 2, "flatness_weight": 0.5, "flatness_every": 4, "verbose": 0}
     net = make(kind, batch_size=16, **{**params, "optimizer": torch.optim.SGD, "lr": 1e-30})
