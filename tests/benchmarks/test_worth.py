@@ -19,9 +19,8 @@ pytestmark = pytest.mark.scale
             "relative_flatness ",
         ),
         ("synthetic", [], "relative flatness orders the gaps"),
-        ("random_labels", [], "inverse_margin"),
     ],
-    ids=["reparameterization", "synthetic", "random_labels"],
+    ids=["reparameterization", "synthetic"],
 )
 def test_quick_runs_of_the_theory_print_what_they_judge(module, options, line):
     printed = run(f"benchmarks.worth.{module}", "--quick", *options)
