@@ -526,7 +526,9 @@ def measure_layers(
     Further arguments are those of `Precision`.
     """
     precise = Precision(**precision)
-    bar = tqdm(desc="probes of batches", unit="probe", disable=not verbose)
+    # the first probe draws the bar: an exact measure has none
+    first = {"delay": 1e-6, "mininterval": 0.0}
+    bar = tqdm(desc="probes of batches", unit="probe", disable=not verbose, **first)
     groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
     if traces := [name for name in names if name in _QUANTITIES]:
         groups.append(

@@ -161,6 +161,8 @@ def test_probes_are_reproducible_and_a_bar_shows_them_on_request(capsys):
     assert not capsys.readouterr().err
     assert relative_flatness(net, X, y, random_state=0, verbose=1, **options) == value
     assert "probes of batches: 100%" in capsys.readouterr().err
+    relative_flatness(net, X, y, criterion=criterion, verbose=1)  # exact: without probes
+    assert not capsys.readouterr().err
     assert relative_flatness(net, X, y, random_state=1, **options) != value
 
 
