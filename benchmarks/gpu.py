@@ -39,6 +39,9 @@ PARTS = {
     "p19": Part("benchmarks.papers.p19_figures_2_to_4 --full", 540, needs_images=True),
     "scoring": Part("benchmarks.costs.scoring --rounds 5", 90),
     "tests": Part("pytest -q -m gpu tests --ignore tests/devices", 120),
+    "speedrun": Part(
+        "benchmarks.worth.speedrun --results benchmarks/results/cuda/speedrun.jsonl", 480, True
+    ),
 }
 
 

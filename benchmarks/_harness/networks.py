@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from relflat_sk import RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
+from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
 
 
 def epochs(
@@ -28,6 +29,16 @@ def epochs(
 
 class SharpnessAwareClassifier(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
     """The net of all other methods, trained by SAM."""
+
+
+class Dropout(nn.Sequential):
+    """An `MLP` with dropout behind each hidden layer."""
+
+    def __init__(self, dropout: float, **arguments: Any) -> None:
+        parts = []
+        for part in MLP(**arguments):
+            parts += [part, nn.Dropout(dropout)] if isinstance(part, nn.ReLU) else [part]
+        super().__init__(*parts)
 
 
 class LeNet5(nn.Module):

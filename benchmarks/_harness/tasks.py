@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,13 +28,13 @@ from benchmarks._harness.data import load_images
 from benchmarks._harness.problems import mislabel
 from benchmarks._harness.stacked import Candidate
 
-Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]  # X, y, X_test and y_test
+Draw = Callable[[int, str | None], Arrays]  # takes a seed and the path of the images
 N_TEST = 2000  # of data that are drawn, or plentiful
 IMAGES = 10_000  # of which training and test images are drawn
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """Training and test data, standardised by the training data."""
 
     X: Tensor
@@ -47,8 +47,7 @@ class Split:
 class Task:
     """A data set: how training and test data are drawn, and how deep it is trained."""
 
-    # takes a seed and the path of the images; returns X, y, X_test and y_test
-    draw: Callable[[int, str | None], Arrays]
+    draw: Draw
     goal: float = 0.05  # training loss of candidates of equal loss, a share of a constant's
     worst: float = 0.5  # candidates of a larger share have not been trained, and may not be chosen
     needs_images: bool = False
@@ -66,7 +65,9 @@ class Task:
         return Split(inputs[0], targets[0], inputs[1], targets[1])
 
 
-def _table(load: Any, n: int, wrong: float = 0.0) -> Callable[[int, str | None], Arrays]:
+def from_table(load: Any, n: int, wrong: float = 0.0) -> Draw:
+    """Draw training samples of a table; all others are for testing."""
+
     def draw(seed: int, images: str | None) -> Arrays:
         X, y = load(return_X_y=True)
         stratify = y if y.dtype.kind == "i" else None
@@ -78,7 +79,9 @@ def _table(load: Any, n: int, wrong: float = 0.0) -> Callable[[int, str | None],
     return draw
 
 
-def _generated(make: Any, n: int, wrong: float = 0.0, shift: float = 0.0, **arguments: Any) -> Any:
+def generated(make: Any, n: int, wrong: float = 0.0, shift: float = 0.0, **arguments: Any) -> Draw:
+    """Draw training and test samples by a function of scikit-learn."""
+
     def draw(seed: int, images: str | None) -> Arrays:
         X, y = make(n_samples=n + N_TEST, random_state=seed, **arguments)
         if make is make_hastie_10_2:  # classes -1 and 1
@@ -90,13 +93,18 @@ def _generated(make: Any, n: int, wrong: float = 0.0, shift: float = 0.0, **argu
     return draw
 
 
-def _images(seed: int, path: str | None) -> Arrays:
-    """Draw 800 images of 8 x 8 blocks of CIFAR-10's pixels, and test images."""
-    X, y = load_images(IMAGES, path)
-    X = torch.nn.functional.avg_pool2d(X, 4).flatten(1)
-    order = np.random.default_rng(seed).permutation(IMAGES)
-    train, test = order[:800], order[800 : 800 + N_TEST]
-    return X[train].numpy(), y[train].numpy(), X[test].numpy(), y[test].numpy()
+def from_images(n: int, wrong: float = 0.0) -> Draw:
+    """Draw images of 8 x 8 blocks of CIFAR-10's pixels, and test images."""
+
+    def draw(seed: int, path: str | None) -> Arrays:
+        X, y = load_images(IMAGES, path)
+        X = torch.nn.functional.avg_pool2d(X, 4).flatten(1)
+        order = np.random.default_rng(seed).permutation(IMAGES)
+        train, test = order[:n], order[n : n + N_TEST]
+        labels = mislabel(y[train].numpy(), wrong, seed)
+        return X[train].numpy(), labels, X[test].numpy(), y[test].numpy()
+
+    return draw
 
 
 def _make_categories(n_samples: int, random_state: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -112,35 +120,35 @@ def _make_categories(n_samples: int, random_state: int) -> tuple[NDArray[Any], N
     return np.hstack([categories, numbers]), is_second.astype(np.int64)
 
 
-_CLUSTERS = {"n_features": 20, "n_informative": 8, "n_redundant": 4, "n_classes": 4}
+CLUSTERS = {"n_features": 20, "n_informative": 8, "n_redundant": 4, "n_classes": 4}
 TASKS = {
-    "digits": Task(_table(load_digits, 500)),
-    "wine": Task(_table(load_wine, 90)),
-    "digits, 20% wrong labels": Task(_table(load_digits, 500, wrong=0.2), 0.1),
-    "clusters": Task(_generated(make_classification, 500, **_CLUSTERS)),
-    "breast cancer": Task(_table(load_breast_cancer, 280)),
+    "digits": Task(from_table(load_digits, 500)),
+    "wine": Task(from_table(load_wine, 90)),
+    "digits, 20% wrong labels": Task(from_table(load_digits, 500, wrong=0.2), 0.1),
+    "clusters": Task(generated(make_classification, 500, **CLUSTERS)),
+    "breast cancer": Task(from_table(load_breast_cancer, 280)),
     "clusters, 10% wrong labels": Task(
-        _generated(make_classification, 500, wrong=0.1, **_CLUSTERS), 0.1
+        generated(make_classification, 500, wrong=0.1, **CLUSTERS), 0.1
     ),
-    "hastie": Task(_generated(make_hastie_10_2, 500), 0.1),
+    "hastie": Task(generated(make_hastie_10_2, 500), 0.1),
     "clusters, shifted test": Task(
-        _generated(make_classification, 500, shift=0.5, **_CLUSTERS), 0.05
+        generated(make_classification, 500, shift=0.5, **CLUSTERS), 0.05
     ),
-    "quantiles": Task(_generated(make_gaussian_quantiles, 500, n_features=10, n_classes=3), 0.1),
-    "CIFAR-10": Task(_images, 0.1, 0.8, needs_images=True),
-    "friedman": Task(_generated(make_friedman1, 400, noise=1.0), 0.1),
-    "diabetes": Task(_table(load_diabetes, 220), 0.3, 0.8),
+    "quantiles": Task(generated(make_gaussian_quantiles, 500, n_features=10, n_classes=3), 0.1),
+    "CIFAR-10": Task(from_images(800), 0.1, 0.8, needs_images=True),
+    "friedman": Task(generated(make_friedman1, 400, noise=1.0), 0.1),
+    "diabetes": Task(from_table(load_diabetes, 220), 0.3, 0.8),
 }
 # beside those of the study, for `benchmarks.worth.baselines`
 FURTHER = {
-    "digits, 40% wrong labels": Task(_table(load_digits, 500, wrong=0.4)),
-    "breast cancer, 20% wrong labels": Task(_table(load_breast_cancer, 280, wrong=0.2)),
-    "wine, 20% wrong labels": Task(_table(load_wine, 90, wrong=0.2)),
-    "digits, 100 samples": Task(_table(load_digits, 100)),
-    "iris, 45 samples": Task(_table(load_iris, 45)),
-    "categories": Task(_generated(_make_categories, 600)),
-    "friedman, little noise": Task(_generated(make_friedman1, 800, noise=0.1)),
-    "friedman3": Task(_generated(make_friedman3, 400, noise=0.05)),
+    "digits, 40% wrong labels": Task(from_table(load_digits, 500, wrong=0.4)),
+    "breast cancer, 20% wrong labels": Task(from_table(load_breast_cancer, 280, wrong=0.2)),
+    "wine, 20% wrong labels": Task(from_table(load_wine, 90, wrong=0.2)),
+    "digits, 100 samples": Task(from_table(load_digits, 100)),
+    "iris, 45 samples": Task(from_table(load_iris, 45)),
+    "categories": Task(generated(_make_categories, 600)),
+    "friedman, little noise": Task(generated(make_friedman1, 800, noise=0.1)),
+    "friedman3": Task(generated(make_friedman3, 400, noise=0.05)),
 }
 # constants are chosen on these data sets, and reported on the others
 CHOSEN_ON = (

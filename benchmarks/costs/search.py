@@ -1,4 +1,4 @@
-"""Time of a search beside its training.
+"""Time of a search beside its training, and of a choice of the penalty by folds.
 
 python -m benchmarks.costs.search            # 2 minutes
 python -m benchmarks.costs.search --quick    # a smoke run without verdict
@@ -16,13 +16,20 @@ import optuna
 from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage
 from sklearn.datasets import load_digits
+from sklearn.model_selection import cross_val_score
 from sklearn.preprocessing import scale
 
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import Budget, environment, table, verdict
-from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from relflat_sk import (
+    FlatMinimaSearch,
+    RelativeFlatnessPenaltyCV,
+    RelativeFlatnessRegularizedClassifier,
+    StopAtLoss,
+)
 
 LIMIT = 0.05 * 10  # seconds: 5% of a trial that takes 10 s
+MOST_CHOOSING = 6  # times five folds of one setting
 STORAGES: dict[str, Callable[[Path], Any]] = {
     "in memory": lambda folder: InMemoryStorage(),
     "sqlite": lambda folder: f"sqlite:///{folder / 'minima.db'}",
@@ -47,6 +54,20 @@ def make_search(n_trials: int, storage: Any) -> FlatMinimaSearch:
     )  # fmt: skip
 
 
+def time_choice(X: np.ndarray, y: np.ndarray, rounds: int, epochs: int) -> Budget:
+    """Time the choice of the penalty, over five folds of one setting without penalty."""
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=epochs, verbose=0, random_state=0)
+    plain = RelativeFlatnessRegularizedClassifier(**net.get_params() | {"flatness_weight": 0})
+    search = RelativeFlatnessPenaltyCV(net, refit=False)
+    times = interleave(
+        {"plain": lambda: cross_val_score(plain, X, y), "choice": lambda: search.fit(X, y)}, rounds
+    )
+    found = ratio(times["choice"], times["plain"])
+    n_settings = len(search.cv_results_["params"])
+    print(f"\nFive folds of {n_settings} settings, over those of one without penalty: {found}")
+    return Budget("choice of the penalty / folds of one setting", found.value, MOST_CHOOSING)
+
+
 def main() -> int:
     """Time searches and the trainings within them, so that both see the same load."""
     options = read_options(__doc__, trials=(20, 2))
@@ -68,6 +89,7 @@ def main() -> int:
         budgets.append(Budget(f"seconds beside the training of a trial, {name}", rest, LIMIT))
     print(f"\n{options.trials} trials each; the rest draws, measures, scores and records")
     print(table(rows))
+    budgets.append(time_choice(X, y, *((1, 1) if options.quick else (3, 10))))
     return verdict(budgets, judged=not options.quick)
 
 

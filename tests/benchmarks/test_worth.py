@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
+from sklearn.datasets import load_wine
 
-from benchmarks.worth import baselines
-from benchmarks.worth.tuned import interval
+from benchmarks._harness.data import load_images
+from benchmarks.worth import baselines, speedrun, tuned
+from relflat_sk import RelativeFlatnessPenaltyCV, RelativeFlatnessRegularizedClassifier
 from tests.benchmarks.commands import run
 
 pytestmark = pytest.mark.scale
@@ -39,24 +42,95 @@ def saved(store):
     return {path: path.stat().st_mtime_ns for path in store.rglob("output.pkl")}
 
 
-def test_an_interrupted_tuning_continues(tmp_path):
-    methods = ("SAM", "flatness, all layers")
-    common = ("--quick", "--epochs", "1", "--methods", *methods, "--store", tmp_path)
-    run("benchmarks.worth.tuned", *common, "--trials", "1")
-    first = saved(tmp_path)
-    assert len(first) == 2 * (3 + 6 + 2)  # parts that score, further parts, and seeds
-    text = run("benchmarks.worth.tuned", *common, "--trials", "2")
-    both = saved(tmp_path)
-    assert first.items() <= both.items()
-    assert 2 * (3 + 6) <= len(both) - len(first) <= 2 * (3 + 6 + 2)
-    for method in methods:
-        assert f"\n{method} " in text
-    assert "Difference to SAM with the same seeds" in text
+def test_an_interrupted_comparison_continues(tmp_path):
+    results = tmp_path / "results.jsonl"
+    options = ("benchmarks.worth.tuned", "--quick", "--results", results)
+    first = run(*options)
+    saved = results.read_text().splitlines()
+    assert len(saved) == 2 * (len(tuned.SETTINGS) + len(tuned.PEERS))
+    results.write_text("\n".join(saved[:60]) + "\n")
+    assert tables(run(*options)) == tables(first)
+    assert results.read_text().splitlines()[:60] == saved[:60]
+    assert sorted(results.read_text().splitlines()) == sorted(saved)
+    for method in (*tuned.METHODS, *tuned.PEERS):
+        assert f"\n{method} " in first
 
 
-def test_dead_networks_leave_no_number_that_is_none():
-    assert interval(np.array([0.5, np.nan, 0.7]), sign="+") == "+60.0 +- 127.1"
-    assert interval(np.array([0.5, np.nan])) == "too few networks (1)"
+def tables(printed):
+    return printed[printed.index("Test accuracy") :]
+
+
+def test_methods_have_six_settings_and_the_tool_its_default_grid():
+    assert {len(settings) for settings in tuned.METHODS.values()} == {1, 6, len(tuned.TOOL)}
+    X, y = load_wine(return_X_y=True)
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=1, batch_size=200, verbose=0)
+    search = RelativeFlatnessPenaltyCV(net, cv=2, refit=False).fit(X, y)
+    names = ("flatness_layer", "flatness_weight", "optimizer__weight_decay")
+    defaults = tuned.PLAIN | {"optimizer__weight_decay": 0.0, "flatness_layer": -1}
+
+    def rows(grid):
+        return {tuple((defaults | params)[name] for name in names) for params in grid}
+
+    assert rows(search.cv_results_["params"]) == rows(map(tuned.SETTINGS.get, tuned.TOOL))
+
+
+def test_folds_choose_and_ties_go_to_the_weaker_setting():
+    better = {"decay 1": [0.7, 0.6], "decay 3": [0.6, 0.7], "SAM 0.2": [0.7, 0.7]}
+    rows = {
+        name: {
+            "accuracies": better.get(name, [0.5, 0.5]), "losses": [i], "test": i / 100,
+            "mean": i / 200,
+        }
+        for i, name in enumerate(tuned.SETTINGS)
+    } | {name: {"test": 0.9} for name in tuned.PEERS}  # fmt: skip
+    places = {name: i for i, name in enumerate(tuned.SETTINGS)}
+    found = {name: round(value, 9) for name, value in tuned.judge(rows).items()}
+    assert found["plain"] == found["epochs"] == 0
+    assert found["decay"] == found["tool"] == places["decay 1"]
+    assert found["SAM"] == places["SAM 0.2"]
+    assert found["tool, mean of folds"] == places["decay 1"] / 2
+    assert found["tool, by log loss"] == 0
+    assert found["forest"] == 90
+
+
+def test_intervals_are_those_of_the_t_distribution():
+    assert tuned.interval(np.array([0.5, 0.7])) == "+0.6 +- 1.3"
+    assert tuned.interval(np.array([0.5])) == "+0.5"
+
+
+def test_an_interrupted_speedrun_continues(tmp_path):
+    results = tmp_path / "results.jsonl"
+    options = ("benchmarks.worth.speedrun", "--device", "cpu", "--quick", "--epochs", "1")
+    options += ("--results", results, "--wrong")
+    text = run(*options, "0")
+    first = results.read_text()
+    assert len(first.splitlines()) == len(speedrun.ARMS)
+    rows = {line.split()[1] for line in text.splitlines() if line.startswith("0% ")}
+    assert rows == {*speedrun.ARMS, "average"}
+    text = run(*options, "0", "0.4")
+    assert results.read_text().startswith(first)
+    rows = {line.split()[1] for line in text.splitlines() if line.startswith("40% ")}
+    assert rows == {"plain", "average", "last", "all"}
+
+
+def test_images_are_whitened_and_each_is_flipped_in_every_other_epoch():
+    X, _ = load_images(3000)
+    patches = speedrun.Speedrun(X, (8, 8, 8))[0](X).movedim(1, -1).flatten(0, -2)[:, :12]
+    covariance = patches.T @ patches / len(patches)
+    np.testing.assert_allclose(covariance.detach(), np.eye(12), atol=0.1)
+    X, rows = X[:64], torch.arange(64)
+    epochs = speedrun.batches(X, rows, 2, 64, torch.Generator().manual_seed(0))
+    one, other = (moved[order.argsort()] for moved, order in epochs)
+    padded = torch.nn.functional.pad(X, (2,) * 4, "reflect")
+    for i in range(64):
+        corners = [(down, right) for down in range(5) for right in range(5)]
+        crops = torch.stack([padded[i, :, d : d + 32, r : r + 32] for d, r in corners])
+        straight = [bool((crops == image[i]).flatten(1).all(1).any()) for image in (one, other)]
+        flipped = [
+            bool((crops.flip(-1) == image[i]).flatten(1).all(1).any()) for image in (one, other)
+        ]
+        assert sorted(straight) == [False, True]
+        assert flipped == straight[::-1]
 
 
 def test_an_interrupted_study_of_weights_continues(tmp_path):
