@@ -221,9 +221,6 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     divisor = 0.0
     with borrowed(net.module_), torch.enable_grad(), _between_steps(net):
         for X, y in map(split_labels, net.get_iterator(dataset, training=False)):
-            state = getattr(net, "_training", None)
-            if state is not None:
-                state.terms = None  # each batch has a limit of its own
             output = net.infer(X)
             objective = net.get_loss(output, y, X=X, training=True)
             # means of batches are weighted by their divisors

@@ -757,8 +757,8 @@ class FlatNet(SkorchNet):
     def _penalise(
         self, penalty: RelativeFlatnessPenalty, batch: BatchLoss, output: Tensor, loss: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the penalty of a pass; all passes of a step have the limit of the first."""
-        first = self._state().terms
+        """Compute the penalty of a pass; the second one of SAM has the limit of the first."""
+        first = self._state().terms if "_in_second_pass" in vars(self) else None
         if first is not None:
             penalty.clip = None
         value, share = penalty._of_batch(batch, output, self._penalty_weight(), loss)
@@ -847,7 +847,6 @@ class FlatNet(SkorchNet):
 
     def train_step(self, batch: Any, **fit_params: Any) -> Any:
         """Make a step of training; its numbers leave an accelerator in one transfer."""
-        self._state().terms = None
         step, state = super().train_step(batch, **fit_params), self._state()
         loss = step["loss"].detach()
         if state.terms is not None and loss.device.type != "cpu":

@@ -113,7 +113,11 @@ class SharpnessAwareMixin(NeuralNet):
         with _moved(uphill, parts):
             set_states(self.device, random_states)
             torch.clear_autocast_cache()  # it holds the weights of the first pass
-            super().train_step_single(batch, **fit_params)
+            self.__dict__["_in_second_pass"] = True
+            try:
+                super().train_step_single(batch, **fit_params)
+            finally:
+                del self.__dict__["_in_second_pass"]
         torch.clear_autocast_cache()
         for p, grad in zip(learnable, accumulated, strict=True):
             if grad is not None:
