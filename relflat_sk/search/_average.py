@@ -4,11 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from sklearn.base import is_classifier, is_regressor
 from sklearn.ensemble import VotingClassifier, VotingRegressor
 from sklearn.frozen import FrozenEstimator
+from torch import Tensor, as_tensor
 
 from relflat_sk._models.network_of import describe, final_estimator, last_prefix
+
+# how many training inputs get noise, and how much of it, in standard deviations of each feature
+N_NOISY, NOISE = 2000, 0.6
 
 
 class _MeanRegressor(VotingRegressor):
@@ -38,6 +43,11 @@ def has_mean(estimator: Any, y: Any = None) -> bool:
 
 def average(estimators: Mapping[str, Any], y: Any) -> Any:
     """Return fitted estimators, with their names, as one that averages their predictions."""
+    if not estimators:
+        raise ValueError(
+            "the networks of earlier sessions have no weights that can be read. Give the search "
+            "an artifact_store before it trains."
+        )
     members = [(name, FrozenEstimator(estimator)) for name, estimator in estimators.items()]
     for estimator in estimators.values():
         is_multilabel = getattr(final_estimator(estimator), "multilabel_", False)
@@ -59,3 +69,49 @@ def average(estimators: Mapping[str, Any], y: Any) -> Any:
             "have others, or were trained on data that lack a class."
         )
     return ensemble
+
+
+def check_nearest(estimator: Any, X: Any, y: Any) -> None:
+    """Refuse what has no network that is nearest to the mean on noisy inputs."""
+    if not has_mean(estimator, y):
+        raise ValueError(
+            "refit='nearest' needs probabilities of single labels without a threshold, or a "
+            f"regressor, and got {describe(estimator)}. Set refit=True for the flattest."
+        )
+    if isinstance(X, Tensor):
+        is_float = X.is_floating_point()
+    elif isinstance(X, pd.DataFrame):
+        is_float = all(map(pd.api.types.is_float_dtype, X.dtypes))
+    else:
+        is_float = isinstance(X, np.ndarray) and X.dtype.kind == "f"
+    if not is_float:
+        of_type = f" of {X.dtype}" if hasattr(X, "dtype") else ""
+        raise ValueError(
+            "refit='nearest' adds noise to X: it takes an array, a tensor or a data frame of "
+            f"floats, got {type(X).__name__}{of_type}. Set refit='mean', or convert quantities."
+        )
+
+
+def add_noise(X: Any, seed: int) -> Any:
+    """Draw rows of inputs with replacement, and add noise to them."""
+    rng = np.random.default_rng(seed)
+    rows = getattr(X, "iloc", X)[rng.integers(len(X), size=N_NOISY)]
+    is_tensor = isinstance(rows, Tensor)
+    values = rows.double().numpy(force=True) if is_tensor else np.asarray(rows, dtype=float)
+    noise = NOISE * np.nanstd(values, axis=0) * rng.standard_normal(values.shape)
+    if is_tensor:
+        return rows + as_tensor(noise).to(rows)
+    return (rows + noise).astype(rows.dtypes if hasattr(rows, "dtypes") else rows.dtype)
+
+
+def nearest(mean: Any, X: Any) -> int:
+    """Return the trial in a mean that predicts most like it; of equal ones, the first."""
+    expected = mean.predict(X)
+
+    def distance(name: str) -> Any:
+        predicted = mean.named_estimators_[name].predict(X)
+        if is_regressor(mean):
+            return np.mean((predicted - expected) ** 2)
+        return np.mean(predicted != expected)
+
+    return int(min(mean.named_estimators_, key=distance).removeprefix("trial"))

@@ -27,6 +27,7 @@ from relflat_sk.plots import (
 from relflat_sk.plots._base import require_matplotlib
 from relflat_sk.plots._points import color_column
 from relflat_sk.search._measure import listed
+from relflat_sk.search._results import trial_at
 from relflat_sk.search._space import plain_repr
 from relflat_sk.search._storage import without_password
 
@@ -100,12 +101,16 @@ def _summary(search: Any) -> str:
 
 
 def _say_what_predicts(search: Any) -> str:
-    """Say whether the search predicts with the mean of minima or with one."""
+    """Say whether the search predicts with the mean of networks or with one."""
     if hasattr(search, "ensemble_"):
         trials = sorted(int(name.removeprefix("trial")) for name, _ in search.ensemble_.estimators)
         numbers = ", ".join(map(str, trials))
         return f" The search predicts with the mean of {len(trials)}: trials {numbers}."
-    return " The search predicts with this one." * hasattr(search, "best_estimator_")
+    if not hasattr(search, "best_estimator_"):
+        return ""
+    best = trial_at(search.minima_, search.best_index_)
+    is_first = best == search.minima_["trial"].iloc[0]
+    return f" The search predicts with {'this one' if is_first else f'trial {best}'}."
 
 
 def _say_how_training_ended(minima: pd.DataFrame, goal: Any) -> str:

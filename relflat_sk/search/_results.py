@@ -150,6 +150,11 @@ def is_averaged(minima: pd.DataFrame, records: Sequence[Minimum]) -> NDArray[np.
     return kept if kept.any() else np.arange(len(minima)) == 0
 
 
+def trial_at(minima: pd.DataFrame, index: int) -> int:
+    """Return the trial of a row of `cv_results_`, which are in the order of trials."""
+    return int(np.sort(minima["trial"])[index])
+
+
 def cv_results(
     table: pd.DataFrame,
     ranked: pd.DataFrame,

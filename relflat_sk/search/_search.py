@@ -4,6 +4,7 @@ import copy
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from relflat_sk.minima import rank_minima
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.minima._ranking import mark_depth_band
 from relflat_sk.minima._table import shorten_parameters
-from relflat_sk.search._average import average, has_mean
+from relflat_sk.search._average import add_noise, average, check_nearest, has_mean, nearest
 from relflat_sk.search._candidates import Candidates, SearchStudy, owned
 from relflat_sk.search._failures import root_of
 from relflat_sk.search._goal import EQUAL_LOSS
@@ -43,6 +44,7 @@ from relflat_sk.search._results import (
     check_table,
     cv_results,
     is_averaged,
+    trial_at,
     warn_if_few_fit,
 )
 from relflat_sk.search._space import Space
@@ -58,8 +60,8 @@ def check_arguments(search: Any) -> None:
     """Refuse arguments of a search that are not valid, before anything is trained."""
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
     fleet_size(search.fleet)
-    if not isinstance(search.refit, bool | np.bool_) and search.refit != MEAN:
-        raise ValueError(f"refit must be True, False or {MEAN!r}, got {search.refit!r}.")
+    if not isinstance(search.refit, bool | np.bool_) and search.refit not in (MEAN, NEAREST):
+        raise ValueError(f"refit must be True, False, 'mean' or 'nearest', got {search.refit!r}.")
     for name, kind in (
         ("sampler", optuna.samplers.BaseSampler),
         ("pruner", optuna.pruners.BasePruner),
@@ -137,7 +139,24 @@ def _if_available(method: str) -> Callable[[Any], Any]:
     return available_if(is_there)  # type: ignore[no-any-return]
 
 
+def _provide(
+    recipe: Recipe,
+    trials: Sequence[FrozenTrial],
+    trained: Mapping[int, Trained],
+    number: int,
+    *,
+    retrain: bool,
+) -> tuple[Any, str]:
+    """Return the network of a trial, None if it is not at hand, and why it is not as it was."""
+    if number in trained:
+        return recipe.restore(trials[number], trained[number]), ""
+    if not retrain and not recipe.has_weights(trials[number]):
+        return None, ""
+    return recipe.provide(trials[number], retrain=retrain)
+
+
 MEAN = "mean"  # of the predictions of all networks that have learned
+NEAREST = "nearest"  # to this mean, on noisy inputs
 _PREDICTORS = ("best_estimator_", "ensemble_")
 # attributes of what the search predicts with that the search has as well
 _OF_PREDICTOR = ("classes_", "n_features_in_", "feature_names_in_")
@@ -153,7 +172,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     `GridSearchCV` fits each candidate k times on parts of the data, and the winner once more on
     all of it. This search fits each candidate once, on all of it, and ranks by a measure of
     flatness on the training data: no data are held out. It is a scikit-learn estimator: it
-    predicts with the mean of all networks that have learned, or with the flattest, see `refit`.
+    predicts with the mean of all networks that have learned, or with one of them, see `refit`.
 
     Parameters
     ----------
@@ -216,7 +235,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         epochs, of at least 10, differ by at most 1% of the drop from the best constant prediction's
         loss. Estimators of scikit-learn stop by their own tolerance, and are minima if they did;
         "auto" does not change them, and with a loss they must also have reached it.
-    refit : bool or "mean", default="mean"
+    refit : bool, "mean" or "nearest", default="mean"
         What the search predicts with. "mean": `ensemble_`, the mean prediction of all networks
         that have learned, which on most data generalises better than the best of a hold-out
         (guide, Does it help?). A network has learned if it lowers the loss of the best
@@ -225,7 +244,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         have no mean predict as with True: classifiers without `predict_proba`, with a threshold
         or several labels of a sample, and what is neither classifier nor regressor. True:
         `best_estimator_`, the flattest minimum; the search holds all networks until it ends. False:
-        nothing.
+        nothing. "nearest": `best_estimator_`, the network of those in "mean" that predicts most
+        like their mean on noisy inputs; see Notes.
     random_state : int, RandomState or None, default=None
         Seeds the sampler, every `random_state` of the estimator that is None, and torch while a
         candidate trains. If None, each candidate has a seed from torch's random state. The study
@@ -243,7 +263,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         With several objectives, `pareto` says whether no other candidate is at least as good in
         all of them and better in one.
     best_estimator_ : estimator
-        The flattest minimum, trained on all of X; the deepest candidate if none is a minimum.
+        The flattest minimum, trained on all of X; the deepest candidate if none is a minimum. With
+        ``refit="nearest"``, the network that predicts most like the mean.
     ensemble_ : VotingClassifier or VotingRegressor
         All networks that have learned, with ``refit="mean"``, see `refit`; its
         `named_estimators_` are named by their trials. If the space varies the data (``data__``),
@@ -254,7 +275,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     best_params_ : dict
         The parameters of `best_estimator_`; ``data__`` and ``lr_scaling`` are the search's own.
     best_score_ : float
-        Minus its measure: greater is flatter, as scikit-learn's scores are.
+        Minus its measure: greater is flatter, as scikit-learn's scores are. It is nan if
+        ``refit="nearest"`` chose a network that cannot be ranked.
     refit_time_ : float
         Seconds that it took to provide what the search predicts with, almost 0 if all of it was
         trained in `fit`.
@@ -293,6 +315,16 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     Ctrl-C ends the search with the candidates that are finished. If this process is killed, the
     next call with the same `storage` and `study_name` trains again what was in training. To share
     a study between machines: ``study.optimize(MinimaObjective(...))``.
+
+    With ``refit="nearest"``, 2,000 rows are drawn from X with replacement, and Gaussian noise is
+    added, of 0.6 standard deviations of each feature over these rows. Of classifiers, the one is
+    chosen that most often predicts the class of the mean; of regressors, the one whose predictions
+    have the smallest mean squared difference to it; of equal ones, the first of `minima_`. Neither
+    labels nor weights of samples are used. X is an array, a tensor or a data frame of floats, and
+    predictions have a mean. The draws are those of ``numpy.random.default_rng(seed)``, rows first;
+    with a `random_state`, the seed is the first that it draws,
+    ``RandomState(random_state).randint(2**31 - 1)``. Networks of earlier sessions need saved
+    weights to be chosen.
 
     Members of `ensemble_` that are nets of skorch are held without gradients, the state of their
     optimizers and the records of single batches: a network of 10 MB takes 10 MB.
@@ -396,8 +428,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         Raises
         ------
         ValueError
-            If an argument is not valid, the study to resume was made with something else, or no
-            candidate could be trained; lists the differences or reasons.
+            If an argument is not valid, X or predictions do not suit `refit`, the study to resume
+            was made with something else, or no candidate could be trained; lists the differences or
+            reasons.
         TypeError
             If estimator, space, sampler, pruner or artifact store are of the wrong kind.
         RuntimeError
@@ -414,6 +447,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         _, seed = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
         recipe = self._make_recipe(X, y, X_test, y_test, fit_params)
         check_arguments(self)
+        if self.refit == NEAREST:
+            check_nearest(self.estimator, X, recipe.task.y)
         check_number("timeout", timeout, optional=True)
         deadline = None if timeout is None else time.time() + timeout
         after = list(callbacks or [])
@@ -564,7 +599,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         1.0
         """
         check_is_fitted(self, "minima_")
-        if number == self.minima_["trial"].iloc[0] and hasattr(self, "best_estimator_"):
+        best = trial_at(self.minima_, self.best_index_)
+        if number == best and hasattr(self, "best_estimator_"):
             return self.best_estimator_
         members = dict(self.ensemble_.estimators) if hasattr(self, "ensemble_") else {}
         if f"trial{number}" in members:
@@ -725,7 +761,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     @_if_available("predict")
     def predict(self, X: Any) -> Any:
-        """Predict with the mean of networks, or the flattest; see `refit`.
+        """Predict with the mean of networks, or with one; see `refit`.
 
         Parameters
         ----------
@@ -741,7 +777,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     @_if_available("predict_proba")
     def predict_proba(self, X: Any) -> Any:
-        """Predict class probabilities with the mean of networks, or the flattest; see `refit`.
+        """Predict class probabilities with the mean of networks, or with one; see `refit`.
 
         Parameters
         ----------
@@ -757,7 +793,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     @_if_available("predict_log_proba")
     def predict_log_proba(self, X: Any) -> Any:
-        """Predict natural logarithms of probabilities with the mean of networks, or the flattest.
+        """Predict natural logarithms of probabilities with the mean of networks, or with one.
 
         See `refit`.
 
@@ -810,8 +846,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         Returns
         -------
         float
-            Accuracy for classifiers and R2 for regressors; with ``refit=True``, what the
-            estimator's own `score` returns.
+            Accuracy for classifiers and R2 for regressors; of one network, what the estimator's own
+            `score` returns.
 
         Raises
         ------
@@ -867,10 +903,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         warn_if_few_fit(table, by, recipe.depth_band)
         self.minima_ = rank_minima(table, by=by)
         trials = self.study_.get_trials(deepcopy=False)
-        best = int(self.minima_["trial"].iloc[0])
         self.cv_results_ = cv_results(table, self.minima_, by, space, trials)
-        self.best_index_ = int(np.flatnonzero(table["trial"] == best)[0])
-        self.best_params_ = space.values(trials[best])
+        self._set_best(int(self.minima_["trial"].iloc[0]))
+
+    def _set_best(self, number: int) -> None:
+        """Set the attributes that describe the best candidate, by its trial."""
+        self.best_index_ = int(np.sort(self.minima_["trial"]).searchsorted(number))
+        self.best_params_ = self.cv_results_["params"][self.best_index_]
         self.best_score_ = float(self.cv_results_["mean_test_score"][self.best_index_])
 
     def _refit(self, recipe: Recipe, trained: Mapping[int, Trained], interrupted: bool) -> None:
@@ -878,17 +917,16 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
         Only the flattest is trained again, if an earlier session trained it, but not after Ctrl-C.
         """
-        best = int(self.minima_["trial"].iloc[0])
-        trials = self.study_.get_trials(deepcopy=False)
-
-        def provide(number: int, *, retrain: bool) -> tuple[Any, str]:
-            if number in trained:
-                return recipe.restore(trials[number], trained[number]), ""
-            if not retrain and not recipe.has_weights(trials[number]):
-                return None, ""
-            return recipe.provide(trials[number], retrain=retrain)
-
-        estimator, problem = provide(best, retrain=not interrupted)
+        provide = partial(_provide, recipe, self.study_.get_trials(deepcopy=False), trained)
+        averages = self.refit in (MEAN, NEAREST) and has_mean(self.estimator, recipe.task.y)
+        numbers = self._first_trials(None) if averages else []
+        members = {number: provide(number, retrain=False)[0] for number in numbers}
+        if self.refit == NEAREST:
+            self._choose_nearest(members, recipe)
+        best = trial_at(self.minima_, self.best_index_)
+        estimator, problem = members.get(best), ""
+        if estimator is None:
+            estimator, problem = provide(best, retrain=not interrupted)
         if problem:
             warn(f"best_estimator_ is not the network of the table: {problem}")
         if estimator is None:
@@ -898,32 +936,41 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             )
         else:
             self.best_estimator_ = estimator
-        if self.refit == MEAN and has_mean(self.estimator, recipe.task.y):
-            numbers = self._first_trials(None)
-            members = {n: provide(n, retrain=False)[0] for n in numbers if n != best}
-            members[best] = estimator
-            at_hand = {f"trial{n}": members[n] for n in numbers if members.get(n) is not None}
-            self._set_ensemble(at_hand, recipe.task.y, len(numbers))
+        if self.refit == MEAN:
+            at_hand = members | {best: estimator} if best in members else members
+            mean = self._mean_of(at_hand, recipe.task.y)
+            if mean is not None:
+                self.ensemble_ = mean
         model = getattr(self, "best_estimator_", getattr(self, "ensemble_", None))
         for name in _OF_PREDICTOR:
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
 
-    def _set_ensemble(self, members: Mapping[str, Any], y: Any, n_all: int) -> None:
-        """Average the networks that are at hand."""
-        if not members:
-            return
+    def _choose_nearest(self, members: Mapping[int, Any], recipe: Recipe) -> None:
+        """Make the network that predicts most like the mean the best one."""
+        mean = self._mean_of(members, recipe.task.y)
+        if mean is not None:
+            seed = recipe.drawn if recipe.seed is None else recipe.seed
+            self._set_best(nearest(mean, add_noise(recipe.task.X, seed)))
+
+    def _mean_of(self, members: Mapping[int, Any], y: Any) -> Any:
+        """Average the networks that are at hand (not None); None if there is no mean."""
+        at_hand = {f"trial{n}": member for n, member in members.items() if member is not None}
+        if not at_hand and self.refit == MEAN:
+            return None
         try:
-            self.ensemble_ = average(members, y)
+            mean = average(at_hand, y)
         except ValueError as error:
             warn(f"the search predicts with the flattest minimum only: {error}")
-            return
-        if len(members) < n_all:
+            return None
+        if len(at_hand) < len(members):
+            what = "mean of" if self.refit == MEAN else "nearest to the mean of"
             warn(
-                f"the search predicts with the mean of {len(members)} of {n_all} networks: those "
-                "of earlier sessions have no weights that can be read. Give the search an "
+                f"the search predicts with the {what} {len(at_hand)} of {len(members)} networks: "
+                "those of earlier sessions have no weights that can be read. Give the search an "
                 "artifact_store before it trains, or train them again by get_ensemble()."
             )
+        return mean
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """Add the flattest minima to what notebooks show of an estimator."""

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import optuna
+import pandas as pd
 import pytest
 import torch
 from optuna.artifacts import FileSystemArtifactStore
 from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
 from scipy import stats
+from scipy.sparse import csr_array
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.linear_model import LogisticRegression, Ridge
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -211,7 +213,25 @@ VALUES = [
             (make_pipeline(StandardScaler()), 32),
         )
     ),
-    (search(refit="all"), "refit must be True, False or 'mean', got 'all'"),
+    (search(refit="all"), "refit must be True, False, 'mean' or 'nearest', got 'all'"),
+    *(
+        (search(inputs, Y, refit="nearest"), f"'nearest' adds noise to X: .* of floats, got {kind}")
+        for inputs, kind in (
+            (X.astype(int), "ndarray of int64"),
+            (torch.as_tensor(X).long(), "Tensor of torch.int64"),
+            (csr_array(X), "csr_array"),
+            (X.tolist(), "list"),
+            (pd.DataFrame(X).assign(name="a"), "DataFrame"),
+        )
+    ),
+    (
+        search(
+            estimator=FixedThresholdClassifier(LogisticRegression(), threshold=0.2),
+            space={"estimator__C": [1.0]},
+            refit="nearest",
+        ),
+        "'nearest' needs probabilities of single .* FixedThresholdClassifier",
+    ),
     # the rule for searches of scikit-learn
     *(
         (partial(flattest_within, tolerance), "tolerance must be a finite number of at least 0, ")
