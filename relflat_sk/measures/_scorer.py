@@ -18,7 +18,7 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures._api import relative_flatness
 from relflat_sk.measures._measure_network import OF_DATA, measure_opened
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
-from relflat_sk.measures._names import find_measure
+from relflat_sk.measures._names import check_arguments, find_measure
 from relflat_sk.measures._results import Measured, name_of
 
 DATA = ("given", "train")
@@ -169,6 +169,7 @@ class FlatnessScorer(BaseEstimator):
         """Open the model with the data that the scorer is called with, and measure it."""
         params = dict(self.measure_params or {})
         of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}
+        check_arguments([self.measure], params)
         network = open_model(estimator, X, y, **of_data, sample_weight=sample_weight)
         return network, measure_opened(network, self.measure, layer=self.layer, **params)
 

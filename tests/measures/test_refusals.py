@@ -316,13 +316,16 @@ REFUSED = [
         "takes the value recorded in fit.* got 'hessian_trace' and None",
     ),
     (
-        scores(measure_params={"layer": 0}), T, "multiple values for keyword argument 'layer'",
+        scores(measure_params={"layer": 0}), T, "'layer' is no argument",
     ),
     (
         scores(measure_params={"sample_weight": None}), T, "multiple values .* 'sample_weight'",
     ),
     (
         scores(measure_params={"normalize": True}), T, "'normalize' is no argument",
+    ),
+    (
+        scores(measure_params={"per_sample": True}), T, "'per_sample' is no argument",
     ),
     (
         lambda: FlatnessScorer()(RandomForestClassifier(2).fit(*IRIS), *IRIS), T,
