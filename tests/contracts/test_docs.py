@@ -7,9 +7,10 @@ from operator import attrgetter
 import pytest
 
 import relflat_sk
-from relflat_sk import get_measure_names
+from relflat_sk import MinimaObjective, get_measure_names
 from relflat_sk.measures._names import NETWORK_WIDE, SAME
 from relflat_sk.measures._results import EVERY_CHANGE
+from relflat_sk.search._data import DATA_NAMES
 from tests.contracts.pages import ROOT
 
 DEFINITIONS = (ROOT / "docs" / "definitions.md").read_text(encoding="utf-8")
@@ -23,9 +24,16 @@ PAGES = [
 
 @pytest.mark.parametrize("name", sorted(SAME))
 def test_every_measure_is_defined_with_its_invariances(name):
-    row = next(line for line in DEFINITIONS.splitlines() if re.match(rf"\| `.*{name}`", line))
+    rows = [line for line in DEFINITIONS.splitlines() if re.match(rf"\| `.*{name}`", line)]
+    assert rows, f"add a row of {name} to docs/definitions.md"
     verdicts = ["same" if change in SAME[name] else "-" for change in EVERY_CHANGE]
-    assert row.endswith(f"| {' | '.join(verdicts)} |")
+    assert rows[0].endswith(f"| {' | '.join(verdicts)} |")
+
+
+@pytest.mark.parametrize("name", DATA_NAMES)
+def test_every_axis_of_the_data_is_documented(name):
+    assert name in (ROOT / "docs" / "searching.md").read_text(encoding="utf-8")
+    assert name in (MinimaObjective.__doc__ or "")
 
 
 def test_the_table_names_the_changes():
