@@ -22,7 +22,7 @@ NAMES = [token for token in TOKENS if re.fullmatch(r"[A-Za-z_][\w.]*", token)]
 NAMES = [name for name in NAMES if name not in PATHS]
 PAIRS = re.findall(r"`([\w.]+)`\s+in\s+`([\w./]+\.py)`", PAGE)
 # names of the page's examples, of tools and in formulas
-FOREIGN = {"mean_curvature", "data__repeats", "param_data__repeats", "Conv1D", "deptry", "data__",
+FOREIGN = {"mean_curvature", "data__random_labels", "Conv1D", "deptry", "data__",
            "H", "W", "z", "X", "y", "X_fit", "y_fit", "delta"}  # fmt: skip
 
 
