@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.layers import LayerMap, check_real, is_weight_layer, layer_map, weight_kind
 from relflat_sk._network.network import Network
-from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
+from relflat_sk._network.recording import LayerRecord, Recorder, graph_alone, layer_input
 from relflat_sk._network.tail import nodes_behind
 
 BATCH_NORMS = (_BatchNorm, nn.SyncBatchNorm)
@@ -113,9 +112,7 @@ def _record_calls(network: Network) -> tuple[list[_Call], Counter[Any]]:
         for name, module in network.module.named_modules()
         if is_weight_layer(module) or isinstance(module, BATCH_NORMS)
     }
-    # the graph alone, without the values that a backward pass would need
-    unsaved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-    with torch.enable_grad(), Recorder(layers, keep_nodes), unsaved:
+    with torch.enable_grad(), Recorder(layers, keep_nodes), graph_alone():
         output = network(next(network.batches()).x)
     nodes = nodes_behind(output.grad_fn)
     return calls, Counter(source for node in nodes for source, _ in node.next_functions)

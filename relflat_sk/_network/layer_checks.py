@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.dropout import _DropoutNd
 
 from relflat_sk._network.borrowing import requiring_grad
 from relflat_sk._network.layers import adapted_layer
-from relflat_sk._network.recording import LayerRecord, Recorder
+from relflat_sk._network.recording import LayerRecord, Recorder, graph_alone
 from relflat_sk._network.tail import (
     find_link,
     find_multiplier,
@@ -243,9 +243,7 @@ def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Modul
     A head that is tied to an embedding counts as if it had a copy of the weight to itself.
     """
     weights = [weight for layer in layers.values() for weight in _parameters_of_weight(layer)]
-    # the graph alone, without the values that a backward pass would need
-    unsaved = saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-    with requiring_grad(weights), torch.enable_grad(), Recorder(layers) as recorder, unsaved:
+    with requiring_grad(weights), torch.enable_grad(), Recorder(layers) as recorder, graph_alone():
         output = run()
     once = [recorder[name] for name in layers if recorder[name].calls == 1]
     return {record.name for record in once if uses_elsewhere(output, record)}

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
@@ -109,6 +110,11 @@ def start_graph(
     record.tail_input = tail_input = output + record.offset
     record.node, record.output_nr = tail_input.grad_fn, tail_input.output_nr
     return tail_input
+
+
+def graph_alone() -> saved_tensors_hooks:
+    """Return a context in which the graph keeps no values, as only a backward pass needs them."""
+    return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
 class Recorder:
