@@ -20,6 +20,8 @@ weights than the others in its layer.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from relflat_sk._models.network_of import open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.folding import fold_layers
 from relflat_sk._network.network import Network, mean_loss
-from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
+from relflat_sk._network.recording import LayerRecord, Recorder, keep_graph
 from relflat_sk._network.tail import is_piecewise_linear
 from relflat_sk._warnings import warn
 from relflat_sk.theory._moves import counting
@@ -56,8 +58,6 @@ _CONSTANTS = {
 _LIPSCHITZ = {nn.CrossEntropyLoss: math.sqrt(2), nn.BCEWithLogitsLoss: 1.0}
 
 _ROUNDING = 4  # units in the last place, of an activation's value
-# numbers in the products of matrices that are computed at once, 8 MiB in float64
-_MOST_AT_ONCE = 2**20
 
 
 def sharpness_conditions(
@@ -92,8 +92,8 @@ def sharpness_conditions(
         With ``detail="C2"``, sizes of the disturbance, in units of the input's norm; 26 values
         from 1e-4 to 10 if None.
     batch_size : int, default=16
-        Samples in one forward pass. The products of weight matrices are computed for so many
-        samples at once, or for fewer if they are large.
+        Samples in one forward pass. The products of weight matrices are computed for one sample
+        after the other.
     device : str or torch.device, optional
         Where to compute; where the model is if None.
 
@@ -169,7 +169,7 @@ def sharpness_conditions(
         )
     # `open_model` needs a criterion for a bare module; it is not used here
     network = open_model(model, X, criterion=nn.MSELoss(), batch_size=batch_size, device=device)
-    chain = _without_zeros(_read_chain(network, batch_size))
+    chain = _without_zeros(_read_chain(network))
     if detail == "C1":
         return _factors(chain)
     if detail == "C2":
@@ -179,7 +179,7 @@ def sharpness_conditions(
         return table
     # on the inputs of the network, behind the steps of a pipeline
     first = replace(network, module=initial, forward=None)
-    before = _table(_without_zeros(_read_chain(first, batch_size)))
+    before = _table(_without_zeros(_read_chain(first)))
     keys = ["condition", "layer", "position", "constant"]
     if not table[keys].equals(before[keys]):
         raise ValueError(
@@ -356,7 +356,7 @@ def sharpness_bound(  # noqa: PLR0913
     check_number("lipschitz", lipschitz, optional=True)
     network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     slope = _lipschitz(network) if lipschitz is None else lipschitz
-    chain = _read_chain(network, batch_size)
+    chain = _read_chain(network)
     weights, n = chain.weights, len(chain.x)
     if len(weights) < 2:
         raise ValueError(
@@ -364,12 +364,8 @@ def sharpness_bound(  # noqa: PLR0913
             "layers between others."
         )
     sizes, sigmas = [float(weight.norm()) for weight in weights], _sigmas(sigma, len(weights))
-    constants = _constants(_without_zeros(chain))
-    mu = min(float(values.min()) for (name, _), values in constants.items() if name == "C1")
-    c_2, c_3 = (
-        max(float(values.max()) for (name, _), values in constants.items() if name == condition)
-        for condition in ("C2", "C3")
-    )
+    worst = _table(_without_zeros(chain)).groupby("condition")["worst"].agg(["min", "max"])
+    mu, c_2, c_3 = map(float, (worst["min"]["C1"], worst["max"]["C2"], worst["max"]["C3"]))
     gammas = tuple(
         noise * math.sqrt(weight.numel()) / (mu**2 * size) if mu and size else math.inf
         for noise, size, weight in zip(sigmas, sizes, weights, strict=True)
@@ -429,7 +425,11 @@ class Chain:
     x: Tensor  # (n, h_0)
     outputs: list[Tensor]  # (n, h_i)
     slopes: list[Tensor]  # (n, h_i)
-    batch_size: int  # the most samples whose products of matrices are computed at once
+
+    def select(self, rows: Tensor) -> "Chain":
+        """Keep some of the samples."""
+        outputs, slopes = ([array[rows] for array in a] for a in (self.outputs, self.slopes))
+        return replace(self, x=self.x[rows], outputs=outputs, slopes=slopes)
 
     def relative_sizes(self, k: int) -> Tensor:
         """Measure outputs of a layer in units of the norm of the network's input: (n, h_k)."""
@@ -437,8 +437,9 @@ class Chain:
         return sizes
 
 
-def _read_chain(network: Network, batch_size: int) -> Chain:
+def _read_chain(network: Network) -> Chain:
     """Run the network batch by batch, and read the chain of its layers from the records."""
+    batches = []
     with borrowed(network.module):
         layers = fold_layers(network)
         for layer in layers:
@@ -450,23 +451,21 @@ def _read_chain(network: Network, batch_size: int) -> Chain:
                 )
         named = [name for layer in layers for name in (layer.name, layer.norm) if name is not None]
         modules = {name: network.module.get_submodule(name) for name in named}
-        batches = []
         for batch in network.batches():
             with torch.enable_grad(), Recorder(modules, _start_step) as recorder:
                 network(batch.x)
             inputs = [recorder[layer.name].check()[0] for layer in layers]
             steps = [recorder[layer.norm or layer.name] for layer in layers]
-            slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
             outputs = [step.check()[1].detach().double() for step in steps]
-            arrays = [inputs[0].detach().double(), *outputs, *slopes, torch.ones_like(outputs[-1])]
+            slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
+            slopes.append(torch.ones_like(outputs[-1]))
+            rows = torch.ones(len(outputs[-1]), dtype=torch.bool, device=outputs[-1].device)
             if batch.y is not None:  # samples with ignored labels are none of the loss
-                counts = counting(network, batch.y).to(arrays[0].device)
-                arrays = [array[counts] for array in arrays]
-            batches.append(arrays)
-    x, *rest = map(torch.cat, zip(*batches, strict=True))
-    d = len(layers)
+                rows = counting(network, batch.y).to(rows.device)
+            batches.append([rows, inputs[0].detach().double(), *outputs, *slopes])
+    rows, x, *rest = map(torch.cat, zip(*batches, strict=True))
     names, weights = [layer.name for layer in layers], [layer.weight for layer in layers]
-    return Chain(names, weights, x, rest[:d], rest[d:], batch_size)
+    return Chain(names, weights, x, rest[: len(names)], rest[len(names) :]).select(rows)
 
 
 def _without_zeros(chain: Chain) -> Chain:
@@ -482,35 +481,24 @@ def _without_zeros(chain: Chain) -> Chain:
             f"{int((~kept).sum())} of {len(kept)} samples are zero and left out: the conditions "
             "are about disturbances in units of a sample's norm."
         )
-    outputs, slopes = (
-        [array[kept] for array in arrays] for arrays in (chain.outputs, chain.slopes)
-    )
-    return replace(chain, x=chain.x[kept], outputs=outputs, slopes=slopes)
+    return chain.select(kept)
 
 
-def _start_step(
-    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor:
-    """Keep copies of input and output, and start a graph that ends at the next layer."""
-    record.calls += 1
-    record.features = layer_input(args, kwargs).clone()
-    record.version = record.features._version
-    record.output = output.detach().clone().requires_grad_()
-    passed_on = record.output.clone()  # which an activation may overwrite
+def _start_step(record: LayerRecord, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    """Keep input and output, and start a graph that ends at the next layer."""
+    z = output.detach().requires_grad_()
+    passed_on = z.clone()  # which an activation may overwrite
+    keep_graph(record, args, kwargs, z)
     record.node = passed_on.grad_fn
     return passed_on
 
 
 def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
-    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else.
-
-    Values alone do not tell a ReLU from a function that is close to one at these samples; the
-    graph does.
-    """
+    """Compute an activation's slopes, ``after = slopes * z``, and refuse anything else."""
     z, layer = step.check()[1], step.name
+    # values alone do not tell a ReLU from a function that is close to one at these samples
     if after.shape == z.shape and after.requires_grad and is_piecewise_linear(after, step.node):
         (slopes,) = torch.autograd.grad(after, z, torch.ones_like(after))
-        z, after = z.detach(), after.detach()
         error = (after - slopes * z).abs()
         is_relu = (error <= _ROUNDING * torch.finfo(z.dtype).eps * z.abs()).all()
         if bool(is_relu & (slopes[z > 0] == 1).all()):
@@ -526,18 +514,16 @@ def _slopes(step: LayerRecord, after: Tensor) -> Tensor:
 
 def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
     """Compute the constants of each sample, (n,), by condition and position of the layer."""
-    mu: dict[int, Tensor] = {}
-    for (_, c, _b), (*_, mu_of_three) in _norms_in_c1(chain).items():
-        mu[c] = torch.minimum(mu.get(c, mu_of_three), mu_of_three)
-    constants = {}
+    constants: dict[tuple[str, int], Tensor] = {}
+    norms = _norms_in_c1(chain)
     for k, weight in enumerate(chain.weights):
-        if k + 1 in mu:
-            constants["C1", k] = mu[k + 1]
+        around = [mu for (_, c, _), (*_, mu) in norms.items() if c == k + 1]
+        if around:
+            constants["C1", k] = torch.stack(around).amin(dim=0)
             # the maximum of C2 is reached where delta is the size of one of the units
             sizes = chain.relative_sizes(k).sort(dim=1).values
-            width = sizes.shape[1]
-            shares = torch.arange(1, width + 1, dtype=sizes.dtype, device=sizes.device) / width
-            constants["C2", k] = (shares / sizes).amax(dim=1)
+            counts = torch.arange(1, len(weight) + 1).to(sizes)
+            constants["C2", k] = (counts / len(weight) / sizes).amax(dim=1)
         rows = weight.norm(dim=1)
         active = (chain.slopes[k] * rows).norm(dim=1)  # |D W|_F of each sample
         largest = len(rows) ** 0.5 * rows.max()
@@ -548,34 +534,30 @@ def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
 
 def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
     """Compute the three norms of condition C1, and their mu: (4, n), by a, c and b."""
-    norms = _norms_of_products(chain)
-    last = len(chain.names)
+    samples = zip(chain.x, *chain.slopes, strict=True)
+    each = [_norms_of_products(chain.weights, x, slopes) for x, *slopes in samples]
+    norms = {ends: torch.stack([of_sample[ends] for of_sample in each]) for ends in each[0]}
     norms_and_mu = {}
-    for c in range(1, last):
-        for a in range(c):
-            for b in range(c + 1, last + 1):
-                whole, after, before = norms[a, b], norms[c + 1, b], norms[a, c]
-                apart = after * before
-                root = len(chain.weights[c - 1]) ** 0.5
-                mu = torch.where(apart > 0, root * whole / apart, torch.inf)
-                norms_and_mu[a, c, b] = torch.stack([whole, after, before, mu])
+    for a, c, b in sorted(combinations(range(len(chain.weights) + 1), 3), key=itemgetter(1)):
+        whole, after, before = norms[a, b], norms[c + 1, b], norms[a, c]
+        root, apart = len(chain.weights[c - 1]) ** 0.5, after * before
+        mu = torch.where(apart > 0, root * whole / apart, torch.inf)
+        norms_and_mu[a, c, b] = torch.stack([whole, after, before, mu])
     return norms_and_mu
 
 
-def _norms_of_products(chain: Chain) -> dict[tuple[int, int], Tensor]:
-    """Compute the Frobenius norms (n,) of ``P_ab``, of a few samples at a time."""
-    n, last = len(chain.x), len(chain.weights)
-    height, width = (max(weight.shape[axis] for weight in chain.weights) for axis in (0, 1))
-    n_at_once = max(1, min(chain.batch_size, _MOST_AT_ONCE // (height * width)))
-    # made before the products, so that none of them is kept in the memory that those leave
-    norms = {(a, b): chain.x.new_empty(n) for a in range(last + 1) for b in range(a, last + 1)}
-    for begin in range(0, n, n_at_once):
-        rows = slice(begin, begin + n_at_once)
-        slopes = [array[rows, :, None] for array in chain.slopes]
-        for a in range(last + 1):
-            product = slopes[a - 1] * chain.weights[a - 1] if a else chain.x[rows, :, None]
-            for b in range(a, last + 1):
-                if b > a:
-                    product = (chain.weights[b - 1] @ product).mul_(slopes[b - 1])
-                norms[a, b][rows] = product.flatten(1).norm(dim=1)
+def _norms_of_products(
+    weights: Sequence[Tensor], x: Tensor, slopes: Sequence[Tensor]
+) -> dict[tuple[int, int], Tensor]:
+    """Compute the Frobenius norms of ``P_ab`` of one sample."""
+    factors = [
+        x[:, None],
+        *(s[:, None] * weight for s, weight in zip(slopes, weights, strict=True)),
+    ]
+    norms = {}
+    for a, product in enumerate(factors):
+        norms[a, a] = product.norm()
+        for b, factor in enumerate(factors[a + 1 :], a + 1):
+            product = factor @ product  # noqa: PLW2901
+            norms[a, b] = product.norm()
     return norms
