@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from relflat_sk._network.borrowing import has_own_forward
-from relflat_sk._network.layers import LayerMap, check_real, is_weight_layer, layer_map, weight_kind
+from relflat_sk._network.layers import LayerMap, check_real, layer_map, weight_kind
 from relflat_sk._network.network import Network
 from relflat_sk._network.recording import LayerRecord, Recorder, graph_alone, layer_input
 from relflat_sk._network.tail import nodes_behind
@@ -110,7 +110,7 @@ def _record_calls(network: Network) -> tuple[list[_Call], Counter[Any]]:
     layers = {
         name: module
         for name, module in network.module.named_modules()
-        if is_weight_layer(module) or isinstance(module, BATCH_NORMS)
+        if weight_kind(module) or isinstance(module, BATCH_NORMS)
     }
     with torch.enable_grad(), Recorder(layers, keep_nodes), graph_alone():
         output = network(next(network.batches()).x)
