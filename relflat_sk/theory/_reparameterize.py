@@ -124,7 +124,9 @@ def reparameterize(
     if kind not in ("layer", "neuron"):
         raise ValueError(f'kind must be "layer" or "neuron", got {kind!r}.')
     network = open_model(module, X, criterion=nn.MSELoss())  # the loss is not used
-    original, copied = (replace(network, module=_copy(network.module).eval()) for _ in range(2))
+    original, copied = (
+        replace(network, module=copy.deepcopy(network.module).eval()) for _ in range(2)
+    )
     with fork_rng(network.device), torch.no_grad():
         inputs: list[tuple[str, Tensor]] = []
         _run_first_batch(original, lambda name, part, x: inputs.append((name, x.clone())))
@@ -134,20 +136,9 @@ def reparameterize(
         rescaling = _Rescaling(kind, named, iter([x for _, x in inputs]))
         _run_first_batch(copied, rescaling.enter)
         _check_outputs(original, copied)
-    result = _copy(network.module)
+    result = copy.deepcopy(network.module)
     result.load_state_dict(copied.module.state_dict())
     return result
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(module)
-    except RuntimeError as error:
-        raise ValueError(
-            f"the {type(module).__name__} cannot be copied. If it stores a hidden value of its "
-            "last forward pass, run it once under torch.no_grad(); if a weight is computed "
-            f"(pruning, weight norm), make it permanent. torch says: {error}"
-        ) from error
 
 
 # -- factors as the user gave them ---------------------------------------------------------
@@ -157,47 +148,33 @@ def _read_factors(
     module: nn.Module, factors: Any, order: Sequence[str], kind: str
 ) -> dict[str, Floats]:
     """Read the factors of some layers, one for each layer or for each of its output neurons."""
-    if isinstance(factors, Mapping):
-        named = _name_layers(module, factors, order)
-    elif kind == "layer" and np.shape(factors) == (len(order),):
-        named = dict(zip(order, factors, strict=True))
-    else:
-        raise ValueError(
-            f"factors must hold one number for each of the {len(order)} layers with a weight "
-            f"matrix, in forward order ({', '.join(map(repr, order))}), or be a mapping of layers; "
-            f'for kind="neuron" a mapping only; got {factors!r}.'
-        )
-    read = {}
-    for name, values in named.items():
-        n_outputs = layer_map(module.get_submodule(name)).n_outputs
-        shape = (n_outputs,) if kind == "neuron" else ()
-        expected = f"{n_outputs} positive finite numbers, one per neuron"
-        expected = expected if shape else "one positive finite number"
+    if not isinstance(factors, Mapping):
+        if kind == "neuron" or np.shape(factors) != (len(order),):
+            raise ValueError(
+                f"factors must hold one number for each of the {len(order)} layers with a weight "
+                f"matrix, in forward order ({', '.join(map(repr, order))}), or be a mapping of "
+                f'layers; for kind="neuron" a mapping only; got {factors!r}.'
+            )
+        factors = dict(zip(order, factors, strict=True))
+    names = {layer: name for name, layer in module.named_modules()}  # aliases have one name
+    read: dict[str, Floats] = {}
+    for layer, values in factors.items():
+        name = names[module.get_submodule(find_layer(module, layer, order))]
+        if name in read or name not in order:
+            raise ValueError(
+                f"factors names layer {name!r} more than once, or it is not called in the forward "
+                f"pass. Layers that can be rescaled: {list(order)}."
+            )
+        shape = (layer_map(module.get_submodule(name)).n_outputs,) if kind == "neuron" else ()
         numbers = values.detach().cpu() if isinstance(values, Tensor) else values
         array = np.asarray(numbers, dtype=np.float64)
         if array.shape != shape or not (np.isfinite(array) & (array > 0)).all():
-            raise ValueError(f"the factors of layer {name!r} must be {expected}, got {values!r}.")
+            raise ValueError(
+                f"the factors of layer {name!r} must be positive finite numbers of shape {shape}, "
+                f"got {values!r}."
+            )
         read[name] = array.reshape(-1)
     return read
-
-
-def _name_layers(
-    module: nn.Module, factors: Mapping[Layer, Any], order: Sequence[str]
-) -> dict[str, Any]:
-    """Replace layers as the user gave them by their dotted names."""
-    names = {layer: name for name, layer in module.named_modules()}  # aliases have one name
-    named: dict[str, Any] = {}
-    for layer, values in factors.items():
-        name = names[module.get_submodule(find_layer(module, layer, order))]
-        if name not in order:
-            raise ValueError(
-                f"layer {name!r} is not called in the forward pass. Layers that can be rescaled: "
-                f"{list(order)}."
-            )
-        if name in named:
-            raise ValueError(f"factors names layer {name!r} more than once.")
-        named[name] = values
-    return named
 
 
 # -- the pass that follows the factors by data ---------------------------------------------
@@ -220,15 +197,6 @@ def _run_first_batch(network: Network, enter: Callable[[str, nn.Module, Tensor],
         handle.remove()
 
 
-@dataclass(frozen=True, eq=False)
-class _Change:
-    """The change of one layer, see the module."""
-
-    rows: Floats  # (d,) or (1,)
-    columns: Floats  # (number of input features,) or (1,)
-    after: Floats  # (d,) or (1,)
-
-
 @dataclass
 class _Rescaling:
     """Changes the layers of a network while it runs, each when its input is known."""
@@ -242,26 +210,20 @@ class _Rescaling:
         """Change a layer, or a batch norm, that is about to receive its input."""
         expected = next(self.inputs, x)
         if isinstance(part, BATCH_NORMS):
-            before = self._before(name, x, expected, part.num_features, axis=1)
-            if (before != 1).any() and part.running_mean is not None:
-                _rescale_norm(name, part, np.broadcast_to(before, part.num_features))
+            _rescale_norm(part, self._before(name, x, expected, part.num_features, axis=1))
             return
         as_map = layer_map(part)
         axis = -1 if as_map.channels_last else 1
         before = self._before(name, x, expected, as_map.n_inputs, axis)
-        change = self._plan(before, self.factors.get(name, np.ones(1)))
-        self.factors_behind.append(change.after)
-        if any((numbers != 1).any() for numbers in (change.rows, change.columns, change.after)):
-            _rescale_layer(name, part, change)
-
-    def _plan(self, before: Floats, rows: Floats) -> _Change:
+        rows = self.factors.get(name, np.ones(1))
         if self.kind == "neuron":
-            return _Change(rows, before, rows)
-        after = before * rows
-        if abs(after[0] - 1) <= _PRODUCT_TOLERANCE:
-            after = np.ones(1)
-            rows = after / before
-        return _Change(rows, np.ones(1), after)
+            after, columns = rows, before
+        else:
+            after, columns = before * rows, np.ones(1)
+            if abs(after[0] - 1) <= _PRODUCT_TOLERANCE:
+                after, rows = np.ones(1), 1 / before
+        self.factors_behind.append(after)
+        _rescale_layer(part, rows, columns, after)
 
     def _before(self, name: str, x: Tensor, expected: Tensor, n: int, axis: int) -> Floats:
         """Find the factors of what a layer receives: those of the nearest layer that fit."""
@@ -282,7 +244,8 @@ class _Rescaling:
 _REASONS = (
     "the copy would not compute the same function. The factors must multiply to 1 on every path, "
     "the steps between rescaled layers must be positively homogeneous, f(c x) = c f(x) for c > 0, "
-    "and rescaled weights must neither be shared nor computed from other tensors."
+    "and rescaled weights must neither be shared, nor computed from other tensors, nor too large "
+    "for their dtype."
 )
 
 
@@ -326,62 +289,55 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """List the tensors in what a network returns."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for part in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(part)
 
 
 # -- the changes ---------------------------------------------------------------------------
 
 
-def _rescale_layer(name: str, layer: Any, change: _Change) -> None:
+def _rescale_layer(
+    layer: Any,
+    rows: Floats,  # (d,) or (1,)
+    columns: Floats,  # (number of input features,) or (1,)
+    after: Floats,  # (d,) or (1,)
+) -> None:
     """Multiply rows and divide columns of a layer's weight, and rescale its bias."""
     with torch.enable_grad():
         kernel = torch.zeros(layer.weight.shape, dtype=torch.float64, requires_grad=True)
         as_map = layer_map(layer, kernel)
-        rows = torch.tensor(np.broadcast_to(change.rows, as_map.n_outputs))[:, None]
-        columns = torch.tensor(np.broadcast_to(change.columns, as_map.n_inputs))
+        of_rows = torch.tensor(np.broadcast_to(rows, as_map.n_outputs))[:, None]
+        of_columns = torch.tensor(np.broadcast_to(columns, as_map.n_inputs))
         # the matrix has the numbers of the weight in another order, which its gradient undoes
-        factors = rows / columns[as_map.column_channels()]
+        factors = of_rows / of_columns[as_map.column_channels()]
         (scale,) = torch.autograd.grad(as_map.matrix, kernel, factors)
-    _assign(name, layer.weight, _exact(layer.weight) * scale)
+    layer.weight.copy_(_exact(layer.weight) * scale)
     if layer.bias is not None:
-        _assign(name, layer.bias, _exact(layer.bias) * torch.tensor(change.after))
+        layer.bias.copy_(_exact(layer.bias) * torch.tensor(after))
 
 
-def _rescale_norm(name: str, norm: Any, values: Floats) -> None:
+def _rescale_norm(norm: Any, factors: Floats) -> None:
     """Make batch norm return, for c x, c times what it returned for x.
 
     With gain g, shift h, mean m and variance v, the rescaled input has mean c m and
     variance c^2 v; from g' c (x - m) / sqrt(c^2 v + eps) + h' = c (g (x - m) / sqrt(v + eps) + h)
     follow h' = c h and g' = g sqrt((c^2 v + eps) / (v + eps)).
     """
-    c = torch.tensor(values)
-    _assign(name, norm.running_mean, c * _exact(norm.running_mean))
+    if norm.running_mean is None:
+        return
+    c = torch.tensor(factors)
+    norm.running_mean.copy_(c * _exact(norm.running_mean))
     if norm.weight is None:
         return  # g and h are fixed at 1 and 0; v must stay as it is
     variance = _exact(norm.running_var)
     gain = torch.sqrt((c**2 * variance + norm.eps) / (variance + norm.eps))
-    _assign(name, norm.weight, _exact(norm.weight) * gain)
-    _assign(name, norm.running_var, c**2 * variance)
+    norm.weight.copy_(_exact(norm.weight) * gain)
+    norm.running_var.copy_(c**2 * variance)
     if norm.bias is not None:
-        _assign(name, norm.bias, c * _exact(norm.bias))
+        norm.bias.copy_(c * _exact(norm.bias))
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Return a copy on the CPU in float64, or complex128."""
+    """Return a tensor on the CPU in float64, or complex128."""
     return tensor.detach().cpu().to(torch.promote_types(tensor.dtype, torch.float64))
-
-
-def _assign(name: str, tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor of the copy, unless one of them overflows."""
-    rounded = values.to(tensor.dtype)
-    if not torch.equal(rounded.isfinite(), _exact(tensor).isfinite()):
-        raise ValueError(
-            f"the factors would make a number in module {name!r} larger than {tensor.dtype} can "
-            "hold; give factors closer to 1."
-        )
-    with torch.no_grad():
-        tensor.copy_(rounded)
