@@ -67,8 +67,8 @@ class Smoothing:
         of the features and the same for all samples, in place of a kernel whose radius is in
         proportion to the features, so that `kernel`, `sigma` and ``delta`` are left out.
     alphas : array of shape (n,), optional
-        Weights ``alpha_i`` of the samples, divided by their sum; equal if None. Some may be zero,
-        but not those of all samples in one part of a split. A DataLoader must not shuffle then.
+        Weights ``alpha_i`` of the samples, divided by their sum; equal if None. Some may be zero;
+        of all samples in one part of a split, they give nan. A DataLoader must not shuffle then.
     label_noise : callable, optional
         Moves the labels, too: from an array of labels, as the criterion takes them, and a
         RandomState to an array of noisy labels of the same shape. Each draw has its own noise.
@@ -127,22 +127,12 @@ class Smoothed:
 
     def mean_loss(self, rows: Any = slice(None)) -> float:
         """Compute the mean loss of some samples before the smoothing."""
-        return _ratio(self.loss[rows].sum(), self.divisor[rows].sum())
+        return float(self.loss[rows].sum() / self.divisor[rows].sum())
 
     def mean_smooth_loss(self, rows: Any = slice(None)) -> float:
         """Compute the mean loss of some samples after the smoothing, with their shares."""
         shares = self.shares[rows]
-        return _ratio(shares @ self.smooth_loss[rows], shares @ self.divisor[rows])
-
-
-def _ratio(loss: float, divisor: float) -> float:
-    """Compute a mean loss, if any sample counts in it."""
-    if divisor == 0:
-        raise ValueError(
-            "no sample of one part of a split counts: their alphas are zero, or their labels are "
-            "ignored. Give more samples a positive share."
-        )
-    return float(loss / divisor)
+        return float(shares @ self.smooth_loss[rows] / (shares @ self.divisor[rows]))
 
 
 def smooth(
@@ -193,7 +183,7 @@ def find_delta(site: Site, delta: float | None) -> float:
     """Return the radius of the smoothing, by default that of Theorem 6."""
     if delta is not None:
         return check_delta(delta)
-    return float(site.n_counting ** (-1 / (4 + site.size)))
+    return float(int(site.counts.sum()) ** (-1 / (4 + site.size)))
 
 
 def check_alphas(alphas: Any, n: int) -> Floats:
@@ -335,8 +325,8 @@ def representativeness(  # noqa: PLR0913
     delta = find_delta(site, delta)
     rng = as_random_state(random_state)
     splitter = ShuffleSplit(n_splits, test_size=test_size, random_state=rng)
-    splits = list(splitter.split(range(site.n_samples)))
-    shares = check_alphas(smoothing.alphas, site.n_samples)
+    splits = list(splitter.split(site.counts))
+    shares = check_alphas(smoothing.alphas, len(site.counts))
     if not refit:
         smoothed = smooth(site, smoothing, delta, n_draws, rng, shares)
         values = [
@@ -518,7 +508,7 @@ def generalization_bound(  # noqa: PLR0913
     )
     site = find_site(open_data(), layer)
     if smoothing.alphas is not None:
-        shares = check_alphas(smoothing.alphas, site.n_samples)
+        shares = check_alphas(smoothing.alphas, len(site.counts))
         site = find_site(open_data(sample_weight=shares), layer)
     if len(site.shape) != 1:
         raise ValueError(

@@ -90,15 +90,10 @@ class Site:
         return self.shape.numel()
 
     @cached_property
-    def n_samples(self) -> int:
-        """Number n of labelled samples, counted in one pass over the data without the network."""
-        return sum(len(labels_of(batch)) for batch in self.network.batches())
-
-    @cached_property
-    def n_counting(self) -> int:
-        """Number of samples whose labels are not ignored, counted in the same way."""
-        parts = (counting(self.network, labels_of(batch)) for batch in self.network.batches())
-        return sum(int(counts.sum()) for counts in parts)
+    def counts(self) -> Tensor:
+        """Which of the n samples have labels that are not ignored, found without the network."""
+        batches = self.network.batches()
+        return torch.cat([counting(self.network, labels_of(batch)).cpu() for batch in batches])
 
     def splits(self) -> Iterator[Split]:
         """Split the network on one batch after the other; to be used within `borrowed`."""

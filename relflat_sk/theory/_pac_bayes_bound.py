@@ -10,7 +10,7 @@ import torch
 from scipy.special import rel_entr
 from sklearn.pipeline import Pipeline
 from sklearn.utils import get_tags
-from torch import Tensor, nn
+from torch import nn
 
 from relflat_sk._checks import check_integer, check_number, check_probability
 from relflat_sk._models.network_of import open_model, unwrap
@@ -198,6 +198,10 @@ def pac_bayes_bound(  # noqa: PLR0913
     risk = 0.5 * delta / len(grid)
     trials = draw_seeds(rng, _TRIALS)
 
+    def noisy_error(sigma: float, seeds: Sequence[int]) -> float:
+        draws = (weights + sigma * draw_noise(weights, seed) for seed in seeds)
+        return float(np.mean([error_rate(with_weights(network, noisy)) for noisy in draws]))
+
     def bound(error: float, sigma: float) -> float:
         kl = square / (2 * sigma**2)
         return kl_inverse(error, (kl + math.log(2 * math.sqrt(n) / risk)) / n)
@@ -205,9 +209,9 @@ def pac_bayes_bound(  # noqa: PLR0913
     smallest, best = math.inf, grid[0]
     for sigma in grid:
         if bound(0.0, sigma) < smallest:
-            tried = bound(_noisy_errors(network, weights, sigma, trials).mean(), sigma)
+            tried = bound(noisy_error(sigma, trials), sigma)
             smallest, best = min((smallest, best), (tried, sigma))
-    error = float(_noisy_errors(network, weights, best, draw_seeds(rng, n_draws)).mean())
+    error = noisy_error(best, draw_seeds(rng, n_draws))
     limit = kl_inverse(error, math.log(2 / delta) / n_draws)
     kl = square / (2 * best**2)
     return PacBayesBound(
@@ -235,14 +239,6 @@ def kl_inverse(mean: float, divergence: float) -> float:
     return high
 
 
-def _noisy_errors(
-    network: Network, weights: Tensor, sigma: float, seeds: Sequence[int]
-) -> np.ndarray:
-    """Compute the error on the sample for each draw of noise."""
-    draws = (weights + sigma * draw_noise(weights, seed) for seed in seeds)
-    return np.array([error_rate(with_weights(network, noisy)) for noisy in draws])
-
-
 def _read_state(initial: nn.Module | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return weights and buffers of the initial module by their names, if there is one."""
     if isinstance(initial, nn.Module):
@@ -266,9 +262,8 @@ def _refuse_preprocessing(model: Any) -> None:
 def _refuse_statistics(module: nn.Module, before: Mapping[str, Any]) -> None:
     """Refuse a network with numbers that are no weights and may depend on the sample."""
     for name, buffer in module.named_buffers():
-        if not buffer.is_floating_point():
-            continue
-        if name not in before or not torch.equal(buffer.cpu(), torch.as_tensor(before[name]).cpu()):
+        same = name in before and torch.equal(buffer.cpu(), torch.as_tensor(before[name]).cpu())
+        if buffer.is_floating_point() and not same:
             raise ValueError(
                 f"the buffer {name!r} of the network may depend on the sample, as the statistics "
                 "of batch norm do. Then the prior would depend on it, too, and there is no bound. "

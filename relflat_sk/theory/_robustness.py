@@ -296,23 +296,22 @@ def neuron_robustness(  # noqa: PLR0913
 
 def _sites(network: Network, layers: list[Layer] | str) -> list[Site]:
     """Find the layers that receive one vector for each sample."""
-    is_every = isinstance(layers, str)
     chosen = layer_names(network) if isinstance(layers, str) else layers
-    by_name = {site.name: site for site in (find_site(network, layer) for layer in chosen)}
-    sites = list(by_name.values())  # a layer that is named twice counts once
-    of_vectors = [site for site in sites if len(site.shape) == 1]
-    left_out = [site for site in sites if len(site.shape) != 1]
-    if left_out and not (is_every and of_vectors):
+    # a layer that is named twice counts once
+    sites = {site.name: site for site in (find_site(network, layer) for layer in chosen)}
+    left_out = {name: site.shape for name, site in sites.items() if len(site.shape) != 1}
+    if left_out and (layers != "all" or left_out.keys() == sites.keys()):
+        name, shape = left_out.popitem()
         raise ValueError(
-            f"layer {left_out[0].name!r} receives {tuple(left_out[0].shape)} for each sample; "
-            "single neurons need a layer that receives one vector. Choose a linear layer behind it."
+            f"layer {name!r} receives {tuple(shape)} for each sample; single neurons need a layer "
+            "that receives one vector. Choose a linear layer behind it."
         )
     if left_out:
         warn(
-            f"{', '.join(repr(site.name) for site in left_out)} left out: layers that receive more "
-            "than one vector for each sample have no single neurons."
+            f"{', '.join(map(repr, left_out))} left out: layers that receive more than one vector "
+            "for each sample have no single neurons."
         )
-    return of_vectors
+    return [site for name, site in sites.items() if name not in left_out]
 
 
 # -- the worst matrix --------------------------------------------------------------------
@@ -476,22 +475,13 @@ def worst_feature_robustness(  # noqa: PLR0913
         ]
     (highest, up), (lowest, down) = ends
     rise, fall = highest - before, lowest + before
-    return WorstRobustness(
-        value=max(rise, fall),
-        rise=rise,
-        fall=fall,
-        matrix=(up if rise >= fall else down).cpu().numpy(),
-        flatness_bound=_flatness_bound(site, delta, rng),
-    )
-
-
-def _flatness_bound(site: Site, delta: float, rng: np.random.RandomState) -> float:
-    """Compute the right-hand side of equation 6 without its remainder."""
-    if len(site.shape) != 1:
-        return np.nan
-    name = "eigenvalue_flatness"
-    measured = measure_layers(site.network, [name], [site.name], rtol=1e-6, random_state=rng)
-    return delta**2 / 2 * measured[site.name, name].value
+    matrix = (up if rise >= fall else down).cpu().numpy()
+    bound = math.nan
+    if len(site.shape) == 1:
+        name = "eigenvalue_flatness"
+        measured = measure_layers(site.network, [name], [site.name], rtol=1e-6, random_state=rng)
+        bound = delta**2 / 2 * measured[site.name, name].value
+    return WorstRobustness(max(rise, fall), rise, fall, matrix, bound)
 
 
 @dataclass(frozen=True)
