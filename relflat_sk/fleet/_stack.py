@@ -150,7 +150,7 @@ def stack_tensors(named: Sequence[Sequence[tuple[str, Tensor]]]) -> dict[str, Te
 # -- what nets must have in common ----------------------------------------------------------
 
 # what torch itself keeps in a module; all else is the module's own
-OF_TORCH = nn.Module().__dict__.keys()
+_OF_TORCH = nn.Module().__dict__.keys()
 
 
 def key_of(job: Job) -> tuple[Any, ...]:
@@ -179,23 +179,22 @@ def criterion_key(criterion: Any) -> tuple[Any, ...]:
 
 def parts_key(parts: Parts) -> tuple[Any, ...]:
     """Return what makes two modules the same function of parameters, buffers and inputs."""
-    modules = [
-        (
-            name,
-            type(part),
-            part.extra_repr(),
-            *(
-                (key, _comparable(part.__dict__[key]))
-                for key in sorted(vars(part).keys() - OF_TORCH)
-            ),
-        )
-        for name, part in parts.modules
-    ]
+    modules = [(name, type(part), part.extra_repr()) for name, part in parts.modules]
     tensors = [
         (name, tuple(tensor.shape), tensor.dtype, tensor.device)
         for name, tensor in (*parts.parameters, *parts.buffers)
     ]
-    return tuple(modules), tuple(tensors)
+    return tuple(modules), frozenset(attributes_of(parts).items()), tuple(tensors)
+
+
+def attributes_of(parts: Parts) -> dict[str, Any]:
+    """Return what modules hold in Python, in a form that can be compared."""
+    return {
+        f"{name}.{key}" if name else key: _comparable(value)
+        for name, part in parts.modules
+        for key, value in vars(part).items()
+        if key not in _OF_TORCH and value is not None
+    }
 
 
 def _comparable(value: Any) -> Any:
