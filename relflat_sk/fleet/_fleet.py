@@ -37,24 +37,24 @@ class Routine:
     """A function that runs while its caller waits, and pauses where it asks for it."""
 
     def __init__(self, function: Callable[[], Any], seed: int) -> None:
-        self._function = function
+        self._function, self._seed = function, seed
         # whose turn it is, rather than a signal, so that Ctrl-C while waiting loses nothing
         self._condition, self._turn = threading.Condition(), False
         self._states: list[Tensor] | None = None
-        self._seed = seed
         self._error: BaseException | None = None
         self._cancelled = False
-        self.seconds = self.resumed = 0.0
-        self.result: Any = None
-        self.is_done = False
         self._thread = threading.Thread(target=self._run, daemon=True)
+        self.seconds = self.resumed = 0.0
+        self.is_done = False
+        self.result: Any = None
+        # where the function pauses: the epoch to train, and then what came of it
+        self.job: Any = None
+        self.outcome: Any = None
 
     def _run(self) -> None:
-        self._await(True)
         CURRENT.set(self)
         IN_TURN.set(True)
         try:
-            self._check()
             self.result = self._function()
         except BaseException as error:
             self._error = error
@@ -78,7 +78,6 @@ class Routine:
         if self._states is None:
             seed_torch(self._seed)
             self._first_state = torch.get_rng_state()
-            self._thread.start()
         else:
             set_states("cuda", self._states)
         try:
@@ -103,18 +102,15 @@ class Routine:
     def _switch(self) -> None:
         self.resumed = time.perf_counter()
         self._give(True)
+        if self._thread.ident is None:
+            self._thread.start()
         self._await(False)
         self.seconds += time.perf_counter() - self.resumed
 
     def pause(self) -> None:
         """Let the caller go on; to be called inside the function."""
-        self._check()
         self._give(False)
         self._await(True)
-        self._check()
-
-    def _check(self) -> None:
-        """Raise inside the function if it is to end."""
         if self._cancelled:
             raise Cancelled
 
@@ -130,13 +126,6 @@ class Routine:
 
 # the routine whose function runs in this thread
 CURRENT: ContextVar[Routine | None] = ContextVar("CURRENT", default=None)
-
-
-def current() -> Routine:
-    """Return the routine that runs in this thread."""
-    routine = CURRENT.get()
-    assert routine is not None
-    return routine
 
 
 def seconds_used() -> float:
@@ -163,11 +152,9 @@ def fleet_size(fleet: Any) -> int | None:
     """Return how many nets to train at a time."""
     if fleet is None:
         return None
-    if isinstance(fleet, str):
-        if fleet != "auto":
-            raise ValueError(f"fleet must be a positive integer, 'auto' or None, got {fleet!r}.")
+    if isinstance(fleet, str) and fleet == "auto":
         return _AT_MOST
-    check_integer("fleet", fleet, minimum=1)
+    check_integer("fleet", fleet, minimum=1, reason="'auto' and None are possible as well")
     return int(fleet)
 
 
@@ -183,11 +170,8 @@ class Fleet:
         self.auto = auto
         # how nets with a key are stacked, or the reason why they are not
         self._kinds: dict[Any, ChainNets | VmappedNets | NeedsOwnLoop] = {}
-        self._waiting: dict[Routine, Job] = {}
-        self._trained: dict[Routine, Epoch] = {}
-        self._refused: dict[Routine, NeedsOwnLoop] = {}
         self._reasons: set[str] = set()
-        self._routines: list[Routine] = []
+        self._routines: list[Routine] = []  # that have begun; all but the running one pause
         with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
             self._seeds = count(int(torch.randint(2**62, ())))
         self._drew = False  # whether a routine has moved its random state on
@@ -204,7 +188,8 @@ class Fleet:
                         self._routines.append(routine)
                         if self._has_ended(routine):
                             may_be_more = bool(routine.result)
-                    for routine in self._train_epoch():
+                    self._train_epoch()
+                    for routine in list(self._routines):
                         may_be_more |= self._has_ended(routine)
         except BaseException:
             self.end()
@@ -227,7 +212,6 @@ class Fleet:
         for routine in self._routines:
             routine.cancel()
         self._routines.clear()
-        self._waiting.clear()
 
     def _call(self, train: Callable[[], bool]) -> bool:
         EPOCH_TRAINER.set(self)  # in the routine's own thread
@@ -237,16 +221,18 @@ class Fleet:
 
     def train_epoch(self, job: Job) -> Epoch:
         """Train a network for an epoch together with others."""
-        routine, before = current(), torch.get_rng_state()
+        routine, before = CURRENT.get(), torch.get_rng_state()
+        assert routine is not None
         self._place(job)
         job.start_epoch()
-        self._waiting[routine] = job
+        routine.job = job
         routine.pause()
-        if routine in self._refused:
+        outcome = routine.outcome
+        if isinstance(outcome, NeedsOwnLoop):
             torch.set_rng_state(before)
-            raise self._refused.pop(routine)
+            raise outcome
         torch.set_rng_state(job.random_state)
-        return self._trained.pop(routine)
+        return outcome  # type: ignore[no-any-return]
 
     def log_reason(self, reason: NeedsOwnLoop) -> None:
         """Say why a net trains its epochs by itself, once for each reason."""
@@ -279,31 +265,34 @@ class Fleet:
 
     # -- called by the fleet itself ------------------------------------------------------------
 
-    def _train_epoch(self) -> list[Routine]:
-        """Train the epochs of all nets that wait, group by group; return their routines."""
-        waiting, self._waiting = self._waiting, {}
+    def _train_epoch(self) -> None:
+        """Train the epochs of all nets, group by group."""
         groups: dict[Any, list[Routine]] = {}
-        for routine, job in waiting.items():
-            rest = 0 if job.penalty is None else job.penalty.limit.rest
-            groups.setdefault((job.key, rest), []).append(routine)
+        for routine in self._routines:
+            penalty = routine.job.penalty
+            rest = 0 if penalty is None else penalty.limit.rest
+            groups.setdefault((routine.job.key, rest), []).append(routine)
         for (key, _), routines in groups.items():
             started = time.perf_counter()
-            try:
-                kind: Any = self._kinds[key]
-                epochs = kind.train([waiting[one] for one in routines])
-                self._trained |= dict(zip(routines, epochs, strict=True))
-            except NeedsOwnLoop as reason:  # in this epoch
-                self._refused |= dict.fromkeys(routines, reason)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                text = str(error).strip().split("\n")[0]
-                self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")
-                self._refused |= dict.fromkeys(routines, never)
+            outcomes = self._outcomes(key, [routine.job for routine in routines])
             share = (time.perf_counter() - started) / len(routines)
-            for routine in routines:
+            for routine, outcome in zip(routines, outcomes, strict=True):
+                routine.outcome = outcome
                 routine.seconds += share
-        return list(waiting)
+
+    def _outcomes(self, key: Any, jobs: list[Job]) -> Sequence[Epoch | NeedsOwnLoop]:
+        """Train nets of one kind for an epoch."""
+        try:
+            kind: Any = self._kinds[key]
+            return kind.train(jobs)  # type: ignore[no-any-return]
+        except NeedsOwnLoop as reason:  # in this epoch
+            return [reason] * len(jobs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            text = str(error).strip().split("\n")[0]
+            self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")
+            return [never] * len(jobs)
 
 
 class ChainNets:

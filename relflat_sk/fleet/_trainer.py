@@ -10,6 +10,7 @@ from joblib import parallel_config
 from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend
 from sklearn.base import BaseEstimator, clone
 
+from relflat_sk._checks import check_integer
 from relflat_sk.fleet._fleet import Fleet, fleet_size
 
 
@@ -104,10 +105,10 @@ class FleetTrainer(BaseEstimator):
         jobs = iter(fitted)
 
         def train() -> bool:
-            for estimator in jobs:
+            estimator = next(jobs, None)
+            if estimator is not None:
                 estimator.fit(X, y, **fit_params)
-                return True
-            return False
+            return estimator is not None
 
         if size is None:
             while train():
@@ -168,8 +169,8 @@ def fleet_training(fleet: int | str = "auto") -> Iterator[None]:
     True
     """
     size = fleet_size(fleet)
-    if size is None:
-        raise ValueError("fleet must be a positive integer or 'auto', got None.")
+    check_integer("fleet", size, minimum=1)
+    assert size is not None
     with parallel_config(backend=_InTurns(size, auto=fleet == "auto"), n_jobs=size):
         yield
 
@@ -234,14 +235,11 @@ class _InTurns(ParallelBackendBase):
 
     def terminate(self) -> None:
         """End what still runs, and wait for the next call of joblib."""
-        self._end()
+        self.abort_everything()
         self._fleet = None
 
     def abort_everything(self, ensure_ready: bool = True) -> None:
         """End what still runs, because a function has failed."""
-        self._end()
-
-    def _end(self) -> None:
         self._queue.clear()
         self._ended.clear()
         if self._fleet is not None:

@@ -115,7 +115,7 @@ VALUES = [
     (search(measure=[]), r"measure must be a name, .* or a sequence of these, got \[\]"),
     (search(n_jobs=0), "n_jobs == 0"),
     (search(n_threads=0), "n_threads must be a positive integer or None"),
-    (search(fleet="many"), "fleet must be a positive integer, 'auto' or None"),
+    (search(fleet="many"), "fleet must be a positive integer"),
     (search(fit={"timeout": "1h"}), "timeout must be"),
     (search(n_jobs=2, pruner=MedianPruner()), "pruner.*n_jobs"),
     (search(study_name="sweep"), "study_name='sweep' needs a storage: without one"),
