@@ -15,17 +15,11 @@ from relflat_sk._random import (
     as_random_state,
     draw_seed,
     draw_seeds,
-    draw_words,
     fork_rng,
-    get_states,
     make_generator,
-    n_words,
     rademacher,
     seed_from,
     seed_torch,
-    seeded,
-    set_states,
-    signs_of,
 )
 
 
@@ -36,11 +30,6 @@ def test_seeds_repeat_with_the_random_state(draw):
     assert draw(None) != draw(None)
     state = np.random.RandomState(0)
     assert draw(state) != draw(state)
-
-
-def test_generators_move_on():
-    rng = np.random.default_rng(0)
-    assert draw_seed(rng) != draw_seed(rng)
 
 
 def test_numpys_global_state_is_left_alone():
@@ -54,21 +43,6 @@ def test_numpys_global_state_is_left_alone():
 def test_refuses_what_is_no_random_state(take, value):
     with pytest.raises(ValueError, match=f"random_state must be an int, .* got {value!r}"):
         take(value)
-
-
-def test_forked_and_seeded_states_come_back():
-    before = get_states("cpu")
-    drawn = []
-    for _ in range(2):
-        with fork_rng(torch.device("cpu")), seeded(3):
-            drawn.append(torch.rand(2))
-        assert torch.equal(torch.get_rng_state(), before[0])
-    assert torch.equal(*drawn)
-    with seeded(None):
-        torch.rand(2)
-    assert not torch.equal(torch.get_rng_state(), before[0])
-    set_states("cpu", before)
-    assert torch.equal(torch.get_rng_state(), before[0])
 
 
 def test_torch_is_seeded_as_by_its_own_function(device):
@@ -91,19 +65,6 @@ def test_signs_are_balanced_independent_and_repeatable():
     assert rows.mean(dim=0).abs().max() < 5 / 3001**0.5
     again = rademacher((3001, 7, 5), signs, make_generator(0, torch.device("cpu")))
     assert torch.equal(signs, again)
-
-
-def test_signs_of_several_draws_are_drawn_at_once():
-    shapes, like = [(3, 50), (7,), (64,)], torch.zeros((), dtype=torch.float64)
-    each = [rademacher(shape, like) for shape in shapes]
-    torch.manual_seed(0)
-    sizes = [n_words(shape) for shape in shapes]
-    words = draw_words(sum(sizes), like.device)
-    parts = torch.stack([words, words.flip(0)]).split(sizes, 1)
-    for part, shape, signs in zip(parts, shapes, each, strict=True):
-        together = signs_of(part, shape, like)
-        assert together.shape == (2, *shape)
-        torch.testing.assert_close(together[0], signs, rtol=0, atol=0)
 
 
 @contextmanager
