@@ -18,7 +18,7 @@ from relflat_sk.training._convergence import gradient_norm
 from relflat_sk.training._data import with_weights
 from tests.rounding import FLOAT32
 from tests.training import common
-from tests.training.common import INDEX, NAMES, WEIGHTS, Classifier, Net, Regressor, X
+from tests.training.common import INDEX, NAMES, WEIGHTS, Classifier, Regressor, X
 
 TARGETS = torch.tensor(INDEX)
 
@@ -104,13 +104,6 @@ def test_says_once_that_it_did_not_converge_where_all_epochs_of_a_fit_were_train
         assert not recwarn
 
 
-def test_converged_starts_anew_with_each_fit():
-    net = make(StopAtLoss(0.5)).fit(X, NAMES)
-    assert net.converged_
-    net.set_params(callbacks__StopAtLoss__loss=1e-9, max_epochs=1).partial_fit(X, NAMES)
-    assert not net.converged_
-
-
 class Decayed(NeuralNetRegressor):
     """A net of skorch whose loss has a term of its own, in training or always."""
 
@@ -129,12 +122,6 @@ def test_the_loss_of_a_net_s_own_is_that_outside_of_training(always):
     ).fit(X, X[:, :1])
     mean = np.mean((net.predict(X) - X[:, :1]) ** 2)
     assert stop.loss_ == pytest.approx(mean + 3.0 * always, rel=FLOAT32)
-
-
-def test_tells_when_it_stops(capsys):
-    net = make(StopAtLoss(0.5), verbose=1).fit(X, NAMES)
-    text = f"Stopping: a training loss of 0.5 reached after {len(net.history)} epochs."
-    assert text in capsys.readouterr().out
 
 
 # -- StopAtGradientNorm ------------------------------------------------------------------
@@ -227,24 +214,6 @@ def test_on_stock_skorch_nets(split):
     assert regressor.converged_
 
 
-def test_on_a_net_with_a_criterion_of_its_own():
-    X = torch.randn(20, 4).numpy()
-    net = make(
-        StopAtLoss(0.3),
-        StopAtGradientNorm(1e-6),
-        kind=Net,
-        module=nn.Linear,
-        module__in_features=4,
-        module__out_features=4,
-        criterion=common.Quartic,
-        flatness_weight=1e-3,
-        lr=0.01,
-    ).fit(X, X)
-    assert net.converged_
-    error = np.mean((net.predict(X) - X) ** 4)
-    assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(error, rel=1e-4)
-
-
 # -- as objects --------------------------------------------------------------------------
 
 
@@ -263,10 +232,3 @@ def test_clone_pickle_and_parameters(callback):
     settings = {f"callbacks__{name}__every": 3, f"callbacks__{name}__{goal}": 100.0}
     assert len(fresh.set_params(**settings).fit(X, NAMES).history) == 3
     assert f"callbacks__{name}__every" in fresh.get_params()
-
-
-def test_repr_shows_the_goal():
-    assert repr(StopAtLoss(0.01)) == "StopAtLoss(0.01)"
-    assert repr(clone(StopAtLoss(0.5, every=5))) == "StopAtLoss(0.5, every=5)"
-    assert repr(StopAtGradientNorm(1e-4)) == "StopAtGradientNorm(0.0001)"
-    assert repr(make(StopAtLoss(0.1)).get_params()["callbacks"]) == "[StopAtLoss(0.1)]"

@@ -14,11 +14,10 @@ from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from skorch import NeuralNetClassifier
 from skorch.dataset import Dataset, ValidSplit
 from skorch.helper import predefined_split
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from relflat_sk import (
     FlatMinimaSearch,
@@ -34,8 +33,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.search import _provenance
-from tests.data_kinds import ARRAYS, KINDS, SETS, Stream, npy
+from tests.data_kinds import KINDS, SETS, Stream, npy
 from tests.rounding import FLOAT32, rounding
 from tests.training.common import Binary, Classifier, same
 
@@ -123,18 +121,6 @@ def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kin
         assert trained.n_features_in_ == 4
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_samples_that_are_held_out_are_not_measured(kind, tmp_path):
-    inputs, labels = ARRAYS[kind](tmp_path, X, Y)
-    params = {"train_split": ValidSplit(3), "iterator_train__shuffle": False}
-    weights = RNG.uniform(size=N)
-    trained = sized(**params).fit(inputs, labels, sample_weight=weights)
-    expected = sized(**params).fit(X, Y, sample_weight=weights)
-    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=FLOAT32)
-    of_tensors = sized(train_split=ValidSplit(3)).fit(*SETS["tensors"](tmp_path, X, Y))
-    assert np.isfinite(of_tensors.history[-1, "valid_acc"])
-
-
 def test_several_inputs(tmp_path):
     class Two(torch.nn.Module):
         def __init__(self):
@@ -164,12 +150,6 @@ def test_labels_of_a_data_set_are_not_transformed(tmp_path):
     model = TransformedTargetRegressor(LinearRegression(), transformer=StandardScaler()).fit(X, Y)
     with pytest.raises(ValueError, match="transforms y, which it cannot do inside a TensorData"):
         relative_flatness(model, *SETS["tensors"](tmp_path, X, Y))
-
-
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_the_record_of_a_study_is_the_same_on_disk_and_in_memory(kind, tmp_path):
-    inputs, _ = ARRAYS[kind](tmp_path, X, Y)
-    assert _provenance.describe(inputs) == _provenance.describe(X)
 
 
 # -- streams and data loaders --------------------------------------------------------------
@@ -233,17 +213,6 @@ def test_a_stream_that_is_read_once_is_trained_and_not_measured():
         assert net.history[0, name] == pytest.approx(in_order.history[0, name], rel=FLOAT32)
 
 
-def test_data_loaders_that_shuffle_and_plain_nets_of_skorch(net):
-    pairs = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-    loader = DataLoader(pairs, batch_size=30, shuffle=True)
-    assert_allclose(relative_flatness(net, loader), relative_flatness(net, X, Y), rtol=FLOAT32)
-    with pytest.raises(ValueError, match="nobody knows which prediction is whose"):
-        net.predict(loader)
-    plain = NeuralNetClassifier(nn.Linear, module__in_features=4, module__out_features=3)
-    plain.set_params(criterion=nn.CrossEntropyLoss, verbose=0, train_split=None).fit(X, Y)
-    assert_allclose(relative_flatness(plain, loader), relative_flatness(plain, X, Y), rtol=FLOAT32)
-
-
 class Named(nn.Module):
     """A network whose inputs have names."""
 
@@ -292,17 +261,6 @@ def test_dicts_with_labels_train_as_pairs_do(loaded):
         assert trained.history[-1, "valid_acc"] == trained.score(rows, Y)
 
 
-def test_plain_nets_of_skorch_are_measured_on_dicts_with_labels():
-    inputs = {"values": torch.from_numpy(X), "mask": torch.from_numpy(np.sign(X**2))}
-    rows = Rows(inputs, Y)
-    plain = NeuralNetClassifier(
-        Named, criterion=nn.CrossEntropyLoss, train_split=None, verbose=0, max_epochs=5, lr=0.1
-    ).fit(inputs, Y)
-    for data in (rows, DataLoader(rows, batch_size=15)):
-        for function in (relative_flatness, FlatnessScorer(non_minimum="accept")):
-            assert_allclose(function(plain, data, None), function(plain, inputs, Y), rtol=FLOAT32)
-
-
 # -- sparse matrices -----------------------------------------------------------------------
 
 DENSE = RNG.normal(size=(N, 20)) * (RNG.uniform(size=(N, 20)) < 0.2)
@@ -343,12 +301,6 @@ def test_ways_of_training_on_sparse_data(params):
     assert_allclose(sparse.relative_flatness_, dense.relative_flatness_, **close)
 
 
-def test_types_of_sparse_numbers():
-    counts = scipy.sparse.csr_array(RNG.integers(0, 3, size=(N, 5)))
-    assert make().fit(counts, Z).predict(counts).shape == (N,)
-    assert make().fit(SPARSE.astype("f4"), Z).predict_proba(SPARSE.astype("f4")).dtype == "f4"
-
-
 @pytest.mark.parametrize("kind", [scipy.sparse.csr_array, scipy.sparse.csr_matrix])
 def test_only_a_batch_is_made_dense(kind, monkeypatch):
     rows = []
@@ -369,16 +321,6 @@ def test_only_a_batch_is_made_dense(kind, monkeypatch):
     cross_val_score(net, sparse, Z, cv=3)
     assert set(rows) <= set(range(1, 17))
     assert 16 in rows
-
-
-@pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")  # no minimum
-def test_cross_validation_and_searches_on_sparse_data():
-    def found(data):
-        scoring = FlatnessScorer(non_minimum="accept")
-        search = FlatMinimaSearch(make(), {"lr": [0.01]}, goal=None, random_state=0).fit(data, Z)
-        return [*cross_val_score(make(), data, Z, cv=3, scoring=scoring), search.best_score_]
-
-    assert_allclose(found(SPARSE), found(DENSE))
 
 
 # -- data frames ---------------------------------------------------------------------------

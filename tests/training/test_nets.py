@@ -5,7 +5,6 @@ import pickle
 from inspect import signature
 from itertools import product
 from threading import Thread
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,24 +12,20 @@ import pytest
 import torch
 from sklearn.base import BaseEstimator, clone, is_classifier, is_regressor
 from sklearn.datasets import make_friedman1
-from sklearn.model_selection import cross_val_score
 from sklearn.preprocessing import scale
 from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, Checkpoint, EpochScoring
 from skorch.dataset import ValidSplit
-from skorch.helper import SliceDataset
 from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import (
     MLP,
     FlatnessWarning,
-    LayerNotFoundError,
     SharpnessAwareMixin,
     StopAtLoss,
     relative_flatness,
 )
-from relflat_sk.training._after_fit import _has_collapsed
 from tests.rounding import FLOAT32, rounding
 from tests.training.common import (
     INDEX,
@@ -93,32 +88,29 @@ def test_history_has_loss_and_penalty_apart_and_validation_without_penalty():
     assert net.history[0, "flatness_penalty"] == pytest.approx(3 * kappa / 200, rel=FLOAT32)
 
 
-def test_warm_up_grows_linearly_goes_on_with_the_training_and_starts_anew_with_a_new_one():
+BEGINNINGS = [  # settings, and shares of the weight in the epochs of two trainings
+    ({"flatness_warmup": 6}, [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1, 1]),
+    ({"flatness_start": 2, "flatness_warmup": 2}, [0, 0, 1 / 2, 1, 1, 1, 1, 1]),
+    ({"flatness_start": 0.5}, [0, 0, 1, 1, 1, 1, 1, 1]),
+    ({"flatness_start": 1.0}, [0, 0, 0, 0, 1, 1, 1, 1]),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*before its penalty began")
+@pytest.mark.parametrize(("settings", "shares"), BEGINNINGS)
+def test_the_penalty_begins_late_and_anew_with_a_new_training(settings, shares):
     params = {**STILL, "max_epochs": 4, "flatness_weight": 2.0}
     full = make(**params).fit(X, NAMES).history[:, "flatness_penalty"]
-    net = make(**params, flatness_warmup=6).fit(X, NAMES).partial_fit(X, NAMES)
-    ramp = net.history[:, "flatness_penalty"]
-    # the first epoch has some weight, epoch 6 all of it
-    shares = [1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 1, 1]
-    assert np.divide(ramp, [*full, *full]) == pytest.approx(shares, rel=FLOAT32)
+    net = make(**params, **settings).fit(X, NAMES).partial_fit(X, NAMES)
+    expected = np.multiply([*full, *full], shares)
+    assert net.history[:, "flatness_penalty"] == pytest.approx(expected, rel=FLOAT32)
     net.fit(X, NAMES)
-    assert net.history[0, "flatness_penalty"] == pytest.approx(full[0] / 6, rel=FLOAT32)
+    assert net.history[:, "flatness_penalty"] == pytest.approx(expected[:4], rel=FLOAT32)
 
 
-@pytest.mark.parametrize(("start", "first"), [(2, 2), (0.5, 2), (4, 4), (1.0, 4), (0, 0)])
-def test_the_penalty_begins_after_an_epoch_or_a_share_of_them(start, first):
-    params = {**STILL, "max_epochs": 4, "flatness_weight": 2.0}
-    full = make(**params).fit(X, NAMES).history[:, "flatness_penalty"]
-    late = {"flatness_start": start, "flatness_warmup": 2}
-    if first == 4:
-        with pytest.warns(FlatnessWarning, match="before its penalty began"):
-            net = make(**params, **late).fit(X, NAMES)
-        net.partial_fit(X, NAMES)
-    else:
-        net = make(**params, **late).fit(X, NAMES).partial_fit(X, NAMES)
-    shares = np.divide(net.history[:, "flatness_penalty"], [*full, *full])
-    expected = [0.0] * first + [0.5] + [1.0] * (7 - first)
-    assert shares == pytest.approx(expected, rel=FLOAT32)
+def test_a_training_that_ends_before_its_penalty_begins_warns():
+    with pytest.warns(FlatnessWarning, match="before its penalty began"):
+        make(flatness_start=3).fit(X, NAMES)
 
 
 class Sam(SharpnessAwareMixin, Classifier):
@@ -144,28 +136,12 @@ def test_the_penalty_rests_in_whole_steps_also_between_epochs_and_trainings(kind
     assert batches == [True, False, False, False] * 3
 
 
-@pytest.mark.parametrize(("warmup", "share"), [(0, 1), (4, 1 / 4)])
-def test_an_objective_outside_of_epochs(warmup, share):
-    params = {"flatness_weight": 2.0, "flatness_warmup": warmup, "flatness_clip": None}
-    net = make(max_epochs=0, **params).fit(X, NAMES)
-    inputs, targets = torch.tensor(X), torch.tensor(INDEX)
-    kappa = relative_flatness(net, X, NAMES)
-    losses = [net.get_loss(net.infer(inputs), targets, training=t).item() for t in (True, False)]
-    assert losses[0] - losses[1] == pytest.approx(share * 2 * kappa / 200, rel=1e-4)
-
-
 def test_lbfgs_trains_without_penalty_only():
     params = {"optimizer": torch.optim.LBFGS, "lr": 0.5, "batch_size": -1}
     net = make(flatness_weight=0, **params).fit(X, NAMES)
     assert net.history[-1, "train_loss"] < 0.2
-    # what is recorded is at the weights that the step starts from
-    start = make(flatness_weight=0, batch_size=-1).fit(X, NAMES)
-    first = start.history[0, "train_loss"]
-    assert net.history[0, "train_loss"] == pytest.approx(first, rel=FLOAT32)
-    net.set_params(flatness_weight=0.1)
-    for fit in (net.fit, net.partial_fit):
-        with pytest.raises(ValueError, match="LBFGS evaluates the objective several times"):
-            fit(X, NAMES)
+    with pytest.raises(ValueError, match="LBFGS"):
+        net.set_params(flatness_weight=0.1).fit(X, NAMES)
 
 
 @pytest.mark.slow
@@ -226,9 +202,7 @@ TEXT = np.array(["x", "y", "z"])
 LABELLED = {
     "text": lambda y: TEXT[y],
     "objects": lambda y: TEXT[y].astype(object),
-    "numbers": lambda y: y * 10 - 7,
-    "floats": lambda y: y.astype(np.float64),
-    "booleans": lambda y: y > 0,
+    "floats": lambda y: y * 10.0 - 7,
     "list": lambda y: TEXT[y].tolist(),
     "series": lambda y: pd.Series(TEXT[y]),
     "categories": lambda y: pd.Categorical(TEXT[y]),
@@ -271,43 +245,29 @@ def read_only(array):
         lambda a: a.tolist(),
         pd.DataFrame,
         torch.tensor,
-        lambda a: torch.tensor(a).double(),
-        np.asfortranarray,
         lambda a: a[:, ::-1].copy()[:, ::-1],
         read_only,
+        lambda a: (10 * a).astype(int),
     ],
-    ids=["float64", "list", "frame", "tensor", "tensor64", "fortran", "reversed", "read-only"],
+    ids=["float64", "list", "frame", "tensor", "reversed", "read-only", "whole numbers"],
 )
 def test_inputs_of_any_kind(convert):
     inputs = convert(X)
     net = make().fit(inputs, NAMES)
     double = np.asarray(inputs).dtype == np.float64
     assert next(net.module_.parameters()).dtype == (torch.float64 if double else torch.float32)
-    same(net, make().fit(X.astype(np.float64) if double else X, NAMES))
+    array = np.asarray(inputs).astype(np.float64 if double else np.float32)
+    same(net, make().fit(array.copy(), NAMES))
     assert net.n_features_in_ == 4
-    assert net.predict(inputs).tolist() == net.predict(X).tolist()
-
-
-def test_whole_numbers_as_inputs_and_read_only_targets():
-    counts = (10 * X).astype(int)
-    same(make().fit(counts, NAMES), make().fit(counts.astype(np.float32), NAMES))
-    make(Regressor).fit(X, read_only(X[:, :2]))
-    make(Binary).fit(X, read_only(LABELS.astype(np.float32)))
-
-
-def test_slices_of_data_sets_in_cross_validation():
-    net = make(module__n_features=4, max_epochs=30)
-    assert cross_val_score(net, SliceDataset(dataset()), NAMES, cv=3).mean() > 0.6
+    assert net.predict(inputs).tolist() == net.predict(array).tolist()
 
 
 @pytest.mark.parametrize(
     ("criterion", "y", "kind"),
     [
-        (nn.CrossEntropyLoss, INDEX, "classifier"),
         (nn.CrossEntropyLoss(label_smoothing=0.1), INDEX, "classifier"),
         (nn.BCEWithLogitsLoss, INDEX > 0, "classifier"),
         (nn.MSELoss, VALUES, "regressor"),
-        (nn.HuberLoss, VALUES, "regressor"),
         (nn.L1Loss, VALUES, "regressor"),
         (nn.PoissonNLLLoss, INDEX, "regressor"),
     ],
@@ -336,7 +296,6 @@ def test_an_unknown_criterion_makes_a_plain_net_unless_the_task_is_fixed():
     assert not is_classifier(net)
     assert not is_regressor(net)
     assert not hasattr(net, "score")
-    assert_close(net.predict(X), net.predict_proba(X), rtol=0, atol=0)
     assert net.history[-1, "flatness_penalty"] != 0
     assert net.relative_flatness_ == pytest.approx(relative_flatness(net, X, X), rel=1e-9)
     net = make(Regressor, criterion=Quartic, max_epochs=30, lr=0.03).fit(X, VALUES)
@@ -386,6 +345,7 @@ def test_a_function_may_make_the_criterion():
 def test_clone_forgets_and_pickle_remembers():
     net = make(flatness_layer=[0, "output"], module__activation="tanh", train_split=ValidSplit(5))
     net.fit(X, NAMES)
+    net.infer(torch.tensor(X))  # with a graph that no loss takes
     fresh = clone(net)
     assert not hasattr(fresh, "module_")
     assert fresh.get_params(deep=False).keys() == net.get_params(deep=False).keys()
@@ -394,36 +354,18 @@ def test_clone_forgets_and_pickle_remembers():
     further = copy.deepcopy(net).partial_fit(X, NAMES)
     for copied in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net)):
         assert copied.predict_proba(X).tolist() == net.predict_proba(X).tolist()
-        assert copied.predict(X).tolist() == net.predict(X).tolist()
         assert copied.relative_flatness_ == net.relative_flatness_
         same(copied.partial_fit(X, NAMES), further)
-
-
-def test_a_graph_is_never_pickled():
-    net = make().fit(X, NAMES)
-    net.infer(torch.tensor(X))  # with gradients on, and no loss to follow
-    assert net._training.penalty is not None
-    assert "_training" not in vars(pickle.loads(pickle.dumps(net)))
-    assert "_training" not in vars(copy.deepcopy(net))
-    assert pickle.loads(pickle.dumps(net)).predict(X).tolist() == net.predict(X).tolist()
-    list(net.forward_iter(X, training=True))
-    assert net._training.penalty is None  # nor is one kept alive
 
 
 def test_parameters_are_public_and_settable():
     net = make(module__hidden_layer_sizes=(5,), criterion__label_smoothing=0.1)
     assert not [name for name in net.get_params() if name.startswith("_") or name.endswith("_")]
-    net.set_params(
-        module__hidden_layer_sizes=(7,),
-        criterion__label_smoothing=0.2,
-        callbacks__print_log=None,
-        flatness_weight=0.5,
-        lr=0.02,
-    ).fit(X, NAMES)
+    changes = {"module__hidden_layer_sizes": (7,), "criterion__label_smoothing": 0.2, "lr": 0.02}
+    net.set_params(**changes, callbacks__print_log=None).fit(X, NAMES)
     assert net.module_[1].out_features == 7
     assert net.criterion_.label_smoothing == 0.2
     assert net.optimizer_.param_groups[0]["lr"] == 0.02
-    assert net.get_params()["flatness_weight"] == 0.5
     assert net.set_params(module__hidden_layer_sizes=(6,)).module_[1].out_features == 6
 
 
@@ -490,18 +432,6 @@ def test_threads_do_not_draw_from_the_random_state_that_another_trains_with(what
     assert meanwhile.has_waited == waits
 
 
-@pytest.mark.parametrize("how", ["partial_fit", "warm_start"])
-def test_training_goes_on(how):
-    params = {"flatness_layer": 0, "optimizer": torch.optim.SGD}
-    long = make(max_epochs=6, **params).fit(X, NAMES)
-    short = make(max_epochs=3, warm_start=how == "warm_start", **params).fit(X, NAMES)
-    (short.fit if how == "warm_start" else short.partial_fit)(X, NAMES)
-    assert len(short.history) == 6
-    # the data loader draws once more for the second call, so only the weights' start agrees
-    assert short.history[2, "train_loss"] == long.history[2, "train_loss"]
-    assert short.history[5, "train_loss"] < short.history[2, "train_loss"]
-
-
 def test_partial_fit_takes_all_classes_first_also_after_initialize():
     for net in (make(), make(**SIZES).initialize()):
         net.partial_fit(X[INDEX < 2], NAMES[INDEX < 2], classes=["x", "y", "z"])
@@ -525,9 +455,8 @@ def test_refitting_forgets_the_last_task():
 BAD_DATA = [
     (X * np.nan, NAMES, None, "NaN"),
     (X[:, :2], NAMES[:5], None, "X has 42 samples, y has 5 labels"),
-    (X, [0] * 42, None, "two classes"),
-    (X[:, :2], INDEX, np.ones(41), r"sample_weight must have shape \(42,\), one .*got \(41,\)"),
-    (X[:, :2], INDEX, np.zeros(42), "sample_weight must be finite, not negative, and not all zero"),
+    (X[:, :2], INDEX, np.ones(41), r"sample_weight must have shape \(42,\)"),
+    (X[:, :2], INDEX, np.zeros(42), "sample_weight must be finite"),
 ]
 
 
@@ -537,12 +466,9 @@ def test_a_failed_fit_leaves_the_net_as_it_was():
     for inputs, labels, weights, message in BAD_DATA:
         with pytest.raises(ValueError, match=message):
             net.fit(inputs, labels, sample_weight=weights)
-    with pytest.raises(ValueError, match=message):
-        net.partial_fit(X, NAMES, sample_weight=weights)
+    with pytest.raises(ValueError, match="sample_weight"):
+        net.partial_fit(X, NAMES, sample_weight=np.zeros(42))
     assert net.predict(X).tolist() == before
-    with pytest.raises(LayerNotFoundError):
-        net.set_params(flatness_layer="nope").fit(X, NAMES)
-    assert net._training is None
 
 
 def test_a_module_instance_is_not_trained_itself():
@@ -555,24 +481,16 @@ def test_a_module_instance_is_not_trained_itself():
     same(net.fit(X, NAMES), clone(net).fit(X, NAMES))
 
 
-def test_takes_numbers_of_numpy():
-    numbers = {"flatness_weight": np.float32(0.5), "flatness_layer": np.int64(0)}
-    numbers |= {"flatness_probes": np.int64(2), "flatness_warmup": np.int32(2)}
-    stop = StopAtLoss(np.float64(1e-9), every=np.int64(2))
-    net = make(callbacks=[stop], **numbers).fit(X, NAMES)
-    same(net, make(**{name: number.item() for name, number in numbers.items()}).fit(X, NAMES))
-
-
 # -- callbacks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
 @pytest.mark.parametrize(
-    ("kind", "y", "scoring"),
+    ("kind", "y", "scoring", "weights"),
     [
-        (Classifier, NAMES, ["accuracy", "f1_macro", "neg_log_loss"]),
-        (Binary, NAMES == "x", ["accuracy", "f1", "roc_auc"]),
-        (Regressor, VALUES, ["r2", "neg_mean_squared_error"]),
+        (Classifier, NAMES, ["accuracy", "neg_log_loss"], None),
+        (Classifier, NAMES, ["accuracy"], WEIGHTS),
+        (Binary, NAMES == "x", ["accuracy", "roc_auc"], None),
+        (Regressor, VALUES, ["r2"], WEIGHTS),
     ],
 )
 def test_epoch_scoring_of_labels_of_any_kind(kind, y, scoring, weights):
@@ -644,29 +562,25 @@ def trained(factor, callbacks=(), epoch=-1, **params):
     return make(callbacks=[changed, *callbacks], **{"max_epochs": 40, **params}).fit(X, NAMES)
 
 
-DIED = r"Classifier\(.*module=Dead.*\) .* has probably died.*"
-VAIN = r"penalty of the \w+Regressor has no effect: {} has no curvature"
 BAD_ENDINGS = {
-    "dead": (Classifier, {"module": Dead, "flatness_weight": 0.3}, DIED + r"_clip.*below 0\.3"),
-    "dead in front": (Classifier, {"module": Dead, "flatness_layer": 0}, DIED),
+    "dead": (Classifier, {"module": Dead, "flatness_weight": 0.3}, r"died.*below 0\.3"),
+    "dead in front": (Classifier, {"module": Dead, "flatness_layer": 0}, "died"),
     "dead without limit": (
         Classifier,
         {"module": Dead, "flatness_clip": None},
-        r"died .* Use a limit .* \(flatness_clip=1\.0\)",
+        r"died .*flatness_clip=1\.0",
     ),
-    "in vain": (Regressor, {"criterion": nn.L1Loss}, VAIN.format("L1Loss")),
-    "own, in vain": (Regressor, {"criterion": Absolute}, VAIN.format("Absolute")),
+    "in vain": (Regressor, {"criterion": nn.L1Loss}, "no effect: L1Loss"),
+    "own, in vain": (Regressor, {"criterion": Absolute}, "no effect: Absolute"),
     "outweighed": (
         Classifier,
         {"flatness_weight": 10_000, "flatness_clip": None, "max_epochs": 20},
-        r"Classifier\(.*flatness_weight=10000.*\) has hardly learned, because its penalty was "
-        r"larger than its loss: its training loss is 1\.\d+, where the best constant prediction "
-        r"has 1\.\d+\. Use a limit .* \(flatness_clip=1\.0\)",
+        r"flatness_weight=10000.* training loss is 1\.\d+, .* has 1\.\d+\. .*flatness_clip=1\.0",
     ),
     "diverged": (
         Classifier,
         {"optimizer": torch.optim.SGD, "lr": 1e38},
-        r"training of .*Classifier\(.*lr=1e\+38.*\) has diverged: its loss is not finite",
+        r"Classifier\(.*lr=1e\+38.*\) has diverged",
     ),
     "diverged at once": (
         Regressor,
@@ -676,7 +590,7 @@ BAD_ENDINGS = {
     "not measured": (
         Classifier,
         {"flatness_weight": 0, "flatness_layer": "nope"},
-        "could not be measured: there is no layer 'nope'",
+        "could not be measured: .*'nope'",
     ),
 }
 
@@ -696,7 +610,7 @@ def test_warns_once_of_a_training_that_ended_badly(name):
 def test_warns_of_a_negative_flatness_as_the_function_does():
     down = criterion_of(lambda z, y: -(z - y).square().mean())
     params = {"criterion": down, "flatness_weight": 0, "module__n_outputs": 1}
-    match = r"relative_flatness at layer .* is negative \(-.*the loss curves down"
+    match = r"relative_flatness at layer .* is negative \(-"
     with pytest.warns(FlatnessWarning, match=match) as caught:
         net = make(Net, **params, **STILL).fit(X, VALUES[:, None])
     assert len(caught) == 1  # without a penalty, nothing is said of one
@@ -709,31 +623,13 @@ def test_warns_of_a_negative_flatness_as_the_function_does():
 @pytest.mark.parametrize("weight", [0.0, 0.1])
 def test_warns_of_a_net_that_ends_much_worse_than_it_was(weight):
     message = (
-        r"Classifier\(.*lr=0\.02.*\) ended much worse than it was: its training loss was "
-        r"0\.\d+ in epoch 39 and \d\S+ in the last one, where the best constant prediction has "
-        r"1\.\d+\. Use .*a lower learning rate.* Checkpoint"
+        r"Classifier\(.*lr=0\.02.*\) ended much worse .* in epoch 39 .* has 1\.\d+\. .*Checkpoint"
     )
     with pytest.warns(FlatnessWarning, match=message) as caught:
         net = trained(-1.0, lr=0.02, flatness_weight=weight)
     losses = net.history[:, "train_loss"]
     assert f"was {min(losses):.3g} in" in str(caught[0].message)
     assert f"and {losses[-1]:.3g} in the last" in str(caught[0].message)
-
-
-@pytest.mark.parametrize(
-    ("losses", "final", "collapsed"),
-    [
-        ([1.0, 0.2, 0.7], 0.7, True),
-        ([1.0, 0.2, 0.5], 0.5, False),  # less than half of what was gained
-        ([1.0, 0.2, 0.7], 0.2, False),  # the best weights are back
-        ([1.0, 0.8, 0.95], 0.95, False),  # too little was gained
-    ],
-)
-def test_a_net_ended_much_worse_if_it_lost_half_of_its_gain_over_the_best_constant(
-    losses, final, collapsed
-):
-    found = SimpleNamespace(loss=final, constant_loss=1.0)
-    assert _has_collapsed(losses, found) == collapsed
 
 
 class Saturated(MLP):
@@ -749,10 +645,8 @@ def test_is_silent_if_the_penalty_did_not_keep_the_net_from_learning():
     assert accurate.score(X, NAMES) > 0.8
     make(Regressor, criterion=nn.L1Loss, flatness_weight=0).fit(X, VALUES)
     labels = np.roll(NAMES, 1)
-    started = make(flatness_clip=None, max_epochs=1, lr=1e-5).fit(X, labels)  # hardly trained
-    limited = make(flatness_weight=10_000, max_epochs=1, lr=1e-5).fit(X, labels)
-    for net in (started, limited):
-        assert not net.constant_comparison_.is_lower_by(0.05)
+    make(flatness_clip=None, max_epochs=1, lr=1e-5).fit(X, labels)  # hardly trained
+    make(flatness_weight=10_000, max_epochs=1, lr=1e-5).fit(X, labels)
     learned = make(flatness_weight=60, flatness_clip=None, max_epochs=60).fit(X, NAMES)
     epochs = learned.history[:, ("flatness_penalty", "train_loss")]
     assert any(penalty > loss for penalty, loss in epochs)

@@ -7,9 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from sklearn import config_context
-from sklearn.model_selection import GridSearchCV, cross_validate
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.model_selection import cross_validate
 from skorch.callbacks import Callback
 from skorch.dataset import ValidSplit
 from torch import nn
@@ -234,19 +232,6 @@ def test_training_goes_on_with_other_weights():
 # -- in scikit-learn and skorch ----------------------------------------------------------
 
 
-def test_in_pipelines_and_searches():
-    pipe = make_pipeline(StandardScaler(), make())
-    name = "relativeflatnessregularizedclassifier__"
-    pipe.fit(X, NAMES, **{f"{name}sample_weight": WEIGHTS})
-    same(pipe[-1], make().fit(StandardScaler().fit_transform(X), NAMES, sample_weight=WEIGHTS))
-    search = GridSearchCV(make(), {"lr": [0.01, 0.1]}, cv=2, error_score="raise")
-    search.fit(X, NAMES, sample_weight=WEIGHTS)
-    same(
-        search.best_estimator_,
-        make(**search.best_params_).fit(X, NAMES, sample_weight=WEIGHTS),
-    )
-
-
 def test_metadata_routing():
     def first_fitted(net, **params):
         found = cross_validate(net, X, NAMES, cv=2, return_estimator=True, **params)
@@ -275,10 +260,3 @@ class Batches(Callback):
         self.seen.append(batch)
 
     on_batch_end = on_grad_computed = on_batch_begin
-
-
-def test_callbacks_see_plain_batches():
-    batches = Batches()
-    make(callbacks=[batches]).fit(X, NAMES, sample_weight=WEIGHTS)
-    assert batches.seen
-    assert all(isinstance(y, torch.Tensor) for _, y in batches.seen)

@@ -10,10 +10,6 @@ import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.special import log_expit, log_softmax
 from sklearn.base import clone
-from sklearn.metrics import get_scorer
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from skorch.callbacks import EpochScoring
 from skorch.dataset import ValidSplit
 from torch import nn
 
@@ -115,25 +111,6 @@ def test_mappings_and_tuples_equal_tensors(task):
             assert_array_equal(wrapped.predict(X), plain.predict(X))
 
 
-def test_entries_reach_callbacks_and_users():
-    scoring = EpochScoring("accuracy", on_train=True, name="acc", lower_is_better=False)
-    net = make(module=Dict, callbacks=[scoring]).fit(X, NAMES)
-    assert 0 <= net.history[-1, "acc"] <= 1
-    (output,) = net.forward_iter(X[:5])
-    assert output["hidden"].shape == (5, 8)
-    (output,) = net.set_params(predict_nonlinearity=torch.tanh).forward_iter(X)
-    assert_allclose(net.predict_proba(X), torch.tanh(output["logits"]))
-
-
-def test_half_precision():
-    class Half(Dict):
-        def __init__(self, n_features, n_outputs):
-            super().__init__(n_features, n_outputs)
-            self.bfloat16()
-
-    assert make(module=Half).fit(X, NAMES).predict_proba(X).dtype == np.float32
-
-
 def both_parts(output, target):
     """Takes the module's mapping."""
     loss = nn.functional.cross_entropy(output["logits"], target)
@@ -144,30 +121,23 @@ def scores(output, target):
     return nn.functional.cross_entropy(output["scores"], target)
 
 
-@pytest.mark.parametrize(("module", "function"), [(Dict, both_parts), (NoLogits, scores)])
-def test_a_criterion_of_the_whole_output_is_refused(module, function):
-    match = "takes the module's whole output, but nets of .* or train a net of skorch"
-    with pytest.raises(ValueError, match=match):
-        make(module=module, criterion=criterion_of(function), flatness_weight=0).fit(X, NAMES)
+def misspelt(output, target):
+    return output["logit"].mean()
 
 
-def test_unknown_criteria_of_mappings():
-    twice = criterion_of(lambda output, y: 2 * nn.functional.cross_entropy(output, y))
-    losses = [
-        make(module=m, criterion=twice).fit(X, NAMES).history[:, "train_loss"]
-        for m in (Module, Dict)
-    ]
-    assert_allclose(*losses, **rounding(9))
-    with pytest.raises(ValueError, match="neither the entry 'logits'"):
-        relative_flatness(Dict(4, 3), X, INDEX, criterion=lambda out, y: out.logits.sum())
-    neither = r"neither the entry 'logits' \(.*\) nor the whole output \(KeyError: 'logit'"
-    with pytest.raises(ValueError, match=neither):
-        make(module=Dict, criterion=criterion_of(lambda z, y: z["logit"].mean())).fit(X, NAMES)
-
-
-def test_a_mapping_without_logits_is_refused():
-    with pytest.raises(TypeError, match="or a mapping with 'logits', got dict"):
-        make(module=NoLogits).fit(X, NAMES)
+@pytest.mark.parametrize(
+    ("params", "error", "match"),
+    [
+        ({"module": Dict, "criterion": criterion_of(both_parts)}, ValueError, "whole output"),
+        ({"module": NoLogits, "criterion": criterion_of(scores)}, ValueError, "whole output"),
+        ({"module": Dict, "criterion": criterion_of(misspelt)}, ValueError, "KeyError: 'logit'"),
+        ({"module": NoLogits}, TypeError, "'logits', got dict"),
+        ({"predict_nonlinearity": "softmax"}, TypeError, "predict_nonlinearity"),
+    ],
+)
+def test_outputs_that_cannot_be_read_are_refused(params, error, match):
+    with pytest.raises(error, match=match):
+        make(flatness_weight=0, **params).fit(X, NAMES).predict(X)
 
 
 # -- logarithms of probabilities -----------------------------------------------------------
@@ -186,9 +156,7 @@ class Sigmoid(nn.Sequential):
 @pytest.mark.parametrize(
     ("kind", "params", "y"),
     [
-        (Classifier, {}, NAMES),
         (Classifier, {"module": Dict}, NAMES),
-        (Classifier, {"module": Pair}, NAMES),
         (Classifier, {"module": Softmax, "criterion": nn.NLLLoss}, NAMES),
         (Classifier, {"predict_nonlinearity": torch.sigmoid}, NAMES),
         (Binary, {}, INDEX > 0),
@@ -282,15 +250,6 @@ def test_each_net_of_a_fleet_knows_that_its_module_returns_probabilities():
         assert_allclose(net.predict_proba(X), alone.fit(X, NAMES).predict_proba(X), **rounding(9))
 
 
-def test_a_sigmoid_for_each_class_gives_shares_and_a_count_stays_as_asked_for():
-    params = {"criterion": criterion_of(_nll_of_probabilities), "module": Sigmoid}
-    net = make(Classifier, **params, flatness_weight=0).fit(X, NAMES)
-    assert_allclose(net.predict_proba(X).sum(axis=1), 1, rtol=1e-5)
-    net = make(Regressor, criterion=nn.PoissonNLLLoss, predict_nonlinearity=None).fit(X, INDEX)
-    with torch.no_grad():
-        assert_allclose(net.predict(X), net.module_(torch.tensor(X))[:, 0], rtol=1e-5)
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("y", [INDEX > 0, LABELS], ids=["binary", "labels"])
 def test_labels_are_those_of_the_criterion_where_outputs_are_returned_as_they_are(y, own):
@@ -316,19 +275,6 @@ def test_no_logarithm_of_zero(task):
     assert_allclose(net.predict_log_proba(far), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_zero_from_the_module_itself_and_logarithms_in_a_pipeline():
-    net = make(module=Softmax, criterion=nn.NLLLoss).fit(X, NAMES)
-    assert net.predict_log_proba(1000 * X).min() == -np.inf
-    pipeline = make_pipeline(StandardScaler(), make()).fit(X, NAMES)
-    assert pipeline.predict_log_proba(X).shape == (42, 3)
-
-
-def test_what_predictions_are_made_by_is_checked():
-    with pytest.raises(TypeError, match="predict_nonlinearity has to be a callable, 'auto' or"):
-        make(predict_nonlinearity="softmax").fit(X, NAMES).predict(X)
-    assert make(predict_nonlinearity=None).fit(X, NAMES).predict_proba(X).min() < 0
-
-
 # -- classes of data sets ------------------------------------------------------------------
 
 
@@ -344,12 +290,6 @@ def test_classes_are_those_of_the_outputs(data):
         assert_array_equal(again.classes_, np.arange(4))
         assert relative_flatness(again, X, INDEX) == pytest.approx(net.relative_flatness_, rel=1e-5)
     assert not hasattr(clone(net), "classes_")
-
-
-def test_scorers_of_scikit_learn_take_the_classes():
-    net = make(**SIZES, max_epochs=30).fit(dataset())
-    assert get_scorer("roc_auc_ovr")(net, X, INDEX) > 0.5
-    assert get_scorer("neg_log_loss")(net, X, INDEX) < 0
 
 
 def test_classes_of_other_tasks():

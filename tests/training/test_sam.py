@@ -2,7 +2,6 @@
 
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
@@ -131,16 +130,6 @@ def test_radius_zero_is_the_plain_step():
     params = {"optimizer": torch.optim.Adam, "flatness_weight": 1.0, "flatness_layer": "hidden0"}
     net = make(sharpness_radius=0.0, **params).fit(X, INDEX)
     same(net, make(Plain, **params).fit(X, INDEX), **rounding(6))
-
-
-def test_a_gradient_of_zero_moves_nothing():
-    net = make(Regressor, module=nn.Linear, module__in_features=4, module__out_features=1)
-    net.set_params(max_epochs=0).fit(X, np.zeros(42))
-    with torch.no_grad():
-        for p in net.module_.parameters():
-            p.zero_()
-    net.set_params(max_epochs=1).partial_fit(X, np.zeros(42))
-    assert all(bool((p == 0).all()) for p in net.module_.parameters())
 
 
 # -- together with the rest --------------------------------------------------------------

@@ -12,7 +12,7 @@ from skorch.callbacks import Callback
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
 from torch import nn
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from relflat_sk import FlatnessScorer, measure
 from relflat_sk.training._after_fit import measured_later
@@ -73,21 +73,6 @@ class _OwnLoader:
 
     def __iter__(self):
         return iter(self.loader)
-
-
-@pytest.mark.parametrize(
-    ("data", "arguments", "in_order"),
-    [
-        (SkorchDataset(NUMBERED), {"iterator_train__sampler": SequentialSampler(range(N))}, True),
-        (SkorchDataset(NUMBERED), {"iterator_train": _OwnLoader}, True),
-        (SkorchDataset(NUMBERED), {"iterator_train": lambda d, **kw: DataLoader(d, **kw)}, False),
-    ],
-    ids=["sampler", "loader", "function"],
-)
-def test_samplers_and_own_loaders_determine_the_order(data, arguments, in_order):
-    batches = make(batch_size=4, **arguments).get_iterator(data, training=True)
-    found = [i for x, _ in batches for i in x[:, 0].int().tolist()]
-    assert (found == list(range(N))) == in_order
 
 
 # -- optimizers --------------------------------------------------------------------------
