@@ -5,7 +5,7 @@ Matplotlib is optional, and imported where something is drawn.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from math import floor, log10
+from math import log10
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -91,14 +91,9 @@ def make_axes(ax: "Axes | None", size: tuple[float, float] | None = None) -> "Ax
     return pyplot.subplots(layout="constrained", figsize=size)[1] if ax is None else ax
 
 
-def figure_of(ax: "Axes") -> "Figure":
-    # get_figure(root=True) does not exist in matplotlib 3.8
-    return ax.figure.figure
-
-
 def has_layout(ax: "Axes") -> bool:
     """Return whether the figure has a layout engine, which makes room around axes."""
-    return figure_of(ax).get_layout_engine() is not None
+    return ax.figure.figure.get_layout_engine() is not None
 
 
 def divide(
@@ -168,14 +163,17 @@ def draw_legend(panels: "Sequence[Axes]", place: Mapping[str, Any]) -> None:
 
 
 def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:
-    """Make an axis logarithmic if its values, (n,), need it, with plain numbers if they can be."""
+    """Make an axis logarithmic with plain numbers if its values, (n,), need it."""
     if not needs_log_scale(values):
         return
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415
+
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_formatter(log_label)
+    axis.set_major_formatter("{x:g}")
     finite = values[np.isfinite(values)]
     if log10(finite.max()) - log10(finite.min()) < LABELLED_DECADES:
-        axis.set_minor_formatter(log_label)
+        axis.set_minor_locator(LogLocator(subs=(2, 5)))
+        axis.set_minor_formatter("{x:g}")
         # as far from the axis as labels behind the longer ticks of powers of ten
         axis.set_tick_params(which="minor", pad=5)
 
@@ -184,18 +182,6 @@ def needs_log_scale(values: Floats) -> bool:
     """Return whether finite values, (n,), are positive and span more than a decade."""
     finite = values[np.isfinite(values)]
     return len(finite) > 0 and bool(finite.min() > 0 and finite.max() > LOG_RATIO * finite.min())
-
-
-def log_label(x: float, position: float | None = None) -> str:
-    """Label 1, 2 and 5 of each decade, by powers of ten where numbers would be long."""
-    exponent = floor(round(log10(x), 6))
-    digit = round(x / 10.0**exponent, 6)
-    if digit not in {1, 2, 5}:
-        return ""
-    if 1e-3 <= x < 1e5:
-        return f"{x:g}"
-    factor = "" if digit == 1 else rf"{digit:g} \times "
-    return f"${factor}10^{{{exponent}}}$"
 
 
 # -- labels ------------------------------------------------------------------------------
@@ -245,7 +231,7 @@ class Display(ABC):
     @property
     def figure_(self) -> "Figure":
         """The figure of the axes."""
-        return figure_of(self.axes_[0])
+        return self.ax_.figure.figure  # get_figure(root=True) does not exist in matplotlib 3.8
 
 
 class EstimatorDisplay(Display):

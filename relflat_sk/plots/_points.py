@@ -75,50 +75,36 @@ class Colors:
 
     def __init__(self, minima: pd.DataFrame, column: str | None, cmap: str) -> None:
         from matplotlib import colormaps, colors  # noqa: PLC0415
+        from matplotlib.cm import ScalarMappable  # noqa: PLC0415
 
         self.column = column
+        self.of_rows: NDArray[Any] = np.full(len(minima), COLORS[0])
         if column is None:
             return
-        self.cmap = colormaps[cmap].with_extremes(bad="0.8")
         values = _plain(minima[column])
+        codes: Any
         codes, self.levels = pd.factorize(values, sort=True)  # numbers by size, before texts
         self.is_scale = pd.api.types.is_numeric_dtype(values) and len(self.levels) > MAX_LEVELS
         if self.is_scale:
-            numbers = numeric_column(minima, column, argument="color_by")
-            scale = colors.LogNorm if needs_log_scale(numbers) else colors.Normalize
-            self.codes = np.ma.masked_invalid(numbers)
-            self.norm = scale(np.nanmin(numbers), np.nanmax(numbers))
+            codes = numeric_column(minima, column, argument="color_by")
+            scale = colors.LogNorm if needs_log_scale(codes) else colors.Normalize
+            norm = scale(np.nanmin(codes), np.nanmax(codes))
         else:
-            self.codes = np.ma.masked_equal(codes, -1)  # of missing values
-            self.norm = colors.BoundaryNorm(np.arange(len(self.levels) + 1) - 0.5, 256)
-
-    def arguments(self, rows: NDArray[np.bool_]) -> dict[str, Any]:
-        """Return the arguments of `matplotlib.axes.Axes.scatter` that color some minima."""
-        if self.column is None:
-            return {}
-        codes = self.codes[rows]
-        return {"c": codes, "norm": self.norm, "cmap": self.cmap, "plotnonfinite": True}
-
-    def of_row(self, row: int) -> Any:
-        return COLORS[0] if self.column is None else self.cmap(self.norm(self.codes[row]))
+            codes = np.where(codes < 0, np.nan, codes)  # of missing values
+            norm = colors.BoundaryNorm(np.arange(len(self.levels) + 1) - 0.5, 256)
+        self.scale = ScalarMappable(norm, colormaps[cmap].with_extremes(bad="0.8"))
+        self.of_rows = self.scale.to_rgba(np.ma.masked_invalid(codes))
 
     def draw_bar(self, axes: "list[Axes]") -> None:
         """Draw the color bar beside some axes, unless there is only one color."""
-        from matplotlib.cm import ScalarMappable  # noqa: PLC0415
-
         if self.column is None:
             return
-        colors = ScalarMappable(self.norm, self.cmap)
-        bar = axes[0].figure.colorbar(colors, ax=axes, aspect=20 if len(axes) < 4 else 40)
+        bar = axes[0].figure.colorbar(self.scale, ax=axes, aspect=20 if len(axes) < 4 else 40)
         if not self.is_scale:
-            bar.set_ticks(range(len(self.levels)), labels=[_text(level) for level in self.levels])
+            names = [f"{x:g}" if isinstance(x, float) else shorten(str(x)) for x in self.levels]
+            bar.set_ticks(range(len(names)), labels=names)
             bar.ax.minorticks_off()
         bar.set_label(label_of(self.column, ""))
-
-
-def _text(level: Any) -> str:
-    """Return a level as short text."""
-    return f"{level:g}" if isinstance(level, float) else shorten(str(level))
 
 
 # -- points ------------------------------------------------------------------------------
@@ -166,7 +152,7 @@ class Points:
         draw_grid(ax)
         ax.margins(MARGIN)
         x, y = self.x[self.comparable], self.y[self.comparable]
-        ax.scatter(x, y, **(DOT | colors.arguments(self.comparable) | kwargs))
+        ax.scatter(x, y, **(DOT | {"c": colors.of_rows[self.comparable]} | kwargs))
 
     def draw_crosses(self, ax: "Axes", label: str) -> None:
         """Draw the other candidates, at most as far out as the limits."""

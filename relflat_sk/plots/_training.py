@@ -295,7 +295,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
         left_out = f"not ranked ({sum(not ranked[row] for row in rows)}"
         left_out += f", ▴ {len(diverged)} diverged)" if diverged else ")"
         for row, (epochs, values) in curves.items():
-            style = MINIMUM | {"color": colors.of_row(row)}
+            style = MINIMUM | {"color": colors.of_rows[row]}
             if not ranked[row]:
                 style = OTHER | {"label": left_out}
             elif "rank" in self.minima.columns and self.minima["rank"].iloc[row] == 1:

