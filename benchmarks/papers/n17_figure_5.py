@@ -4,7 +4,9 @@
     python -m benchmarks.papers.n17_figure_5 --quick    # a minute
 
 The paper has one network with 1,000 units in each layer, on MNIST. Ours have 1,000, 400 and 100.
-The picture shows each network's worst values, and Figures 6 to 8 as ratios to the random start.
+The picture shows each network's worst values, and Figures 6 to 8 as ratios to the random start:
+the paper's "very similar" is read as a ratio of 1. `C_2` grows without limit as the disturbance
+shrinks to the smallest unit.
 """
 
 import copy

@@ -8,6 +8,7 @@ The paper has 110 minima over initialisations, rates, batch sizes and optimisers
 coefficients in its text: relative flatness has the largest, the Fisher-Rao norm the smallest. As in
 the authors' code, training ends at a mean loss of 0.1. With 50,000 images, weight decay is an axis
 as in that code. Its crops and flips are left out, because stacked networks cannot draw them.
+Higher rates and small batches give flatter minima with larger gaps in nats.
 """
 
 import sys

@@ -26,8 +26,10 @@ PAGES = [
 def test_every_measure_is_defined_with_its_invariances(name):
     rows = [line for line in DEFINITIONS.splitlines() if re.match(rf"\| `.*{name}`", line)]
     assert rows, f"add a row of {name} to docs/definitions.md"
-    verdicts = ["same" if change in SAME[name] else "-" for change in EVERY_CHANGE]
-    assert rows[0].endswith(f"| {' | '.join(verdicts)} |")
+    changes = ", ".join(change for change in EVERY_CHANGE if change in SAME[name])
+    short = {"": "none", ", ".join(EVERY_CHANGE): "all"}
+    short[", ".join(EVERY_CHANGE[:-1])] = f"all but {EVERY_CHANGE[-1]}"
+    assert rows[0].endswith(f"| {short.get(changes, changes)} |")
 
 
 @pytest.mark.parametrize("name", DATA_NAMES)
@@ -36,8 +38,8 @@ def test_every_axis_of_the_data_is_documented(name):
     assert name in (MinimaObjective.__doc__ or "")
 
 
-def test_the_table_names_the_changes():
-    assert f"| measure | definition | source | {' | '.join(EVERY_CHANGE)} |" in DEFINITIONS
+def test_the_page_explains_the_changes():
+    assert re.findall(r"^- \*\*(.*)\*\*:", DEFINITIONS, re.MULTILINE) == list(EVERY_CHANGE)
 
 
 def test_the_reference_lists_every_public_name():
@@ -92,8 +94,8 @@ PUBLIC |= vars(relflat_sk.theory)
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0].strip()[:20] for row in ROWS])
 def test_every_row_names_something_that_exists_or_says_why_not(row):
-    assert len(row) == 3
-    cell = row[2].strip()
+    assert len(row) == 2
+    cell = row[1].strip()
     names = re.findall(r"`(\w+)`", cell)
     known = [name for name in names if name in MEASURES or name in PUBLIC]
     links = re.findall(r"\]\((\w+\.md)\)", cell)

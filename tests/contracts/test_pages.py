@@ -6,7 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
-from textwrap import indent
+from textwrap import dedent, indent
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -73,7 +73,7 @@ def test_the_example_of_checkpoints_runs(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory):
-    """The functions that the page offers for checkpoints of other kinds."""
+    """The functions that the page offers for other checkpoints."""
     return run_block(blocks("docs/searching.md")[-1], tmp_path_factory.mktemp("page"))
 
 
@@ -118,7 +118,7 @@ def test_the_page_reads_an_entry_of_a_checkpoint_and_shards(readers, nets, tmp_p
 
 @NO_MINIMA
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
-def test_the_page_puts_adapters_on_a_base(readers, nets, tmp_path):
+def test_a_generator_puts_adapters_on_a_base(nets, tmp_path):
     peft = pytest.importorskip("peft")
     base, merged, folders = nets[0], [], []
     before = copy.deepcopy(base.state_dict())
@@ -128,7 +128,9 @@ def test_the_page_puts_adapters_on_a_base(readers, nets, tmp_path):
         folders.append(tmp_path / str(i))
         adapted.save_pretrained(folders[-1])
         merged.append(adapted.merge_and_unload())
-    assert_ranks(readers["with_adapters"](base, folders), merged)
+    load = peft.PeftModel.from_pretrained
+    models = ((folder, load(copy.deepcopy(base), folder)) for folder in folders)
+    assert_ranks(models, merged)
     torch.testing.assert_close(base.state_dict(), before, rtol=0, atol=0)
 
 
@@ -190,7 +192,18 @@ def test_the_penalty_flattens_in_the_trainers_of_other_libraries(
 
 # scaling
 
-ON_DISK, ON_DASK, ON_RAY, DISTRIBUTED = blocks("docs/scaling.md")
+ON_DISK, ON_DASK, ON_RAY = blocks("docs/scaling.md")
+DISTRIBUTED = """
+import torch
+import torch.distributed as dist
+from relflat_sk import relative_flatness
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+X, net = torch.randn(1000, 20), torch.nn.Sequential(torch.nn.Linear(20, 3))
+y = X[:, :3].argmax(dim=1)
+criterion, model = torch.nn.CrossEntropyLoss(), torch.nn.parallel.DistributedDataParallel(net)
+"""
 
 
 def run_as_script(block, folder, *options):
@@ -228,7 +241,10 @@ def test_the_example_of_data_on_disk_runs(tmp_path, capsys):
 @pytest.mark.scale
 def test_the_example_of_several_devices_runs(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    (line,) = run_as_script(DISTRIBUTED, tmp_path, *torchrun)  # of the process of rank 0
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    measured = dedent(re.search(r"    if dist.get_rank.*?\n\n", page, re.DOTALL)[0])
+    script = f"{DISTRIBUTED}{measured}dist.destroy_process_group()\n"
+    (line,) = run_as_script(script, tmp_path, *torchrun)  # of the process of rank 0
     mean, stderr = map(float, line.split())
     torch.manual_seed(0)
     X, model = torch.randn(1000, 20), nn.Sequential(nn.Linear(20, 3))
