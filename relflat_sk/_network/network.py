@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,79 +47,69 @@ _NEEDS = {
 
 def primary_output(output: Any) -> Tensor:
     """Return the part of a network's output that measures and the penalty pass to the criterion."""
-    if isinstance(output, Tensor):
-        return output
-    known = ""
+    part = output
     if isinstance(output, Mapping):
-        known = f" with the entries {sorted(map(str, output))}"
-    if isinstance(output, Mapping) and "logits" in output:
-        output = output["logits"]
+        part = output.get("logits")
     elif isinstance(output, tuple | list) and output:
-        output = output[0]
-    if not isinstance(output, Tensor):
+        part = output[0]
+    if not isinstance(part, Tensor):
         raise TypeError(
             "the network must return a tensor, a tuple that starts with one, or a mapping "
-            f"with 'logits', got {type(output).__name__}{known}. Measures take output=, the key or "
+            f"with 'logits', got {_describe(output)}. Measures take output=, the key or "
             "the position of the tensor; a net takes a module that returns it."
         )
-    return output
+    return part
+
+
+def _describe(output: Any) -> str:
+    """Say what a network returned."""
+    if isinstance(output, Mapping):
+        return f"{type(output).__name__} with the names {list(output)}"
+    of = f" of {len(output)}" if isinstance(output, tuple | list) else ""
+    return f"{type(output).__name__}{of}"
 
 
 def select_output(output: Any, which: Any) -> Any:
     """Return the part of a network's output that the user has chosen, if any."""
-    if which is None:
-        return output
     try:
-        return output[which]
+        return output if which is None else output[which]
     except (KeyError, IndexError, TypeError):
-        parts = sorted(map(str, output)) if isinstance(output, Mapping) else type(output).__name__
         raise ValueError(
-            f"output={which!r} is no part of what the network returns, which is {parts}. Pass the "
-            "key or the position of a tensor."
+            f"output={which!r} is no part of what the network returns, a "
+            f"{_describe(output)}. Pass the key or the position of a tensor."
         ) from None
 
 
-def takes_whole(criterion: Any, output: Any, target: Any) -> bool:
-    """Find out whether a criterion takes a network's whole output, rather than one tensor of it."""
+def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
+    """Refuse a user's criterion that takes more of a network's output than `primary_output`."""
+    if loss.row is not None or isinstance(output, Tensor):
+        return
+    name = name_criterion(loss.criterion)
     answers: list[Any] = []
     with torch.no_grad(), fork_rng(None), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a name as the index of a tensor
         for choose in (primary_output, lambda output: output):
             try:
-                answers.append(criterion(choose(output), target))
+                answers.append(loss.criterion(choose(output), target))
             except REFUSALS as error:
                 answers.append(error)
     part, whole = answers
     if not isinstance(whole, Exception):
-        tensors = isinstance(part, Tensor) and isinstance(whole, Tensor)
-        return not (tensors and torch.equal(part, whole))
-    if not isinstance(part, Exception):
-        return False
-    returned, first = f"a {type(output).__name__} of {len(output)}", "its first entry"
-    if isinstance(output, Mapping):
-        returned, first = f"a mapping with the names {list(output)}", "the entry 'logits'"
-    raise ValueError(
-        f"the module returned {returned}, and {name_criterion(criterion)} can take neither {first} "
-        f"({type(part).__name__}: {part}) nor the whole output ({type(whole).__name__}: {whole})."
-    )
-
-
-def refuse_whole(criterion: Any, by: str) -> NoReturn:
-    """Refuse a criterion that takes the whole output, where one of a tensor is needed."""
-    need, remedy = _NEEDS[by]
-    raise ValueError(
-        f"{name_criterion(criterion)} takes the module's whole output, but {need} a criterion of "
-        "one tensor. Use a criterion that takes the entry 'logits' of a mapping, or the first "
-        f"entry of a tuple, which is passed to it as a tensor, or {remedy}."
-    )
-
-
-def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
-    """Refuse a criterion that takes more than `primary_output`."""
-    if loss.row is not None or isinstance(output, Tensor):
-        return
-    if takes_whole(loss.criterion, output, target):
-        refuse_whole(loss.criterion, by)
+        if isinstance(part, Tensor) and isinstance(whole, Tensor) and torch.equal(part, whole):
+            return
+        need, remedy = _NEEDS[by]
+        raise ValueError(
+            f"{name} takes the module's whole output, but {need} a criterion of one tensor. Use a "
+            "criterion that takes the entry 'logits' of a mapping, or the first entry of a tuple, "
+            f"which is passed to it as a tensor, or {remedy}."
+        )
+    if isinstance(part, Exception):
+        first = "the entry 'logits'" if isinstance(output, Mapping) else "its first entry"
+        raise ValueError(
+            f"the module returned a {_describe(output)}, and {name} can take neither {first} "
+            f"({type(part).__name__}: {part}) nor the whole output ({type(whole).__name__}: "
+            f"{whole})."
+        )
 
 
 # -- criteria that the table of losses does not know ---------------------------------------
@@ -190,7 +180,7 @@ def warn_of_weights(loss: Loss, losses: Tensor, output: Tensor, module: nn.Modul
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Network:
     """A trained network with the loss and the data that it is measured on."""
 
@@ -200,11 +190,11 @@ class Network:
     forward: Callable[[Any], Any] | None = None
     source: Source | None = None
     output: Any = None  # which part of the module's output the criterion gets
-    _checked: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
-    # what the module returned last, until `check_criterion` has seen it
-    _whole: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
-    # output and target of a sample that `check_criterion` has seen
-    _held: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+    # whether a batch has shown that the criterion, if it is a user's, can be measured
+    _is_checked: bool = field(default=False, init=False, repr=False)
+    # what the module returned last, and output and target of a sample that was checked
+    _whole: Any = field(default=None, init=False, repr=False)
+    _seen: tuple[Tensor, Tensor] | None = field(default=None, init=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -215,34 +205,28 @@ class Network:
     def __call__(self, x: Any) -> Tensor:
         """Run the network on inputs as they come from the data."""
         x = self.prepare(x)
-        self._whole.clear()  # frees the graph of the last batch
+        self._whole = None  # frees the graph of the last batch
         whole = select_output(self._run(x), self.output)
-        if self._must_check:
-            self._whole.append(whole)
+        if self.loss.row is None and not self._is_checked:
+            self._whole = whole
         output = primary_output(whole)
         if _is_one(x) and (output.ndim == 0 or len(output) != 1):
             return output[None]  # a squeeze() in the network removed the axis of a single sample
         return output
-
-    @property
-    def _must_check(self) -> bool:
-        """Whether the criterion is a user's, and no batch has shown that it can be measured."""
-        return self.loss.row is None and not self._checked
 
     def check_criterion(self, output: Tensor, target: Tensor) -> None:
         """Check on the first batches that a user's criterion can be measured.
 
         One is enough, unless it has one sample or one class.
         """
-        if not (self._must_check and self._whole):
+        if self._whole is None:
             return
-        check_part(self.loss, self._whole.pop(), target, "measure")
-        rows = output, target
-        if [part.shape[1:] for part in self._held] == [part.shape[1:] for part in rows]:
-            output, target = (torch.cat(both) for both in zip(self._held, rows, strict=True))
-        self._held[:] = output[:1].detach(), target[:1]
-        if warn_unless_mean(self.loss, output, target):
-            self._checked.add(True)
+        check_part(self.loss, self._whole, target, "measure")
+        self._whole, seen = None, self._seen
+        if seen and [part.shape[1:] for part in seen] == [output.shape[1:], target.shape[1:]]:
+            output, target = torch.cat([seen[0], output]), torch.cat([seen[1], target])
+        self._seen = output[:1].detach(), target[:1]
+        self._is_checked = warn_unless_mean(self.loss, output, target)
 
     def prepare(self, x: Any) -> Any:
         """Check inputs, and bring them to the module's device and type."""
@@ -255,9 +239,7 @@ class Network:
             return self.forward(x)
         if isinstance(x, Mapping):
             return self.module(**x)
-        if isinstance(x, tuple | list):
-            return self.module(*x)
-        return self.module(x)
+        return self.module(*x) if isinstance(x, tuple | list) else self.module(x)
 
 
 def _is_one(x: Any) -> bool:
