@@ -9,9 +9,19 @@ import numpy as np
 import torch
 from scipy.optimize import minimize
 from torch import Tensor, nn
+from torch.special import entr
 
 from relflat_sk._losses.curvature import ClosedForm
-from relflat_sk._losses.table import LINKS, LOGITS, TABLE, Row, Target
+from relflat_sk._losses.table import (
+    LINKS,
+    LOGITS,
+    TABLE,
+    TOGETHER,
+    UNKNOWN,
+    Row,
+    Target,
+    shares_in_parts,
+)
 from relflat_sk._numerics import full_precision, or_one
 from relflat_sk._warnings import warn
 
@@ -169,14 +179,36 @@ class Loss:
         return None if has_hooks(self.criterion) else TABLE.get(type(self.criterion))
 
     @property
+    def _rules(self) -> Row:
+        return self.row or UNKNOWN
+
+    @property
     def is_curved(self) -> bool:
         """Whether the table knows a curvature of the criterion, which is not zero everywhere."""
-        return self.row is not None and bool(self.row.links)
+        return bool(self._rules.links)
 
     @property
     def needs_target(self) -> bool:
         """Whether the curvature depends on the labels."""
-        return self.row is None or not self.is_curved or self.row.needs_target(self.criterion)
+        return not self.is_curved or self._rules.needs_target(self.criterion)
+
+    @property
+    def divides_logits(self) -> bool:
+        """Whether the temperature divides the logits, and not the loss."""
+        return self._rules.task in {"classification", "binary"}
+
+    @property
+    def weighs_outputs(self) -> bool:
+        """Whether some outputs of a sample count more than others, by their place on its axes."""
+        weights = (getattr(self.criterion, name, None) for name in ("weight", "pos_weight"))
+        return self._rules.task == "binary" and any(
+            w is not None and w.numel() > 1 for w in weights
+        )
+
+    @property
+    def acts_on_each_output(self) -> bool:
+        """Whether the loss is a sum of terms with one output each, not a softmax over classes."""
+        return self._rules.task in {"binary", "regression"}
 
     def to(self, device: torch.device, dtype: torch.dtype | None) -> "Loss":
         """Copy the loss with the criterion's own weights on another device and of another type."""
@@ -185,45 +217,29 @@ class Loss:
             return self
         return replace(self, criterion=copy.deepcopy(module).to(device=device, dtype=dtype))
 
-    # -- at a temperature
-
     def at_temperature(self, temperature: float) -> "Loss":
         """Return the loss at a temperature; 1 gives the criterion."""
         return replace(self, temperature=temperature)
 
-    @property
-    def divides_logits(self) -> bool:
-        """Whether the temperature divides the logits, and not the loss."""
-        return self.row is not None and self.row.task != "regression"
-
-    @property
-    def weighs_outputs(self) -> bool:
-        """Whether some outputs of a sample count more than others, by their place on its axes."""
-        weights = (getattr(self.criterion, name, None) for name in ("weight", "pos_weight"))
-        binary = self.row is not None and self.row.task == "binary"
-        return binary and any(weight is not None and weight.numel() > 1 for weight in weights)
+    # -- outputs and targets
 
     def logits(self, output: Tensor) -> Tensor:
         """Return logits, up to a constant for each sample, from what the criterion takes."""
-        return output if self.row is None else LOGITS[self.row.link](output)
+        return LOGITS[self._rules.link](output)
 
     def from_logits(self, z: Tensor) -> Tensor:
         """Return what the criterion takes from logits."""
-        if self.row is None or self.row.link == "identity":
-            return z
-        if z.ndim < 3:
-            return LINKS[self.row.link](z)
-        return LINKS[self.row.link](z.movedim(1, -1)).movedim(-1, 1)
+        link = LINKS[self._rules.link]
+        return link(z) if z.ndim < 3 else link(z.movedim(1, -1)).movedim(-1, 1)
 
     def classes_second(self, output: Tensor, target: Tensor | None) -> Tensor:
         """Move the classes of a language model's logits, (n, tokens, classes), to axis 1."""
-        over_classes = self.row is not None and self.row.task == "classification"
-        if not over_classes or target is None or output.ndim < 3:
+        if self._rules.task != "classification" or target is None or output.ndim < 3:
             return output
         second = (output.shape[0], *output.shape[2:])
-        if target.shape == output.shape[:-1] and (self.classes_last or target.shape != second):
-            return output.movedim(-1, 1)
-        return output
+        fits = target.shape == output.shape[:-1]
+        are_last = fits and (self.classes_last or target.shape != second)
+        return output.movedim(-1, 1) if are_last else output
 
     def per_token(self, target: Tensor | None) -> Tensor | None:
         """Flatten targets to one row for each token, (n * tokens, ...)."""
@@ -239,18 +255,13 @@ class Loss:
 
     def read_target(self, output: Tensor, target: Tensor) -> Target:
         """Return the target with the part of it that `closed_form` and `divisors` need."""
-        row = self.row
-        if row is None:  # of any type
-            read = Target(target, target)
-        else:
-            read = row.read_target(self.criterion, output, target)
+        read = self._rules.read_target(self.criterion, output, target)
         moves = isinstance(target, Tensor) and target.device != output.device
         return read.to(output.device) if moves else read
 
     def each_divisor(self, output: Tensor, target: Tensor | None) -> float | Tensor:
         """Return what each sample adds to the divisor of the criterion's mean: (n,)."""
-        row = self.row
-        return 1.0 if row is None else row.divisors(self.criterion, output, target)
+        return self._rules.divisors(self.criterion, output, target)
 
     def divisors(self, output: Tensor, target: Tensor | None) -> Tensor:
         """Return what each sample adds to the divisor, as an array: (n,)."""
@@ -268,27 +279,21 @@ class Loss:
         counts = counts if counts.numel() == n_rows else counts.any(dim=1)
         return counts.flatten().repeat_interleave(n_rows // counts.numel())
 
-    @property
-    def acts_on_each_output(self) -> bool:
-        """Whether the loss is a sum of terms with one output each, not a softmax over classes."""
-        return self.row is not None and self.row.task != "classification"
+    # -- curvature and losses
 
     def has_closed_form(self, link: str | None) -> bool:
         """Return whether the table has a curvature for a layer before a link."""
-        return self.row is not None and link in self.row.links
+        return link in self._rules.links
 
     def closed_form(self, link: str | None, z: Tensor, target: Tensor | None) -> ClosedForm | None:
         """Return the curvature of the summed loss in a layer's output."""
-        row = self.row
-        curvature = None if row is None else row.links.get(link or "")
-        if curvature is None or z.ndim != 2:
+        if z.ndim != 2 or link is None or not self.has_closed_form(link):
             return None
-        heat = self.temperature
-        if heat == 1:
-            return curvature(self.criterion, z, target)
-        if not self.divides_logits:
-            return curvature(self.criterion, z, target).times(1 / heat)
-        return curvature(self.criterion, full_precision(z) / heat, target).times(1 / heat**2)
+        heat, power = self.temperature, 1
+        if heat != 1 and self.divides_logits:
+            z, power = full_precision(z) / heat, 2
+        curvature = self._rules.links[link](self.criterion, z, target)
+        return curvature if heat == 1 else curvature.times(1 / heat**power)
 
     def terms(
         self, output: Tensor, target: Tensor | Target, *, each: bool = False
@@ -325,8 +330,7 @@ class Loss:
                 f"{n} samples; expected one {'for each sample' if each else 'number'}."
             )
         rows = losses.reshape(n, -1)
-        over_outputs = summed or reduction == "batchmean"
-        return rows.sum(dim=1) if over_outputs else rows.mean(dim=1)
+        return rows.sum(dim=1) if summed or reduction == "batchmean" else rows.mean(dim=1)
 
 
 def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
@@ -374,8 +378,6 @@ class BatchLoss:
 
 # The best constant prediction, to which a trained network's loss is compared, and the best of all.
 
-_TOGETHER = 2**22  # numbers of the constant output that are repeated for samples at a time
-
 
 def constant_risk(
     loss: Loss,
@@ -389,9 +391,9 @@ def constant_risk(
     targets = targets.double() if targets.is_floating_point() else targets
     loss = loss.at_temperature(1.0).to(targets.device, torch.float64)
 
-    n, size = len(targets), output_shape.numel()
+    n = len(targets)
     # of a criterion that is not in the table, only the mean of all samples may be known
-    rows = n if loss.row is None else max(1, _TOGETHER // max(1, size))
+    rows = n if loss.row is None else max(1, TOGETHER // max(1, output_shape.numel()))
 
     def risk(constant: Tensor) -> Tensor:
         total = divisor = weight.new_zeros(())
@@ -428,11 +430,12 @@ def lowest_risk(
     output_shape: torch.Size,
 ) -> float:
     """Compute the mean loss that no prediction is below, at temperature 1."""
-    find_lowest = None if loss.row is None else loss.row.lowest
-    if find_lowest is None:
+    shares, smoothing = loss._rules.shares, getattr(loss.criterion, "label_smoothing", 0.0)
+    if shares is None or not (smoothing or targets.is_floating_point()):
         return 0.0
-    weight = weight.double()
-    loss = loss.at_temperature(1.0).to(targets.device, torch.float64)
+    weight, loss = weight.double(), loss.to(targets.device, torch.float64)
+    parts = shares_in_parts(shares, loss.criterion, targets, weight, output_shape)
+    # the minimum over p of -sum_k a_k log p_k
+    lowest = sum(w @ (entr(a).sum(-1) - entr(a.sum(-1))).sum(1) for a, w in parts)
     output = weight.new_zeros(()).expand(len(targets), *output_shape)
-    lowest = find_lowest(loss.criterion, targets, output_shape[0] if output_shape else 1)
-    return float(weight @ lowest / (weight @ loss.divisors(output, targets)))
+    return float(lowest / (weight @ loss.divisors(output, targets)))

@@ -9,14 +9,14 @@ that sums of batches of any size can be added.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.special import entr
+from torch.nn.functional import one_hot
 
 from relflat_sk._losses.curvature import ClosedForm, Diagonal, Softmax
 from relflat_sk._numerics import read_numbers
@@ -27,6 +27,9 @@ Task = Literal["classification", "binary", "regression"]
 BestConstant = Callable[[Any, Tensor, Tensor, torch.Size], Tensor]
 CurvatureOf = Callable[[Any, Tensor, Tensor | None], ClosedForm]
 CheckTarget = Callable[[Any, Tensor, Tensor], Tensor]
+SharesOf = Callable[[Any, Tensor, torch.Size], Tensor]
+
+TOGETHER = 2**22  # numbers of outputs that are computed for samples at a time
 
 # functions by which a network may turn the layer's output into the criterion's input
 LINKS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -84,19 +87,20 @@ class Row:
         Whether the curvature depends on the labels.
     has_temperature : bool
         Whether the likelihood has a scale: a temperature of logits, or a variance.
-    lowest : callable or None
-        From targets as `read_target` returns them to the loss of each sample that no prediction
-        is below, as with label smoothing; None if it is 0.
+    shares : callable or None
+        From targets as `read_target` returns them, and an output's shape, to weights ``a`` of
+        shape (n, positions, classes) if the loss is ``-sum a_k log p_k`` over positions and
+        classes. Then the lowest loss of a sample is not 0, but that of the best ``p``.
     """
 
-    task: Task
+    task: Task | None
     read_target: Callable[[Any, Tensor, Tensor], Target]
     divisors: Callable[[Any, Tensor, Tensor | None], float | Tensor]
     best_constant: BestConstant | None
     links: Mapping[str, CurvatureOf]
     needs_target: Callable[[Any], bool] = never
     has_temperature: bool = True
-    lowest: Callable[[Any, Tensor, int], Tensor] | None = None
+    shares: SharesOf | None = None
 
     @property
     def link(self) -> str:
@@ -171,18 +175,34 @@ def _check_range(values: Tensor, allowed: tuple[float, float], message: str) -> 
         raise ValueError(message.format(low=low, high=high))
 
 
-def _class_totals(criterion: Any, target: Tensor, weight: Tensor, n_classes: int) -> Tensor:
-    """Sum the weights ``a_ik`` of each class in the losses ``-sum_k a_ik log p_ik``."""
+def _class_shares(criterion: Any, target: Tensor, shape: torch.Size) -> Tensor:
+    """Return the weights of all classes at each position, as torch smooths labels."""
+    n_classes = shape[0]
     if target.is_floating_point():
-        totals, count = weight @ target.to(weight.dtype), weight.sum()
+        counts, of_labels = target.new_ones(()), target.double().movedim(1, -1)
     else:
-        weight = weight * (target != criterion.ignore_index)
-        labels = target.where(target != criterion.ignore_index, 0)
-        totals, count = weight.new_zeros(n_classes).index_add_(0, labels, weight), weight.sum()
-    # as torch does it, also for probabilities that do not sum to one
+        matters = target != criterion.ignore_index
+        counts = matters[..., None].double()
+        of_labels = one_hot(target.where(matters, 0), n_classes) * counts
     smoothing = getattr(criterion, "label_smoothing", 0.0)
-    totals = (1 - smoothing) * totals + smoothing * count / n_classes
-    return totals if criterion.weight is None else totals * criterion.weight.to(weight.dtype)
+    shares = (1 - smoothing) * of_labels + smoothing / n_classes * counts
+    shares = shares if criterion.weight is None else shares * criterion.weight.to(shares)
+    return shares.reshape(len(target), -1, n_classes)
+
+
+def shares_in_parts(
+    shares: SharesOf, criterion: Any, target: Tensor, weight: Tensor, shape: torch.Size
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the weights of classes, for some samples at a time, with those of the samples."""
+    size = max(1, TOGETHER // max(1, shape.numel()))
+    parts = zip(torch.split(target, size), torch.split(weight, size), strict=True)
+    return ((shares(criterion, y, shape), w) for y, w in parts)
+
+
+def _total_shares(*data: Any) -> Tensor:
+    """Sum the weights of classes over samples: (positions, classes)."""
+    parts = [torch.einsum("n,npc->pc", w, a) for a, w in shares_in_parts(*data)]
+    return torch.stack(parts).sum(dim=0)
 
 
 def _softmax(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
@@ -217,36 +237,10 @@ def _class_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> fl
 
 def _class_frequencies(criterion: Any, target: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
     """Return the classes' shares of the targets' weight, in the shape of one output."""
-    if target.ndim > 1 and not target.is_floating_point():  # a class for each token
-        weight = weight.repeat_interleave(target[0].numel())
-        target = target.flatten()
-    elif target.ndim > 2:
-        weight = weight.repeat_interleave(target[0, 0].numel())
-        target = target.movedim(1, -1).flatten(0, -2)
-    totals = _class_totals(criterion, target, weight, shape[0])
+    totals = _total_shares(_class_shares, criterion, target, weight, shape).sum(dim=0)
     # a class that does not occur gets the smallest probability whose logarithm is finite
     shares = (totals / totals.sum()).clamp_min(torch.finfo(weight.dtype).tiny)
     return shares.reshape(-1, *(1 for _ in shape[1:])).expand(shape)
-
-
-def _lowest_cross_entropy(criterion: Any, target: Tensor, n_classes: int) -> Tensor:
-    """Return ``min_p -sum_k a_ik log p_ik`` with the weights of `_class_totals`."""
-    smoothing = getattr(criterion, "label_smoothing", 0.0)
-    weight = torch.ones(n_classes, dtype=torch.float64, device=target.device)
-    if criterion.weight is not None:
-        weight = criterion.weight.to(weight)
-    smoothed = weight * smoothing / n_classes  # what each class gets of a label of another one
-    if target.is_floating_point():
-        totals = (1 - smoothing) * target.double().movedim(1, -1) * weight + smoothed
-        lowest = entr(totals).sum(-1) - entr(totals.sum(-1))
-    else:
-        counts = target != criterion.ignore_index
-        label = target.where(counts, 0)
-        of_label = (1 - smoothing) * weight[label]
-        lowest = entr(smoothed).sum() - entr(smoothed[label]) + entr(of_label + smoothed[label])
-        lowest = (lowest - entr(of_label + smoothed.sum())) * counts
-    of_samples: Tensor = lowest.reshape(len(target), -1).sum(1)
-    return of_samples
 
 
 def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) -> Row:
@@ -258,7 +252,7 @@ def _class_row(links: tuple[str, ...], to_output: Callable[[Tensor], Tensor]) ->
         lambda criterion, y, w, shape: to_output(_class_frequencies(criterion, y, w, shape)),
         dict.fromkeys(links, _softmax),
         lambda criterion: criterion.weight is not None or criterion.ignore_index >= 0,
-        lowest=_lowest_cross_entropy,
+        shares=_class_shares,
     )
 
 
@@ -334,23 +328,10 @@ def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     pos_weight = getattr(criterion, "pos_weight", None)
     if pos_weight is not None:
         assert target is not None  # needs_target says so
-        _check_of_outputs(criterion, "pos_weight", z)
         beta = beta * (1 + (pos_weight - 1) * target.reshape(z.shape))
     if criterion.weight is not None:
-        _check_of_outputs(criterion, "weight", z)
         beta = beta * criterion.weight.to(z.dtype)
     return Diagonal(beta)
-
-
-def _check_of_outputs(criterion: Any, name: str, z: Tensor) -> None:
-    """Refuse weights of samples where weights of outputs are expected."""
-    shape = getattr(criterion, name).shape
-    if shape[:-1].numel() != 1 or shape[-1:].numel() not in (1, z.shape[1]):
-        raise ValueError(
-            f"the {name} of {type(criterion).__name__} has shape {tuple(shape)}, one "
-            "per sample of a fixed batch, which other batches cannot use; give one weight per "
-            "output, or pass sample_weight."
-        )
 
 
 def _mean(y: Tensor, weight: Tensor) -> Tensor:
@@ -358,27 +339,23 @@ def _mean(y: Tensor, weight: Tensor) -> Tensor:
     return weight @ y.reshape(len(y), -1).to(weight.dtype) / weight.sum()
 
 
-def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-    """Return the probability of class 1 that minimises the logistic loss."""
-    share = _mean(y, weight)
-    pos_weight = getattr(criterion, "pos_weight", None)
-    if pos_weight is not None:
-        pos_weight = pos_weight.expand(shape).flatten()
-        share = pos_weight * share / (pos_weight * share + 1 - share)
-    tiny = torch.finfo(weight.dtype).eps
-    return share.clamp(tiny, 1 - tiny)
-
-
-def _lowest_logistic(criterion: Any, target: Tensor, n_outputs: int) -> Tensor:
-    """Return the entropies of targets between 0 and 1, summed over outputs."""
-    positive, negative = target.double(), 1 - target.double()
+def _label_shares(criterion: Any, target: Tensor, shape: torch.Size) -> Tensor:
+    """Return the weights of 0 and 1 at each output."""
+    positive = target.double()
+    negative = 1 - positive
     if getattr(criterion, "pos_weight", None) is not None:
         positive = positive * criterion.pos_weight.to(positive)
-    lowest = entr(positive) + entr(negative) - entr(positive + negative)
+    shares = torch.stack([negative, positive], dim=-1)
     if criterion.weight is not None:
-        lowest = lowest * criterion.weight.to(lowest)
-    of_samples: Tensor = lowest.reshape(len(target), -1).sum(1)
-    return of_samples
+        shares = shares * criterion.weight.to(shares)[..., None]
+    return shares.reshape(len(target), -1, 2)
+
+
+def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
+    """Return the probability of class 1 that minimises the logistic loss."""
+    totals = _total_shares(_label_shares, criterion, y, weight, shape)
+    tiny = torch.finfo(weight.dtype).eps
+    return (totals[:, 1] / totals.sum(dim=1)).clamp(tiny, 1 - tiny)
 
 
 def _squared(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
@@ -414,7 +391,7 @@ def _output_row(
     links: Mapping[str, CurvatureOf],
     needs_target: Callable[[Any], bool] = never,
     has_temperature: bool = True,
-    lowest: Callable[[Any, Tensor, int], Tensor] | None = None,
+    shares: SharesOf | None = None,
 ) -> Row:
     """Return the row of a criterion that is a sum over outputs."""
 
@@ -423,7 +400,7 @@ def _output_row(
         return Target(target, target)
 
     divisors = _output_divisors
-    return Row(task, read, divisors, best_constant, links, needs_target, has_temperature, lowest)
+    return Row(task, read, divisors, best_constant, links, needs_target, has_temperature, shares)
 
 
 OUTPUT_LOSSES: dict[type, Row] = {
@@ -433,10 +410,10 @@ OUTPUT_LOSSES: dict[type, Row] = {
         lambda criterion, y, w, shape: _best_share(criterion, y, w, shape).logit(),
         {"identity": _logistic},
         lambda criterion: criterion.pos_weight is not None,
-        lowest=_lowest_logistic,
+        shares=_label_shares,
     ),
     nn.BCELoss: _output_row(
-        "binary", _check_shares, _best_share, {"sigmoid": _logistic}, lowest=_lowest_logistic
+        "binary", _check_shares, _best_share, {"sigmoid": _logistic}, shares=_label_shares
     ),
     nn.MSELoss: _output_row(
         "regression",
@@ -469,3 +446,12 @@ OUTPUT_LOSSES[WeightedLogisticLoss] = replace(
 
 
 TABLE: dict[type, Row] = {**CLASS_LOSSES, **OUTPUT_LOSSES}
+
+# any other criterion: a mean over samples, of targets of any type
+UNKNOWN = Row(
+    None,
+    lambda criterion, output, target: Target(target, target),
+    lambda criterion, output, target: 1.0,
+    None,
+    {},
+)
