@@ -5,8 +5,8 @@ returns `Weighted` labels, any data loader batches them, and the net's loss sepa
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from relflat_sk._models.network_of import DataOptions, skorch_batches, skorch_network
 from relflat_sk._network.batches import (
     Batch,
-    Batches,
     LoadedBatches,
     arrays_of,
     check_finite,
@@ -52,13 +51,11 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         return tuple(map(_check_part, X))
     if isinstance(X, Tensor):
         X = _check_part(X)
-        if len(X.shape) < 2:
+        if len(X.shape) < 2 or 0 in X.shape:
             raise ValueError(
-                f"X must have shape (n_samples, n_features, ...), got {tuple(X.shape)}. Use "
-                "X.reshape(-1, 1) if there is a single feature."
+                "X must have shape (n_samples, n_features, ...), with something to learn from, got "
+                f"{tuple(X.shape)}. Use X.reshape(-1, 1) if there is a single feature."
             )
-        if 0 in X.shape:
-            raise ValueError(f"X has shape {tuple(X.shape)}, and there is nothing to learn from.")
         validate_data(net, X, reset=reset, skip_check_array=True)
     else:
         X = _check_array(net, X, reset)
@@ -96,27 +93,11 @@ def _check_array(net: Any, X: Any, reset: bool) -> Any:
     return X
 
 
-def _check_loader(net: Any, loader: DataLoader[Any]) -> None:
-    """Refuse parameters of a net that a data loader would leave without effect."""
-    chosen = [] if net.batch_size in (loader.batch_size, 32) else ["batch_size"]  # the default
-    for name in ("iterator_train", "iterator_valid"):
-        given = net.get_params_for(name).keys() - {"batch_size", "shuffle"}
-        chosen += [f"{name}__{argument}" for argument in sorted(given)]
-    if chosen:
-        raise ValueError(
-            f"X is a {type(loader).__name__}, which makes the batches, so that {chosen[0]} of the "
-            "net has no effect. Leave it out, or pass the data set, loader.dataset."
-        )
-
-
 def check_stream(net: Any, X: Any, sample_weight: Any) -> None:
     """Refuse to train on a stream where that needs a number of samples."""
-    if isinstance(X, DataLoader):
-        _check_loader(net, X)
-    elif not isinstance(X, IterableDataset) or hasattr(X, "__len__"):
-        return
+    is_stream = isinstance(X, IterableDataset) and not hasattr(X, "__len__")
     splits = isinstance(net.train_split, ValidSplit)
-    if sample_weight is not None or splits:
+    if (is_stream or isinstance(X, DataLoader)) and (splits or sample_weight is not None):
         needs = f"train_split={net.train_split!r}" if splits else "sample_weight"
         raise ValueError(
             f"{needs} needs the number of samples, but the {type(X).__name__} is read as a stream. "
@@ -129,15 +110,9 @@ def with_sizes(
 ) -> dict[str, Any]:
     """Add the sizes that a network's constructor asks for, unless the user passed them."""
     accepted = inspect.signature(factory).parameters
-    found = dict(given)
-    missing = []
-    for name, size in sizes.items():
-        if name not in accepted or name in given:
-            continue
-        if size is not None:
-            found[name] = size
-        elif accepted[name].default is inspect.Parameter.empty:
-            missing.append(name)
+    asked = [name for name in sizes if name in accepted and name not in given]
+    empty = inspect.Parameter.empty
+    missing = [name for name in asked if sizes[name] is None and accepted[name].default is empty]
     if missing:
         to_pass = [f"module__{name}=..." for name in missing]
         raise ValueError(
@@ -146,7 +121,7 @@ def with_sizes(
             "torch's for classes or numbers. Before fit, there are no data yet, and a Dataset or "
             f"DataLoader does not show its arrays. Pass {', '.join(to_pass)}."
         )
-    return found
+    return given | {name: sizes[name] for name in asked if sizes[name] is not None}
 
 
 # arguments of torch's loader that do not change how a batch is made of its samples
@@ -233,43 +208,28 @@ def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.intp] | None, NDArray[np.floa
 def training_network(net: NeuralNet, dataset: Any) -> Network:
     """Read a net with its training data, sample weights included.
 
-    Arrays are read in large batches, and sparse matrices in batches as large as in training. Other
-    data sets are read through the net's data loader, because only they know how to make samples.
+    Arrays are cut into large batches, and sparse matrices, which are made dense, into batches as
+    large as in training. Other data sets are read through the net's data loader.
     """
-    base, rows, weights = _unwrap(dataset)
-    options = DataOptions(sample_weight=weights)
-    if type(base) in (SkorchDataset, TensorDataset, net.dataset) and _has_arrays(base, rows):
-        chosen = base if rows is None else Subset(base, rows)  # type: ignore[arg-type]
-        X, y = data_from_dataset(chosen)
-        if issparse(X) and net.batch_size > 0:  # made dense by the batch: no larger than a step's
-            options = replace(options, batch_size=min(options.batch_size, int(net.batch_size)))
-        batches = skorch_batches(net, X, y, options)
-    elif weights is None:
-        batches = skorch_batches(net, dataset, None, options)
+    options, rows = DataOptions(), _find_rows(dataset)
+    size = options.batch_size
+    if rows is not None:
+        if any(map(issparse, arrays_of(rows.inputs))) and net.batch_size > 0:
+            size = min(size, int(net.batch_size))
+        # torch's loader draws a seed for workers, also if there are none
+        loader = rows_loader(rows, batch_size=size, generator=torch.Generator())
+    elif _unwrap(dataset)[2] is not None:
+        params = {**net.get_params_for("iterator_valid"), "batch_size": size}
+        loader = net.iterator_valid(dataset, **params)
     else:
-        batches = _weighted_batches(net, dataset, options.batch_size)
+        return skorch_network(net, skorch_batches(net, dataset, None, options), options)
+
+    def batches() -> Iterator[Batch]:
+        for x, y in map(split_labels, loader):
+            target, weight = split_target(y)
+            yield Batch(x, torch.as_tensor(target), None if weight is None else weight.double())
+
     return skorch_network(net, batches, options)
-
-
-def _has_arrays(dataset: Any, rows: NDArray[np.intp] | None) -> bool:
-    """Return whether a data set has arrays of which some rows may be copied into memory."""
-    try:
-        X, y = data_from_dataset(dataset)
-    except AttributeError:
-        return False
-    return y is not None and (rows is None or mapped_file(X) is None)
-
-
-def _weighted_batches(net: NeuralNet, dataset: Any, batch_size: int) -> Batches:
-    """Batch a data set with weights through the net's validation loader."""
-    params = {**net.get_params_for("iterator_valid"), "batch_size": batch_size}
-    loader = net.iterator_valid(dataset, **params)
-
-    def batches() -> Any:
-        for x, (y, weight) in loader:
-            yield Batch(x, torch.as_tensor(y), weight.double())
-
-    return batches
 
 
 # -- batches that are cut out of arrays ----------------------------------------------------
@@ -336,36 +296,30 @@ def _find_rows(dataset: Any) -> ArrayRows | None:
         parts = base.tensors
     else:
         return None
-    try:
-        inputs, targets = (_readable(part, len(base)) for part in parts)
-    except _NotArrays:
+    # torch's loader makes a list of a tuple, and of sparse matrices a csr_matrix gives rows
+    inputs, targets = (
+        map_arrays(
+            lambda data: data.tocsr() if issparse(data) else data,
+            list(part) if type(part) is tuple else part,
+        )
+        for part in parts
+    )
+    if not all(_has_rows(data, len(base)) for data in (*arrays_of(inputs), *arrays_of(targets))):
         return None
     rows = np.arange(len(base)) if rows is None else rows
     return ArrayRows(inputs, targets, rows, None if weights is None else torch.from_numpy(weights))
 
 
-class _NotArrays(TypeError):
-    """The data hold something from which no batch can be cut."""
-
-
-def _readable(data: Any, n: int) -> Any:
-    """Return arrays of n rows, possibly in containers, in a form that `_take` takes rows of."""
-    if type(data) in (dict, list, tuple) and data:
-        parts = data.items() if type(data) is dict else enumerate(data)
-        found = {name: _readable(part, n) for name, part in parts}
-        return found if type(data) is dict else list(found.values())
-    if issparse(data) and data.ndim == 2:
-        data = data.tocsr()
-    elif type(data) in (np.ndarray, np.memmap) and data.ndim:
+def _has_rows(data: Any, n: int) -> bool:
+    """Return whether data are an array of n rows, of numbers as torch has them."""
+    if type(data) in (np.ndarray, np.memmap):
         try:
             torch.from_numpy(np.empty(0, data.dtype))
-        except (TypeError, ValueError) as error:  # such as strings
-            raise _NotArrays from error
-    elif type(data) is not Tensor or data.layout is not torch.strided or data.is_quantized:
-        raise _NotArrays
-    if not data.ndim or data.shape[0] != n:
-        raise _NotArrays
-    return data
+        except (TypeError, ValueError):  # such as strings
+            return False
+    elif not issparse(data) and (type(data) is not Tensor or data.layout is not torch.strided):
+        return False
+    return bool(data.ndim) and data.shape[0] == n
 
 
 def _take(data: Any, rows: NDArray[np.intp]) -> Tensor:

