@@ -13,6 +13,8 @@ _PACKAGE = str(Path(__file__).parent) + os.sep
 # code of Python and of installed packages, such as scikit-learn's loop over folds
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
 _INSTALLED = ("<frozen ", *(path + os.sep for path in _PATHS))
+# what has been said at lines of the user's code: file, line and text
+_SAID: set[tuple[str, int, str]] = set()
 
 
 def warn(
@@ -22,8 +24,10 @@ def warn(
 ) -> None:
     """Warn at the line of the user's code that led here.
 
+    The same text is said once at a line, for instance of nets that differ in their seeds. Python's
+    own rule for that forgets whenever any code changes filters, as scikit-learn does in each fit.
     With `said`, installed code that calls the package for many models, such as a search, leads to
-    one warning at a line. Python's own rule for that forgets whenever any code changes filters.
+    one warning at a line, whatever it says.
     """
     frames = list(traceback.walk_stack(inspect.currentframe()))
     files = [frame.f_code.co_filename for frame, _ in frames]
@@ -36,4 +40,16 @@ def warn(
             return
         said.add(line)
         message += " Of further models that are scored at this line, nothing is said."
+    saying = files[place], frames[place][1], message
+    if saying in _SAID and _action(message, category) == "default":
+        return
+    _SAID.add(saying)
     warnings.warn(message, category, stacklevel=place + 1)
+
+
+def _action(message: str, category: type[Warning]) -> str:
+    """Return what the user's filters do with a warning; they may ask for each one."""
+    for action, text, kind, *_ in warnings.filters:
+        if issubclass(category, kind) and (text is None or text.match(message)):
+            return action
+    return "default"

@@ -471,7 +471,8 @@ def _transformed(step: Any, rows: NDArray[Any]) -> NDArray[Any]:
 # -- descriptions of models in warnings ----------------------------------------------------
 
 _LONGEST = 60  # characters of a parameter's value
-_UNTOLD = {"verbose", "_params_to_validate"}  # the second is a note of skorch to itself
+# nets that differ in their seeds have one warning; the last is a note of skorch to itself
+_UNTOLD = {"verbose", "random_state", "_params_to_validate"}
 
 
 def describe(model: Any) -> str:

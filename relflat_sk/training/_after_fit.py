@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch import nn
 
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import defaults_of, describe
-from relflat_sk._network.network import REFUSALS, Network
+from relflat_sk._network.network import REFUSALS
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
@@ -27,7 +27,7 @@ from relflat_sk.measures._minimum import (
     criterion_has_curvature,
     epoch_losses,
 )
-from relflat_sk.measures._results import Measured, Results
+from relflat_sk.measures._results import Results
 from relflat_sk.training._convergence import missed_goal
 from relflat_sk.training._data import training_network
 
@@ -88,9 +88,11 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
         later.append(partial(_finish, net, dataset, seed, since))
         return
     _finish(net, dataset, seed, since)
-    goal = "" if since is None else missed_goal(net, len(net.history) - since)
+    if since is None or getattr(net, "converged_", True):  # nets without a goal have none to miss
+        return
+    goal = missed_goal(net, len(net.history) - since)
     if goal:
-        # of the class only: one warning for many nets at a line that differ in their seeds
+        # of the class only: one warning for many nets at a line that differ in parameters
         warn(
             f"the {type(net).__name__} has not reached {goal} with max_epochs="
             f"{net.max_epochs}. Train longer, or to a goal within reach.",
@@ -99,9 +101,13 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
 
 
 def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
-    """Measure a net, and check its training."""
+    """Measure a net, record that, and warn if its training ended badly.
+
+    The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
+    """
     name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
     network, results = None, Results()
+    value, comparison = np.nan, ConstantComparison(np.nan, np.nan)
     try:
         network = training_network(net, dataset)
         results = measure_layers(network, [name], net._layers(), random_state=seed)
@@ -109,42 +115,20 @@ def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
         warn(f"relative_flatness_ could not be measured: {error}")
     for (layer, _), measured in results.items():
         warn_of_saddle(layer, name, measured)
-    _record(net, network, list(results.values()))
-    if since is not None:
-        _check_outcome(net, since)
-
-
-def _record(net: Any, network: Network | None, measured: Sequence[Measured]) -> None:
-    """Record measurements at a net's layers, if there are any; warn of a dead net or vain penalty.
-
-    The loss and the score from the same pass are recorded as well, for `FlatnessScorer`.
-    """
-    value, comparison, has_curvature = np.nan, ConstantComparison(np.nan, np.nan), True
-    if network is not None and measured:
-        value = sum(layer.value for layer in measured)
+    if network is not None and results:
+        value = sum(measured.value for measured in results.values())
         with _saying("constant_comparison_ could not be computed"):
-            comparison = compare_with_constant(network, measured[0].passes)
+            comparison = compare_with_constant(network, next(iter(results.values())).passes)
     net._record = Record(
         value, comparison, net.flatness_layer, net.flatness_normalize, checksum(net.module_)
     )
-    if network is None or not _is_flat(net):
-        return
-    with _saying("it could not be checked that the criterion has a curvature"):
-        has_curvature = criterion_has_curvature(network)
-    if not has_curvature:
-        # of the class only: one warning for many nets at a line
-        warn(
-            f"the penalty of the {type(net).__name__} has no effect: "
-            f"{name_criterion(network.loss.criterion)} has no curvature at the "
-            "network's outputs, so that the flatness is 0 whatever the weights are. Train with "
-            "a loss that is twice differentiable, such as criterion=torch.nn.MSELoss, or with "
-            "flatness_weight=0."
-        )
-    elif _has_died(net):
-        warn(
-            f"the network of {describe(net)} is perfectly flat: it has probably died (its "
-            f"outputs are constant). {_advice(net)}"
-        )
+    is_flat = network is not None and net.flatness_weight != 0 and value == 0
+    has_died = is_flat and not comparison.beats_constant
+    if is_flat:
+        _warn_of_flat(net, network, has_died=has_died)
+    if since is not None:
+        for problem in _bad_endings(net, since, has_died=has_died):
+            warn(problem)
 
 
 @contextmanager
@@ -156,106 +140,98 @@ def _saying(what: str) -> Iterator[None]:
         warn(f"{what}: {error}")
 
 
-def _is_flat(net: Any) -> bool:
-    """Return whether a measured net has a penalty, and is perfectly flat."""
-    return bool(net.flatness_weight != 0 and net._record.value == 0)
-
-
-def _has_died(net: Any) -> bool:
-    """Return whether a measured net is perfectly flat, and no better than a constant."""
-    return _is_flat(net) and not net._record.comparison.beats_constant
-
-
 # -- how the training ended ----------------------------------------------------------------
 
 
-def _check_outcome(net: Any, since: int) -> None:
-    """Warn if training ended badly, unless that was said in other words.
-
-    It ended badly if it diverged, if it ended much worse than it was, or if the net has hardly
-    learned and the penalty can be the reason, see `_has_outweighed`.
-    """
-    losses = epoch_losses(net)[since:]
-    found = net._record.comparison
-    if losses and net.flatness_weight and not net._penalty_weight():
+def _warn_of_flat(net: Any, network: Any, *, has_died: bool) -> None:
+    """Warn of a net that is perfectly flat if its criterion has no curvature, or if it has died."""
+    has_curvature = True
+    with _saying("it could not be checked that the criterion has a curvature"):
+        has_curvature = criterion_has_curvature(network)
+    if not has_curvature:
+        # of the class only: one warning for many nets at a line
         warn(
+            f"the penalty of the {type(net).__name__} has no effect: "
+            f"{name_criterion(network.loss.criterion)} has no curvature at the network's outputs, "
+            "so that the flatness is 0 whatever the weights are. Train with a loss that is twice "
+            "differentiable, such as criterion=torch.nn.MSELoss, or with flatness_weight=0."
+        )
+    elif has_died:
+        warn(
+            f"the network of {describe(net)} is perfectly flat: it has probably died (its "
+            f"outputs are constant). {_advice(net)}"
+        )
+
+
+def _bad_endings(net: Any, since: int, *, has_died: bool) -> Iterator[str]:
+    """Yield how a training ended badly, but for a death that is told in other words."""
+    epochs, losses, ended = net.history[since:], epoch_losses(net)[since:], net._record.comparison
+    if losses and net.flatness_weight and not net._penalty_weight():
+        yield (
             f"the training of the {type(net).__name__} ended after {len(net.history)} epochs, "
             f"before its penalty began, with flatness_start={net.flatness_start!r}. Choose an "
             "earlier start."
         )
-    diverged = found.is_known and not math.isfinite(found.loss)
-    if diverged or not all(map(math.isfinite, losses[-1:])):
-        warn(f"the training of {describe(net)} has diverged: its loss is not finite.")
-    elif not losses or _has_died(net):
+    if not all(map(math.isfinite, [*losses[-1:], *([ended.loss] if ended.is_known else [])])):
+        yield f"the training of {describe(net)} has diverged: its loss is not finite."
+    elif not losses or has_died:
         return
-    elif _has_collapsed(losses, found):
+    elif _has_collapsed(losses, ended):
         best = int(np.nanargmin(losses))
-        warn(
+        yield (
             f"{describe(net)} ended much worse than it was: its training loss was "
             f"{losses[best]:.3g} in epoch {since + best + 1} and {losses[-1]:.3g} in the last "
-            f"one, where the best constant prediction has {found.constant_loss:.3g}. "
-            f"{_advice(net)} skorch's callback Checkpoint(load_best=True) keeps the best "
-            "epoch."
+            f"one, where the best constant prediction has {ended.constant_loss:.3g}. "
+            f"{_advice(net)} skorch's callback Checkpoint(load_best=True) keeps the best epoch."
         )
-    elif found.is_known and not found.is_lower_by(_HARDLY) and _has_outweighed(net, since):
-        warn(
+    elif ended.is_known and ended.is_lower_by(_HARDLY):
+        # with callbacks="disable", a net records batches only
+        share = _share_of_limit([b for epoch in epochs for b in epoch.get("batches", ())])
+        usual = defaults_of(type(net))
+        if share >= _NEARLY_ALL and any(  # somebody chose a weight that could have mattered
+            getattr(net, name) != usual[name] for name in ("flatness_weight", "flatness_clip")
+        ):
+            # of the class only: one warning for many nets at a line
+            yield (
+                f"the penalty of the {type(net).__name__} was at its limit, which took "
+                f"{100 * share:.1f}% of it, so that flatness_weight={net.flatness_weight!r} did "
+                "not matter: other large weights train the same network. Use a smaller weight, or "
+                f"a larger flatness_clip than {net.flatness_clip!r}."
+            )
+    elif ended.is_known and _has_outweighed(net, epochs):
+        yield (
             f"{describe(net)} has hardly learned, because its penalty was larger than its "
-            f"loss: its training loss is {found.loss:.4g}, where the best constant prediction "
-            f"has {found.constant_loss:.4g}. {_advice(net)}"
+            f"loss: its training loss is {ended.loss:.4g}, where the best constant prediction "
+            f"has {ended.constant_loss:.4g}. {_advice(net)}"
         )
-    elif found.is_known and found.is_lower_by(_HARDLY):
-        _check_limit(net, since)
 
 
-def _check_limit(net: Any, since: int) -> None:
-    """Warn if the limit of the penalty, and not its weight, decided how large it was."""
-    # with callbacks="disable", a net records batches only
-    batches = [batch for epoch in net.history[since:] for batch in epoch.get("batches", ())]
-    usual = defaults_of(type(net))
-    if all(getattr(net, name) == usual[name] for name in ("flatness_weight", "flatness_clip")):
-        return  # nobody chose a weight that could have mattered
+def _has_outweighed(net: Any, epochs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a penalty without limit was larger than the loss in some epoch."""
+    if not net.flatness_weight or net.flatness_clip is not None:
+        return False
+    return any(e.get("flatness_penalty", 0.0) > e.get("train_loss", np.inf) for e in epochs)
+
+
+def _share_of_limit(batches: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean share of the penalty that its limit took, 0 in the first steps."""
     clipped = [
         batch["flatness_clipped"]
         for batch in batches
         if batch.get("flatness_clipped") or batch.get("flatness_penalty")  # others have no penalty
     ]
-    if len(clipped) < _FIRST_STEPS:
-        return
-    share = float(np.mean(clipped))
-    if share >= _NEARLY_ALL:
-        # of the class only: one warning for many nets at a line
-        warn(
-            f"the penalty of the {type(net).__name__} was at its limit, which took "
-            f"{100 * share:.1f}% of it, so that flatness_weight={net.flatness_weight!r} did not "
-            "matter: other large weights train the same network. Use a smaller weight, or a larger "
-            f"flatness_clip than {net.flatness_clip!r}."
-        )
+    return float(np.mean(clipped)) if len(clipped) >= _FIRST_STEPS else 0.0
 
 
-def _has_collapsed(losses: Sequence[float], found: ConstantComparison) -> bool:
+def _has_collapsed(losses: Sequence[float], ended: ConstantComparison) -> bool:
     """Return whether a net lost much of what its best epoch had gained over the best constant.
 
     The last epoch and the final weights must show it, because a callback may have restored the
     weights of the best epoch.
     """
-    last, best = min(losses[-1], found.loss), np.nanmin(losses)
-    gain = found.constant_loss - best
-    return bool(gain > _GAIN * abs(found.constant_loss) and last - best > _LOST * gain)
-
-
-def _has_outweighed(net: Any, since: int) -> bool:
-    """Return whether the penalty can have kept the net from learning.
-
-    It was larger than the loss in some epoch, and had no limit.
-    """
-    return (
-        bool(net.flatness_weight)
-        and net.flatness_clip is None
-        and any(
-            epoch.get("flatness_penalty", 0.0) > epoch.get("train_loss", np.inf)
-            for epoch in net.history[since:]
-        )
-    )
+    last, best = min(losses[-1], ended.loss), np.nanmin(losses)
+    gain = ended.constant_loss - best
+    return bool(gain > _GAIN * abs(ended.constant_loss) and last - best > _LOST * gain)
 
 
 def _advice(net: Any) -> str:

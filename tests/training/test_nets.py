@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from inspect import signature
 from itertools import product
 from threading import Thread
@@ -605,6 +606,17 @@ def test_warns_once_of_a_training_that_ended_badly(name):
         assert net.relative_flatness_ == 0
     else:
         assert (net.relative_flatness_ > 0) == (name == "outweighed")
+
+
+@pytest.mark.parametrize("action", ["default", "always"])
+def test_seeds_that_end_alike_are_told_once_at_a_line(action):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter(action)
+        for seed in range(3):
+            make(module=Dead, random_state=seed).fit(X, NAMES)
+        assert len(said) == (1 if action == "default" else 3)
+        make(module=Dead).fit(X, NAMES)  # at another line
+    assert len(said) == (2 if action == "default" else 4)
 
 
 def test_warns_of_a_negative_flatness_as_the_function_does():
