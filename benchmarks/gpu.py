@@ -5,7 +5,6 @@ taken away leaves what was done. The minima of the papers go on where the last r
 
     python -m benchmarks.gpu --data NPZ             # nine minutes; `make gpu` is the same
     python -m benchmarks.gpu --part heads steps     # some parts; `make gpu PART="heads steps"`
-    python -m benchmarks.gpu --device cpu --quick   # all commands in small, without a device
 """
 
 import os

@@ -1,9 +1,4 @@
-"""Count the files and functions of the library that a call passes through.
-
-Usage::
-
-    python -m benchmarks.paths
-"""
+"""Count the files and functions of the library that a call passes through."""
 
 import sys
 import warnings

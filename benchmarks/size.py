@@ -4,10 +4,6 @@ Code is what remains of the lines without docstrings, comments and blank lines. 
 lines of `raise` and `warn` with their messages; checks are refusals with the functions around them
 that return nothing. The surface is the names that can be imported from `relflat_sk`, with the
 parameters of functions and constructors.
-
-Usage::
-
-    python -m benchmarks.size
 """
 
 import ast

@@ -3,9 +3,6 @@
 All of them train a network with one hidden layer of 100 units by Adam, for the same number of
 epochs, in shuffled batches of 32 samples and in the dtype of the data. The torch loop is
 written by hand, cuts its batches out of tensors and records nothing.
-
-    python -m benchmarks.costs.fitting            # 4 minutes
-    python -m benchmarks.costs.fitting --quick    # a smoke run without verdict
 """
 
 import sys

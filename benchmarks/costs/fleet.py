@@ -3,9 +3,6 @@
 Every way finds minima of a training loss of 0.05 in a process of its own, in turns: the search
 with a fleet and one by one, and a torch loop of a few lines, which only trains. All use the same
 number of threads.
-
-    python -m benchmarks.costs.fleet            # 20 minutes
-    python -m benchmarks.costs.fleet --quick    # a smoke run without verdict
 """
 
 import sys

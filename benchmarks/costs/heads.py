@@ -5,10 +5,6 @@ step without penalty. Memory is the growth of resident memory, in a fresh proces
 a call needs beside model and data, and for steps with a penalty also beside what a step without it
 needs. That step makes logits, their gradients, and the gradient of the weight, which is as large as
 the model.
-
-python -m benchmarks.costs.heads            # 3 to 5 minutes, 2 GiB
-python -m benchmarks.costs.heads --device cuda
-python -m benchmarks.costs.heads --quick    # a smoke run without verdict
 """
 
 import math

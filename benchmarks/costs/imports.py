@@ -1,8 +1,4 @@
-"""Seconds of a fresh interpreter: for torch, for the library, and to the README's first number.
-
-python -m benchmarks.costs.imports            # 2 minutes
-python -m benchmarks.costs.imports --quick    # a smoke run
-"""
+"""Seconds of a fresh interpreter: for torch, for the library, and to the README's first number."""
 
 import re
 import subprocess

@@ -1,10 +1,6 @@
 """Time and memory of scoring LeNet-5, next to a forward pass and to a dense Hessian.
 
 On a CUDA device, ResNet-18 is timed next to its forward pass, too, and its budget is 1.2.
-
-python -m benchmarks.costs.scoring            # 3 to 5 minutes
-python -m benchmarks.costs.scoring --device cuda
-python -m benchmarks.costs.scoring --quick    # a smoke run without verdict
 """
 
 import sys

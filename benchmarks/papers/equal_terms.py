@@ -1,8 +1,6 @@
 """Adilova et al. 2023 on equal terms: plain, decay, SAM, weight average, penalty, tuned alike.
 
-    python -m benchmarks.papers.equal_terms              # a perceptron on 400 digits, 3 minutes
     python -m benchmarks.papers.equal_terms --data NPZ   # 2,000 images of CIFAR-10, a day of a core
-    python -m benchmarks.papers.equal_terms --quick      # a minute
 
 In the authors' scripts, each arm has another rate, weight decay and schedule. Here all arms have
 one recipe, SGD with momentum and a cosine schedule, and eight settings of rate and strength, of
@@ -11,7 +9,6 @@ test data.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -65,15 +62,13 @@ def train_rows(runs: Sequence[dict[str, Any]], data: Arrays, epochs: int) -> lis
     n = len(y) * 4 // 5
     module = SmallConvNet if X.ndim > 2 else MLP
     nets = [make(*run.values(), module, epochs) for run in runs]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nets = FleetTrainer(nets, fleet=len(nets)).fit(X[:n], y[:n]).estimators_
-        return [
-            run
-            | losses_of(net, (X[:n], y[:n], X_test, y_test))
-            | {"held_out": net.score(X[n:], y[n:]), "accuracy": 100 * net.score(X_test, y_test)}
-            for run, net in zip(runs, nets, strict=True)
-        ]
+    nets = FleetTrainer(nets, fleet=len(nets)).fit(X[:n], y[:n]).estimators_
+    return [
+        run
+        | losses_of(net, (X[:n], y[:n], X_test, y_test))
+        | {"held_out": net.score(X[n:], y[n:]), "accuracy": 100 * net.score(X_test, y_test)}
+        for run, net in zip(runs, nets, strict=True)
+    ]
 
 
 def chosen(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,8 +1,5 @@
 """Bennett 2026: 100 networks of one architecture and one training, measures against the test error.
 
-    python -m benchmarks.papers.hundred_networks           # 600 digits, 2 minutes
-    python -m benchmarks.papers.hundred_networks --quick   # a minute
-
 The paper's own measure has a rank correlation of 0.37 with the test accuracy of 100 networks on
 handwritten digits, where sharpness has the wrong sign. Here are those of all measures of the
 library with the test error, and of the disagreement with the mean of all networks, in the
@@ -10,7 +7,6 @@ classes of training inputs with noise of 0.6 standard deviations.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,20 +34,18 @@ def train_rows(runs: Sequence[dict[str, Any]], data: Arrays, epochs: int) -> lis
         )
         for run in runs
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        nets = FleetTrainer(nets, fleet=len(nets)).fit(X, y).estimators_
-        noise = NOISE * X.std(axis=0) * np.random.default_rng(0).normal(size=X.shape)
-        outputs = np.array([net.predict_proba((X + noise).astype(np.float32)) for net in nets])
-        differs = outputs.argmax(axis=2) != outputs.mean(axis=0).argmax(axis=1)
-        return [
-            run
-            | gaps_of(net, data)
-            | {"test_error": float((net.predict(X_test) != y_test).mean())}
-            | {"disagreement": float(differs[i].mean())}
-            | {name: measure(name, net, X, y, random_state=0) for name in NAMES}
-            for i, (run, net) in enumerate(zip(runs, nets, strict=True))
-        ]
+    nets = FleetTrainer(nets, fleet=len(nets)).fit(X, y).estimators_
+    noise = NOISE * X.std(axis=0) * np.random.default_rng(0).normal(size=X.shape)
+    outputs = np.array([net.predict_proba((X + noise).astype(np.float32)) for net in nets])
+    differs = outputs.argmax(axis=2) != outputs.mean(axis=0).argmax(axis=1)
+    return [
+        run
+        | gaps_of(net, data)
+        | {"test_error": float((net.predict(X_test) != y_test).mean())}
+        | {"disagreement": float(differs[i].mean())}
+        | {name: measure(name, net, X, y, random_state=0) for name in NAMES}
+        for i, (run, net) in enumerate(zip(runs, nets, strict=True))
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = load(arguments, 100 if arguments.quick else 600, 5000, images=False)
     minima = Minima(arguments)
     runs = [{"param_seed": seed} for seed in range(4 if arguments.quick else 100)]
-    minima.complete(runs, train_rows, data, 5 if arguments.quick else 30, size=100)
+    minima.complete(runs, train_rows, data, 60 if arguments.quick else 30, size=100)
     frame = minima.frame()
     of_errors = frame.assign(generalization_gap=frame["test_error"])
     names = ["disagreement", "train_loss", *NAMES]

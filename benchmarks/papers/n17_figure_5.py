@@ -1,8 +1,5 @@
 """N17 Figure 5: conditions C1 to C3 of ten-layer networks, trained and at their random start.
 
-    python -m benchmarks.papers.n17_figure_5            # 20 networks of three widths each, an hour
-    python -m benchmarks.papers.n17_figure_5 --quick    # a minute
-
 The paper has one network with 1,000 units in each layer, on MNIST. Ours have 1,000, 400 and 100.
 The picture shows each network's worst values, and Figures 6 to 8 as ratios to the random start:
 the paper's "very similar" is read as a ratio of 1. `C_2` grows without limit as the disturbance
@@ -11,7 +8,6 @@ shrinks to the smallest unit.
 
 import copy
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -52,10 +48,8 @@ def train_row(
             found = cross_entropy(net(inputs), target).item()
         if found <= loss:
             break
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        table = sharpness_conditions(net, inputs[:n], initial=initial)
-        curve = sharpness_conditions(net, inputs[:n], detail="C2", deltas=DELTAS)
+    table = sharpness_conditions(net, inputs[:n], initial=initial)
+    curve = sharpness_conditions(net, inputs[:n], detail="C2", deltas=DELTAS)
     row = {"train_loss": found, "C2_of_sizes": curve["ratio"].max()}
     row |= {f"flips_{delta:.3g}": worst
             for delta, worst in curve.groupby("delta")["largest_share"].max().items()}  # fmt: skip

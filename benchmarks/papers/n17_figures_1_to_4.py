@@ -1,8 +1,5 @@
 """N17 Figures 1 to 4: norms, sharpness and KL by labels, confusion sets and widths.
 
-    python -m benchmarks.papers.n17_figures_1_to_4            # MLPs on 8x8 digits, an hour
-    python -m benchmarks.papers.n17_figures_1_to_4 --quick    # a minute
-
 The networks are MLPs with 256 units in two layers, and with one hidden layer of growing width for
 Figure 4; the paper trains VGG on CIFAR-10, and such MLPs on MNIST. `kl` is the divergence at which
 the expected sharpness is 0.05; `distance` is that at alpha = 1, and `rise` the sharpness at others.
@@ -11,7 +8,6 @@ times as sharp as with true labels.
 """
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,20 +43,16 @@ def train_row(
         max_epochs=60 if quick else 10_000, callbacks=[StopAtLoss(1e-4)],
         random_state=seed, verbose=0,
     )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a margin that is not positive gives nan
-        net.fit(np.concatenate([X[fit], X[extra]]), y_fit)
-        X_fit, target = torch.from_numpy(X[fit]), torch.from_numpy(labels)
-        given: Any = {"criterion": nn.CrossEntropyLoss()}
-        report = flatness_report(
-            net.module_, X_fit, target, measures=NORMS, over_margin=True, **given
-        )
-        rises = [
-            measure("expected_sharpness", net.module_, X_fit, target, alpha=alpha,
-                    n_draws=2 if quick else 5, random_state=0, **given)
-            for alpha in ALPHAS
-        ]  # fmt: skip
-        sharpness = measure("keskar_sharpness", net.module_, X_fit, target, **given)
+    net.fit(np.concatenate([X[fit], X[extra]]), y_fit)
+    X_fit, target = torch.from_numpy(X[fit]), torch.from_numpy(labels)
+    given: Any = {"criterion": nn.CrossEntropyLoss()}
+    report = flatness_report(net.module_, X_fit, target, measures=NORMS, over_margin=True, **given)
+    rises = [
+        measure("expected_sharpness", net.module_, X_fit, target, alpha=alpha,
+                n_draws=2 if quick else 5, random_state=0, **given)
+        for alpha in ALPHAS
+    ]  # fmt: skip
+    sharpness = measure("keskar_sharpness", net.module_, X_fit, target, **given)
     # the sharpness grows by orders of magnitude from one alpha to the next
     logs = np.log(np.maximum(np.maximum.accumulate(rises), 1e-12))
     alpha = np.exp(np.interp(np.log(0.05), logs, np.log(ALPHAS)))

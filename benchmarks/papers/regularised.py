@@ -1,7 +1,6 @@
 """Adilova et al. 2023, and later findings: penalty, SAM, weight decay, augmentation.
 
     python -m benchmarks.papers.regularised --data NPZ   # 2,000 images of CIFAR-10, hours
-    python -m benchmarks.papers.regularised --quick      # a minute
 
 Adilova et al. (FAM, 2023) report higher accuracy with a penalty at the penultimate layer than
 without, and than with SAM. In the authors' code, that is the weight behind the penultimate layer's
@@ -11,7 +10,6 @@ sizes that both have.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -85,15 +83,13 @@ def train_row(
     net = kind(SmallConvNet, optimizer=torch.optim.SGD, lr=0.01, optimizer__momentum=0.9,
                batch_size=batch_size, max_epochs=epochs, callbacks=[StopAtLoss(0.01)],
                random_state=seed, verbose=0, **own)  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net.fit(X_fit, y_fit)
-        losses = losses_of(net, data)
-        given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
-        flatness = {
-            f"relative_flatness_{layer}": relative_flatness(net.module_, X, y, layer=layer, **given)
-            for layer in (-1, -2)
-        }
+    net.fit(X_fit, y_fit)
+    losses = losses_of(net, data)
+    given: Any = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
+    flatness = {
+        f"relative_flatness_{layer}": relative_flatness(net.module_, X, y, layer=layer, **given)
+        for layer in (-1, -2)
+    }
     return {
         **losses,
         "test_error": float((net.predict(X_test) != y_test).mean()),

@@ -7,7 +7,6 @@ the next call goes on.
 
     python -m benchmarks.worth.baselines --data NPZ           # hours; without --data no CIFAR-10
     python -m benchmarks.worth.baselines --report             # the tables of the stored rows
-    python -m benchmarks.worth.baselines --quick --splits 1   # two data sets, a minute
 """
 
 import time

@@ -17,9 +17,6 @@ any                   the mean over the checkpoints
 
 The regret is the difference to the best checkpoint of the run on the test data: in points of
 accuracy, and in loss.
-
-    python -m benchmarks.worth.checkpoints            # 5 minutes on an idle core
-    python -m benchmarks.worth.checkpoints --quick    # a smoke run
 """
 
 import copy

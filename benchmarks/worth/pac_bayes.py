@@ -6,9 +6,7 @@ and initial weights. A network 8-16-2 is trained with weight decay towards its i
 samples show that error. The bound may fail for 5 of 100 seeds. It is worth something where it is
 below 0.5, the error of a coin: here for at least 95 of 100 seeds, though some tasks are hard.
 
-    python -m benchmarks.worth.pac_bayes                  # 100 seeds
     python -m benchmarks.worth.pac_bayes --samples 2000   # larger samples
-    python -m benchmarks.worth.pac_bayes --quick          # a few seeds, no verdict
 """
 
 import copy

@@ -5,9 +5,6 @@ training loss, and correlates measures at the last layer with the gap between te
 loss. Then every network is rescaled: each layer but the last is multiplied by a random factor in
 [5, 25], and the last layer by the inverse of their product. The predictions stay the same, so the
 correlation of a good measure stays the same, too.
-
-    python -m benchmarks.worth.reparameterization                      # 40 minima, 3 minutes
-    python -m benchmarks.worth.reparameterization --quick              # no verdict
 """
 
 import copy

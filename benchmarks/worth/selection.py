@@ -16,7 +16,6 @@ or of R2. Candidates that diverged, or have hardly learned, are excluded for all
     python -m benchmarks.worth.selection --data NPZ        # goes on where it ended; hours
     python -m benchmarks.worth.selection --only digits --splits 2
     python -m benchmarks.worth.selection --report          # tables of the stored rows
-    python -m benchmarks.worth.selection --quick           # a smoke run
 
 Rows are stored in ``benchmarks/results/selection.csv``, the trained networks in the user's cache
 folder, from which ``--again`` judges them anew without training.

@@ -13,9 +13,6 @@ within     share of the rises on the other parts that are within two standard er
            prediction, where the error is that of the difference; 0.95 is expected
 measured   the same for the rise that was measured on the part, in place of the prediction
 passes     seconds of the prediction over those of measuring all layers
-
-    python -m benchmarks.worth.sensitivity            # a few minutes
-    python -m benchmarks.worth.sensitivity --quick    # a smoke run
 """
 
 import sys

@@ -15,7 +15,6 @@ With wrong labels, SAM is left out.
 
     python -m benchmarks.worth.speedrun --data NPZ                # on a GPU, about 8 minutes
     python -m benchmarks.worth.speedrun --data NPZ --wrong 0.2 0.4 --seeds 10
-    python -m benchmarks.worth.speedrun --device cpu --quick              # a smoke run
 
 With ``--results FILE`` each run is saved, and an interrupted program goes on where it ended.
 """

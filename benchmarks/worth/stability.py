@@ -8,12 +8,10 @@ at the same learning rate with the same seeds. It prints the difference in test 
 relative flatness of the penalised layers as a share of that without penalty. Both flatnesses are
 taken at the same training loss, interpolated between the epochs before and after it.
 
-    python -m benchmarks.worth.stability                              # digits, 30 minutes
     python -m benchmarks.worth.stability --problem "breast cancer"    # 10 minutes
     python -m benchmarks.worth.stability --problem CIFAR-10 --data NPZ --epochs 25 --loss 1
     python -m benchmarks.worth.stability --wrong 0.2                  # a fifth of the labels wrong
     python -m benchmarks.worth.stability --clip none                  # as published
-    python -m benchmarks.worth.stability --quick                      # a smoke run
 
 With ``--store FOLDER`` each training is saved, and an interrupted run can be continued.
 """

@@ -10,7 +10,6 @@ machines and logistic regression have scikit-learn's defaults.
     python -m benchmarks.worth.tuned --results FILE     # ten seeds, a minute or two a task and seed
     python -m benchmarks.worth.tuned --results FILE --report   # the tables of what is there
     python -m benchmarks.worth.tuned --data NPZ --tasks "CIFAR-10 1000"
-    python -m benchmarks.worth.tuned --quick            # a smoke run
 
 With ``--results FILE`` each setting is saved when its networks are trained, and an interrupted run
 can be continued. The tables have the seeds that all tasks have. Without ``--data``, CIFAR-10 is

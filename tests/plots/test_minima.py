@@ -185,6 +185,7 @@ def test_panels_fill_their_rows_also_in_axes_of_no_grid(n, shape):
         grid = display.ax_.get_subplotspec().get_gridspec()
         assert (grid.nrows, grid.ncols, len(display.axes_)) == (*shape, n)
         assert sum(panel.get_ylabel() != "" for panel in display.axes_) == shape[0]
+    assert min(panel.get_position().x0 for panel in display.axes_) > 0.19
 
 
 # a measure against a hyper-parameter
