@@ -45,6 +45,7 @@ Floats = NDArray[np.float64]
 
 FEWEST_MINIMA = 3  # with two minima every coefficient is 1 or -1
 BASELINE = "train_loss"
+ROUNDING = 1e-20  # a smaller sum of squares is that of a constant
 
 
 @dataclass(frozen=True)
@@ -352,19 +353,9 @@ def _weighted_pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
     total = counts.sum(axis=1, keepdims=True)
     x = x - (counts * x).sum(axis=1, keepdims=True) / total
     y = y - (counts * y).sum(axis=1, keepdims=True) / total
-    covariance = (counts * x * y).sum(axis=1)
-    variances = (counts * x * x).sum(axis=1) * (counts * y * y).sum(axis=1)
-    # rounding gives a constant row a variance of about eps**2 instead of 0
-    constant = _is_constant(x, counts) | _is_constant(y, counts)
-    return ratio(covariance, np.where(constant, 0.0, np.sqrt(variances))).clip(-1.0, 1.0)
-
-
-def _is_constant(values: Floats, counts: Floats) -> NDArray[np.bool_]:
-    """Return which rows of values are constant over the minima with a positive count."""
-    drawn = counts > 0
-    low = np.where(drawn, values, np.inf).min(axis=1)
-    high = np.where(drawn, values, -np.inf).max(axis=1)
-    return np.asarray(low == high)
+    covariance, *spreads = ((counts * a * b).sum(axis=1) for a, b in ((x, y), (x, x), (y, y)))
+    defined = np.minimum(*spreads) > ROUNDING
+    return ratio(covariance, np.where(defined, np.sqrt(np.prod(spreads, axis=0)), 0)).clip(-1, 1)
 
 
 _COEFFICIENTS: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {

@@ -6,7 +6,7 @@ The symbols are those of `relflat_sk.minima._correlation`, and
 name                   shape             meaning
 =====================  ================  =====================================================
 ``levels``             ``(n, k)``        level numbers of the values of k hyper-parameters
-``first``, ``second``  ``(p,)``          the two minima of each pair, every pair once
+``first``, ``second``  ``(p,)``          the two minima of each pair
 ``weights``            ``(p,)``          ``counts[first] * counts[second]`` in one resample
 ``cell``               ``(p,)``          number, below q, of the two combinations of values
                                          that a pair has in a set S of hyper-parameters
@@ -17,9 +17,7 @@ name                   shape             meaning
 *Granulated.* The pairs are those that differ in exactly one hyper-parameter. Two copies of the same
 minimum in a resample differ in none and form no pair.
 
-*Mutual information.* The definition sums over ordered pairs. Exchanging the minima of a pair
-changes both signs and the order of its values in S, so every unordered pair is counted once, with
-its minima in the order of their values. A pair with equal values counts half in either order.
+*Mutual information.* The pairs are ordered: every pair stands in both orders.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +43,6 @@ from relflat_sk.minima._correlation import (
 from relflat_sk.minima._table import column_of, find_axes, number_levels, numeric_column, plain_name
 
 Integers = NDArray[np.intp]
-Bools = NDArray[np.bool_]
 
 
 def granulated_kendall(
@@ -385,53 +382,12 @@ def _least(shares: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class _Cells:
-    """The values that pairs of minima have in one set of hyper-parameters."""
-
-    cell: Integers
-    exchanged: Bools  # pairs whose minima are not in the order of their values
-    equal: Bools  # cells of pairs whose minima have equal values
-
-    @classmethod
-    def of(cls, levels: Integers, first: Integers, second: Integers, given: Integers) -> "_Cells":
-        """Assign every pair to a cell, from the levels of the set and signs of other measures."""
-        # a column of zeros makes the empty set a case like any other
-        constant = np.zeros((len(levels), 1), dtype=np.intp)
-        _, values = np.unique(np.hstack([constant, levels]), axis=0, return_inverse=True)
-        a, b = values.ravel()[first], values.ravel()[second]
-        pair, other = np.column_stack([a, b, given]), np.column_stack([b, a, -given])
-        # of both orders of its minima, a pair is counted in that which comes first
-        differs = pair != other
-        at = np.arange(len(pair)), differs.argmax(axis=1)
-        exchanged, equal = pair[at] > other[at], ~differs.any(axis=1)
-        cells, cell = np.unique(
-            np.where(exchanged[:, None], other, pair), axis=0, return_inverse=True
-        )
-        of_equals = np.zeros(len(cells), dtype=np.bool_)
-        of_equals[cell.ravel()[equal]] = True
-        return cls(cell.ravel(), exchanged, of_equals)
-
-    def positions(self, outcome: Integers) -> Integers:
-        """Return the position of each pair's outcome (0 to 8) in the flat table."""
-        return 9 * self.cell + np.where(self.exchanged, 8 - outcome, outcome)
-
-    def table(self, positions: Integers, weights: Floats) -> Floats:
-        """Return the shares of the outcomes in each cell, shape (q, 3, 3)."""
-        q = len(self.equal)
-        table = np.bincount(positions, weights, minlength=9 * q).reshape(q, 3, 3)
-        table[self.equal] = (table[self.equal] + table[self.equal][:, ::-1, ::-1]) / 2
-        total = table.sum()
-        shares: Floats = table / total if total > 0 else table.astype(np.float64)
-        return shares
-
-
-@dataclass(frozen=True)
 class _Pairs:
-    """All pairs of minima, their cells in each set of hyper-parameters, and their gaps."""
+    """All ordered pairs of minima, their cells in each set of hyper-parameters, and their gaps."""
 
     first: Integers
     second: Integers
-    cells: list[_Cells]
+    cells: list[Integers]  # of each set
     sign_of_target: Integers
 
     @classmethod
@@ -439,21 +395,29 @@ class _Pairs:
         cls, levels: Integers, sets: list[tuple[int, ...]], y: Floats, given: Sequence[Floats] = ()
     ) -> "_Pairs":
         """Pair the minima, from their levels (n, k), targets (n,) and other measures (n,)."""
-        first, second = np.triu_indices(len(y), 1)
-        of_given = [signs(values, first, second) for values in given]
-        directions = np.array(of_given, dtype=np.intp).reshape(len(given), len(first)).T
-        cells = [_Cells.of(levels[:, list(chosen)], first, second, directions) for chosen in sets]
+        first, second = np.nonzero(~np.eye(len(y), dtype=np.bool_))
+        directions = [signs(values, first, second) for values in given]
+        cells = []
+        for chosen in sets:
+            of_minima = [levels[minimum][:, chosen] for minimum in (first, second)]
+            # a column of zeros makes the empty set a case like any other
+            values = np.column_stack([np.zeros_like(first), *of_minima, *directions])
+            cells.append(np.unique(values, axis=0, return_inverse=True)[1].ravel())
         return cls(first, second, cells, signs(y, first, second))
 
     def shares(self, x: Floats, counts: Floats) -> Floats:
         """Return the share of the uncertainty that x removes, shape (resamples, sets)."""
-        # from 0 to 8, so that 8 - outcome has both signs changed
         outcome = 3 * (signs(x, self.first, self.second) + 1) + self.sign_of_target + 1
-        positions = [(cells, cells.positions(outcome)) for cells in self.cells]
+        places = [9 * cell + outcome for cell in self.cells]
+        sizes = [9 * (cell.max(initial=-1) + 1) for cell in self.cells]
         shares = np.empty((len(counts), len(self.cells)))
         for row, drawn in zip(shares, counts, strict=True):
             weights = drawn[self.first] * drawn[self.second]
-            row[:] = [_share(cells.table(position, weights)) for cells, position in positions]
+            tables = (
+                np.bincount(place, weights, minlength=size).reshape(-1, 3, 3)
+                for place, size in zip(places, sizes, strict=True)
+            )
+            row[:] = [_share(table / max(weights.sum(), 1.0)) for table in tables]
         return shares
 
 

@@ -12,7 +12,7 @@ import optuna
 import pandas as pd
 from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
-from sklearn.exceptions import NotFittedError
+from sklearn.utils.validation import check_is_fitted
 
 from relflat_sk.minima._minimum import (
     DEPTH,
@@ -186,13 +186,8 @@ def _is_seed(column: str) -> bool:
 
 def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:
     """Give the distinct values of each column numbers from 0, in the order of their first row."""
-    numbers = []
-    for column in columns:
-        values = table[column]
-        # lists cannot be hashed, but their text can
-        plain = values.map(repr) if values.dtype == object else values
-        numbers.append(pd.factorize(plain, use_na_sentinel=False)[0])
-    return np.stack(numbers, axis=1)
+    # lists cannot be hashed, but their text can
+    return np.stack([pd.factorize(table[name].map(repr))[0] for name in columns], axis=1)
 
 
 # -- Optuna's finished trials ---------------------------------------------------------------------
@@ -221,13 +216,11 @@ def minima_table(source: Any) -> pd.DataFrame:
     if isinstance(source, optuna.Study):
         trials = source.get_trials(deepcopy=False)
         return table_of_trials((t for t in trials if t.state in STATES), source.user_attrs)
+    if hasattr(type(source), "remeasure"):
+        check_is_fitted(source, "minima_")
     table = getattr(source, "minima_", None)
     if isinstance(table, pd.DataFrame):
         return table
-    if hasattr(type(source), "remeasure"):
-        raise NotFittedError(
-            f"this {type(source).__name__} holds no minima yet: call fit first, with X and y."
-        )
     raise TypeError(
         f"minima must be a pandas.DataFrame, an optuna.Study or a fitted FlatMinimaSearch, "
         f"got {type(source).__name__}. Pass the `minima_` or the `study_` of a fitted search."

@@ -160,7 +160,7 @@ UNFITTED = FlatMinimaSearch(LogisticRegression(), {"C": [1.0]})
         (make_minima().drop(columns="relative_flatness").assign(trace=1.0), {}, ValueError,
          r"by='relative_flatness' is not a column.*\['l2_norm', 'trace'\]"),
         ([1.0, 2.0], {}, TypeError, r"must be a pandas.DataFrame.*got list"),
-        (UNFITTED, {}, NotFittedError, "this FlatMinimaSearch holds no minima yet: call fit"),
+        (UNFITTED, {}, NotFittedError, "This FlatMinimaSearch instance is not fitted yet"),
         (study_of(), {}, ValueError, "no minima to rank: of 0 candidates, none"),
         (study_of(lambda trial: 1 / 0), {}, ValueError,
          r"of 2 candidates, none was trained and measured.*\n  2 x failed without"),
