@@ -90,17 +90,13 @@ def test_an_axis_without_pairs_of_its_own_is_left_out_of_the_mean():
     np.testing.assert_allclose(row["psi"], expected)
 
 
-def test_values_of_hyper_parameters_may_have_any_type():
+def test_axes_may_have_any_type_and_a_column_added_by_hand_is_then_no_measure():
     minima = make_minima()
     shapes = {8: [16], 32: None, 128: [16, 16]}
     minima["param_batch_size"] = pd.Series([shapes[b] for b in minima["param_batch_size"]])
     expected = granulated_kendall(make_minima(), random_state=0)
     assert_frame_equal(granulated_kendall(minima, random_state=0), expected)
-
-
-def test_a_column_added_by_hand_can_be_an_axis_and_is_then_no_measure():
     minima = make_minima().rename(columns={"param_batch_size": "width"})
     table = granulated_kendall(minima, ["width", "lr", "activation"], random_state=0)
     assert table["measure"].tolist() == ["relative_flatness"]
-    expected = granulated_kendall(make_minima(), random_state=0)
     assert table["psi_width"].item() == expected["psi_batch_size"].item()

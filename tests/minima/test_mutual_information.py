@@ -45,36 +45,25 @@ def share(rows, chosen, counts=None):
 
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
 @pytest.mark.parametrize("repeats", [1, 3])
-def test_agrees_with_the_definition(repeats, ties):
+@pytest.mark.parametrize("known", [[], ["train_loss"], ["train_loss", "confidence"]])
+def test_agrees_with_the_definition(known, repeats, ties):
     minima = make_minima(repeats=repeats, ties=ties)
-    row = conditional_mutual_information(minima, n_bootstrap=1, random_state=0).iloc[0]
-    expected = [share(rows_of(minima), chosen) for chosen in SETS]
-    at = int(np.nanargmin(expected))
-    np.testing.assert_allclose(row["cmi"], expected[at], **ROUNDING)
-    assert row["given"] == tuple(list(AXES)[k] for k in SETS[at])
-    for size in range(3):
-        of_size = [e for e, chosen in zip(expected, SETS, strict=True) if len(chosen) == size]
-        np.testing.assert_allclose(row[f"cmi_given_{size}"], np.nanmin(of_size), **ROUNDING)
-
-
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
-@pytest.mark.parametrize("known", [["train_loss"], ["train_loss", "confidence"]])
-def test_given_measures_agree_with_the_definition(known, ties):
-    minima = make_minima(ties=ties)
     rng = np.random.default_rng(1)
-    for name in ("train_loss", "confidence"):
+    for name in known:
         values = minima["generalization_gap"] + rng.normal(size=len(minima))
         minima[name] = values.round() if ties else values
     table = conditional_mutual_information(minima, given=known, n_bootstrap=1, random_state=0)
     assert not set(known) & set(table["measure"])
     row = table.set_index("measure").loc["relative_flatness"]
-    rows = [
-        (*one, *other) for one, other in zip(rows_of(minima), minima[known].to_numpy(), strict=True)
-    ]
+    rows = [(*a, *b) for a, b in zip(rows_of(minima), minima[known].to_numpy(), strict=True)]
     expected = [share(rows, chosen) for chosen in SETS]
     at = int(np.nanargmin(expected))
     np.testing.assert_allclose(row["cmi"], expected[at], **ROUNDING)
     assert row["given"] == (*(list(AXES)[k] for k in SETS[at]), *known)
+    for size in range(3):
+        of_size = [e for e, chosen in zip(expected, SETS, strict=True) if len(chosen) == size]
+        if np.isfinite(of_size).any():
+            np.testing.assert_allclose(row[f"cmi_given_{size}"], np.nanmin(of_size), **ROUNDING)
 
 
 def test_a_copy_of_what_is_given_tells_nothing():
@@ -102,25 +91,17 @@ def test_resamples_agree_with_the_definition():
 
 def test_a_copy_of_the_gap_has_one_and_a_copy_of_a_hyper_parameter_zero():
     minima = make_minima(repeats=3)
-    rng = np.random.default_rng(0)
     size = minima["param_batch_size"].astype(float)
-    minima = minima.assign(
-        oracle=2 * minima["generalization_gap"],
-        opposite=-minima["generalization_gap"],
-        batch=size,
-        constant=1.0,
-        noise=rng.normal(size=len(minima)),
-    )
     # the gap depends on the batch size, so the measure is informative without conditions
-    minima["generalization_gap"] += np.log(size)
-    minima["oracle"], minima["opposite"] = (s * minima["generalization_gap"] for s in (2, -1))
+    gap = minima["generalization_gap"] + np.log(size)
+    columns = {"oracle": 2 * gap, "opposite": -gap, "batch": size, "constant": 1.0}
+    minima = minima.assign(generalization_gap=gap, **columns)
     table = conditional_mutual_information(minima, n_bootstrap=1, random_state=0)
     table = table.set_index("measure")
     np.testing.assert_allclose(table.loc[["oracle", "opposite"], "cmi"], 1.0)
     np.testing.assert_allclose(table.loc[["batch", "constant"], "cmi"], 0.0, atol=1e-12)
     assert table.loc["batch", "cmi_given_0"] > 0.05
     assert "batch_size" in table.loc["batch", "given"]
-    assert table.loc["noise", "cmi"] < 0.1
 
 
 def test_a_shuffled_measure_reaches_about_the_level_of_chance():
