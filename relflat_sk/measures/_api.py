@@ -28,7 +28,6 @@ from relflat_sk.measures._names import (
     find_measure,
     find_measures,
     get_measure_names,
-    is_of_network,
     takes_loss,
 )
 from relflat_sk.measures._results import Measure, Measured, NotApplicableError, Results, name_of
@@ -265,7 +264,8 @@ def measure(
         module itself.
     aggregate : {"max", "sum"} or None, default=None
         Return the largest value or the sum over all layers with a weight matrix, instead of
-        the value at `layer`. These are the network-wide measures of the papers.
+        the value at `layer`. These are the network-wide measures of the papers. A measure of the
+        whole network has one value, which both return.
     per_sample : bool, default=False
         Return the samples' terms, whose mean is the value, see `relative_flatness`. Only for
         measures that are means over samples: relative flatness, the Hessian's trace and the
@@ -284,8 +284,7 @@ def measure(
     Raises
     ------
     ValueError
-        If there is no measure or aggregate of that name, no terms of single samples, or no layer;
-        or if a measure of the whole network is to be taken over layers.
+        If there is no measure or aggregate of that name, no terms of single samples, or no layer.
     TypeError
         If the model comes before the name.
 
@@ -327,8 +326,8 @@ def measure(
     refusal: Any = _refuse_scoring(model, name, "measure")
     if refusal is not None:
         return refusal  # type: ignore[no-any-return]
+    checked = find_measure(name)
     if aggregate is None:
-        checked = find_measure(name)
         of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}
         network = open_model(model, X, y, **of_data, in_order=per_sample)
         measured = _measure_one(network, checked, layer=layer, per_sample=per_sample, **params)
@@ -340,12 +339,6 @@ def measure(
         )
     if aggregate not in _AGGREGATES:
         raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")
-    checked = find_measure(name)
-    if is_of_network(checked):
-        raise ValueError(
-            f"aggregate={aggregate!r} is over layers, but {name_of(checked)} measures the network "
-            "as a whole: leave aggregate out."
-        )
     report = flatness_report(model, X, y, measures=[checked], **params)
     return float(_AGGREGATES[aggregate](report["value"].to_numpy()))
 
@@ -606,19 +599,10 @@ def relative_flatness(  # noqa: PLR0913
         in_order=per_sample, output=output,
     )  # fmt: skip
     measured = _measure_one(
-        network,
-        name,
-        layer=layer,
-        method=method,
-        n_probes=n_probes,
-        rtol=rtol,
-        atol=atol,
-        max_passes=max_passes,
-        random_state=random_state,
-        per_sample=per_sample,
-        verbose=verbose,
+        network, name, layer=layer, method=method, n_probes=n_probes, rtol=rtol, atol=atol,
+        max_passes=max_passes, random_state=random_state, per_sample=per_sample, verbose=verbose,
         at_loss=at_loss,
-    )
+    )  # fmt: skip
     if measured.terms is not None and measured.term_stderrs is not None:
         return (measured.terms, measured.term_stderrs) if return_stderr else measured.terms
     return (measured.value, measured.stderr) if return_stderr else measured.value

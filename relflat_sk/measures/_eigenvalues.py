@@ -106,6 +106,7 @@ class EigenvalueMeasures:
     network: Network
     rtol: float
     random_state: RandomState
+    weight_decay: float
     _stored: dict[str, list[tuple[LayerPass, Tensor]] | None] = field(default_factory=dict)
     _n_stored: float = 0.0
 
@@ -121,7 +122,7 @@ class EigenvalueMeasures:
                 self._n_stored += layer.n_stored
                 stored.append((layer, forward.row_weights(layer)))
 
-    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Results:
+    def finish(self, summary: Summary) -> Results:
         """Compute the measures at all layers whose batches were added.
 
         To be used within `borrowed`.
@@ -131,7 +132,7 @@ class EigenvalueMeasures:
             largest, error = self._largest(layer, summary)
             square = float(column_squares(weight).sum())
             for name, factor in zip(EIGENVALUE_LIKE, (1.0, square), strict=True):
-                value, stderr = factor * (largest + weight_decay), factor * error
+                value, stderr = factor * (largest + self.weight_decay), factor * error
                 results[layer, name] = Measured(value, stderr, "lanczos", passes=passes)
         return results
 

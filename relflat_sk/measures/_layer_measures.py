@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,14 @@ from relflat_sk._random import RandomState, make_generator
 from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
 from relflat_sk.measures._quantities import (
+    DEFLATION,
     FeatureTrace,
     Key,
     LayerPass,
     Neurons,
     Quantity,
     Trace,
-    draw_terms,
-    exact_terms,
-    is_deflatable,
-    n_passes,
+    sample_terms,
 )
 from relflat_sk.measures._results import RESCALINGS, Measured, Passes, Results, Summary
 from relflat_sk.measures._scan import ForwardPass, scan, scan_again
@@ -50,9 +48,6 @@ from relflat_sk.measures._scan import ForwardPass, scan, scan_again
 # probes is known
 MOST_EXACT = {"auto": 64, "exact": math.inf, "hutchinson": 0}
 _PILOT = 2  # probes for each sample in the first pass
-_DIRECTIONS = 8  # of each sample, that deflate it
-_DEFLATION = 2 * _DIRECTIONS  # products that this takes
-_KEPT = 2**26  # numbers that it may keep for a batch
 # A pass is a forward and a backward pass over all data, or one further backward pass or product
 # with the Hessian, which takes about as long.
 MAX_PASSES = 100
@@ -66,42 +61,50 @@ class TraceLike:
     """A measure that is a sum over samples of traces and quadratic forms of the Hessian."""
 
     # what to sum at a layer, given the features' spread
-    quantity: Callable[[LayerPass, Tensor | None], Quantity]
+    quantity: Callable[[LayerPass, Any], Quantity]
     # from the mean quantity and the weight to the measure
     finish: Callable[[Tensor, Tensor], Tensor] = lambda value, weight: value
     # the changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`
     same: tuple[str, ...] = ()
     # whether the quantity needs the features' spread
     normalized: bool = False
-
-
-def _normalized(layer: LayerPass, spread: Tensor | None) -> Quantity:
-    """Return relative flatness in units of the features' spread."""
-    assert spread is not None
-    # a feature that never varies acts as a bias: it drops out of both factors
-    return Trace(layer.left_factor(spread), inverse_spread(spread))
-
-
-def _comparable(layer: LayerPass, spread: Tensor | None) -> Quantity:
-    """Return the curvature in the features, times the mean of the features' variances."""
-    assert spread is not None
-    return FeatureTrace(layer.feature_factor(), scale=float(spread.square().mean()))
+    # the quantity with the identity as Hessian, as decay adds it: (k,) or ()
+    identity: Callable[[Tensor], Any] | None = None
 
 
 TRACE_LIKE: dict[str, TraceLike] = {
     "relative_flatness": TraceLike(
-        lambda layer, spread: Trace(layer.left_factor()), same=("layer", "own neurons")
+        lambda layer, spread: Trace(layer.left_factor()),
+        same=("layer", "own neurons"),
+        identity=lambda weight: weight.shape[1] * column_squares(weight).sum(),
     ),
-    "normalized_relative_flatness": TraceLike(_normalized, same=RESCALINGS, normalized=True),
-    "hessian_trace": TraceLike(lambda layer, spread: Trace()),
+    "normalized_relative_flatness": TraceLike(
+        # a feature that never varies acts as a bias: it drops out of both factors
+        lambda layer, spread: Trace(layer.left_factor(spread), inverse_spread(spread)),
+        same=RESCALINGS,
+        normalized=True,
+    ),
+    "hessian_trace": TraceLike(lambda layer, spread: Trace(), identity=torch.numel),
     "trace_flatness": TraceLike(
         lambda layer, spread: Trace(),
         lambda value, weight: value * column_squares(weight).sum(),
         same=("layer",),
+        identity=torch.numel,
     ),
-    "neuron_flatness_sum": TraceLike(lambda layer, spread: Neurons(is_sum=True), same=RESCALINGS),
-    "neuron_flatness_max": TraceLike(lambda layer, spread: Neurons(is_sum=False), same=RESCALINGS),
-    "comparable_flatness": TraceLike(_comparable, same=("layer", "own neurons"), normalized=True),
+    "neuron_flatness_sum": TraceLike(
+        lambda layer, spread: Neurons(is_sum=True),
+        same=RESCALINGS,
+        identity=lambda weight: column_squares(weight).sum(),
+    ),
+    "neuron_flatness_max": TraceLike(
+        lambda layer, spread: Neurons(is_sum=False), same=RESCALINGS, identity=column_squares
+    ),
+    # the curvature in the features, times the mean of the features' variances
+    "comparable_flatness": TraceLike(
+        lambda layer, spread: FeatureTrace(layer.feature_factor(spread.square().mean().sqrt())),
+        same=("layer", "own neurons"),
+        normalized=True,
+    ),
 }
 # The measures of layers, and one that `theory` needs, the mean trace of the Hessian of the loss in
 # the features of each sample, ``mean_i Tr(W^T B_i W)``: relative flatness without the factors
@@ -138,46 +141,29 @@ class Precision:
 
 @dataclass
 class _Sum:
-    """A sum over samples (1, k), or its terms (n, k), from probes or, as one probe, exact."""
-
-    total: Tensor  # over all probes
-    scatter: Tensor  # half of the squared differences of pairs, summed over pairs
-    n_probes: int
-
-    def __add__(self, other: "_Sum") -> "_Sum":
-        n_probes = self.n_probes + other.n_probes
-        return _Sum(self.total + other.total, self.scatter + other.scatter, n_probes)
-
-    def mean(self) -> tuple[Tensor, Tensor]:
-        """Compute the mean over the probes, and its standard error."""
-        return self.total / self.n_probes, (2 * self.scatter).sqrt() / self.n_probes
-
-    def over_samples(self) -> "_Sum":
-        """Sum up the terms of the samples."""
-        total, scatter = self.total.sum(dim=0), self.scatter.sum(dim=0)
-        return _Sum(total, scatter, self.n_probes)
-
-    def n_needed(self, rtol: float, atol: float) -> float:
-        """Return how many probes bring the standard error down to `atol` or `rtol` of the value."""
-        whole = self.over_samples()
-        at = whole.total.argmax()  # one value, or the neuron that is least flat
-        value, variance = whole.total[at] / self.n_probes, 2 * whole.scatter[at] / self.n_probes
-        if not math.isfinite(value) or variance == 0:
-            return 0.0
-        allowed = max(atol, rtol * abs(float(value)))
-        return float(variance) / allowed**2 if allowed else math.inf
-
-
-@dataclass
-class _Plan:
-    """How a quantity at a layer is summed: exactly, by so many passes in each batch, or not."""
+    """A sum over samples of a quantity at a layer, exact or by so many probes."""
 
     quantity: Quantity
-    n_passes: float
-    method: str
-    exact: bool = False
-    deflatable: bool = False
+    n_passes: float  # backward passes or products that an exact sum takes in a batch
+    method: str  # as reports call an exact sum
+    exact: bool
+    deflatable: bool
     deflated: bool = False
+    n_probes: int = 0  # 1 if it is exact
+    # of each batch, or of all as one: total and scatter over the probes, of the samples' sum
+    # (2, 1, k) or of each sample (2, n, k)
+    parts: dict[int, Tensor] = field(default_factory=dict)
+
+    def restart(self, *, exact: bool) -> None:
+        """Forget plain probes, to sum exactly or by deflated ones."""
+        self.exact, self.deflated = exact, not exact
+        self.n_probes, self.parts = 0, {}
+
+    def mean(self, *, each: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute the mean over probes, and its standard error, of all samples or of each."""
+        parts = torch.cat(list(self.parts.values()), dim=1)
+        total, scatter = parts if each else parts.sum(dim=1, keepdim=True)
+        return total / self.n_probes, (2 * scatter).sqrt() / self.n_probes
 
 
 @dataclass
@@ -195,19 +181,18 @@ class TraceMeasures:
     random_state: RandomState
     method: str
     per_sample: bool
+    weight_decay: float
 
     def __post_init__(self) -> None:
         """Check the method, and prepare to draw."""
         if self.method not in MOST_EXACT:
             raise ValueError(f"method must be one of {tuple(MOST_EXACT)}, got {self.method!r}.")
         self._generator = make_generator(self.random_state, self.network.device)
+        self._normalized = any(_QUANTITIES[name].normalized for name in self.names)
         self._spent = 0  # passes of sums that are not finished
-        every = [_QUANTITIES[name] for name in self.names]
-        self._normalized = any(one.normalized for one in every)
         self._spreads: dict[str, FeatureSpread] = {}
-        self._plans: dict[Key, _Plan] = {}
-        # total and scatter of a pass, or those of each batch for the terms of the samples
-        self._seen: dict[Key, list[Pair]] = {}
+        self._sums: dict[Key, _Sum] = {}
+        self._n_batches = 0  # that a pass has added
 
     def add(self, forward: ForwardPass) -> None:
         """Add a batch of the first pass."""
@@ -218,202 +203,178 @@ class TraceMeasures:
             spread = self._spreads.setdefault(name, FeatureSpread())
             spread.add(layer, forward.counting_weights(layer))
 
-    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Results:
+    def finish(self, summary: Summary) -> Results:
         """Compute the measures, with as many further passes as they need."""
         if self._normalized:
             self._spent += 1
             scan_again(self.network, list(summary.layer_weights), self._add_first)
-        sums = self._refine(self._close(_PILOT), summary)
-        return {key: self._measure(key, one, summary, weight_decay) for key, one in sums.items()}
+        self._end_pass(self._sums, _PILOT)
+        self._refine(summary)
+        return {key: self._measure(key, summary) for key in self._sums}
 
     def _add_first(self, forward: ForwardPass) -> None:
-        """Add a batch of the first pass for the sums."""
-        if not self._plans:
-            self._plan(forward)
-        self._add(forward, self._plans, _PILOT)
-
-    def _plan(self, forward: ForwardPass) -> None:
-        """Decide which sums are exact, by the first batch."""
-        for layer in forward.layers.values():
-            spread = self._spreads[layer.name].spread() if self._normalized else None
-            for name in self.names:
-                quantity = _QUANTITIES[name].quantity(layer, spread)
-                plan = _Plan(quantity, n_passes(layer, quantity), layer.method)
-                plan.deflatable = is_deflatable(layer, quantity, _KEPT // _DEFLATION)
-                self._plans[layer.name, name] = plan
-        most = MOST_EXACT[self.method]
-        if self.method == "auto":
-            most = min(most, self.precision.n_left(self._spent))
-        for plan in self._plans.values():
-            plan.deflatable &= self.method == "auto"
-            plan.exact = plan.n_passes <= most and self.method != "hutchinson"
+        """Add a batch of the first pass for the sums, after a decision which of them are exact."""
+        if not self._sums:
+            most = MOST_EXACT[self.method]
+            if self.method == "auto":
+                most = min(most, self.precision.n_left(self._spent))
+            for layer in forward.layers.values():
+                spread = self._spreads[layer.name].spread() if self._normalized else None
+                for name in self.names:
+                    quantity = _QUANTITIES[name].quantity(layer, spread)
+                    n_passes = quantity.n_passes(layer)
+                    self._sums[layer.name, name] = _Sum(
+                        quantity,
+                        n_passes,
+                        layer.method,
+                        exact=n_passes <= most and self.method != "hutchinson",
+                        deflatable=self.method == "auto" and quantity.is_deflatable(layer),
+                    )
+        self._add(forward, self._sums, _PILOT)
 
     def _add(self, forward: ForwardPass, keys: Iterable[Key], n_probes: int) -> None:
-        """Add a batch to the sums of some quantities."""
-        plans = {key: self._plans[key] for key in keys}
-        exact = {key: plan.quantity for key, plan in plans.items() if plan.exact}
-        drawn = {key: plan.quantity for key, plan in plans.items() if not plan.exact}
-        for key, trace in drawn.items():
-            if plans[key].deflated and isinstance(trace, Trace):
-                layer = forward.layers[key[0]]
-                drawn[key] = trace.deflated(layer, _DIRECTIONS, self._generator)
-        if any(plans[key].deflated for key in drawn):
-            self.bar.update(_DEFLATION)
-        found: dict[Key, Pair] = {}
-        for key, terms in exact_terms(forward.layers, exact):
-            weights = forward.row_weights(forward.layers[key[0]])
-            found[key] = self._weigh(forward, weights, terms.double()), 0.0
+        """Add a batch to some of the sums."""
+        sums = {key: self._sums[key] for key in keys}
+        exact = {key: one.quantity for key, one in sums.items() if one.exact}
+        for key, terms in sample_terms(forward.layers, exact).items():
+            self._include(forward, key, terms.double())
+        drawn = {key: one.quantity for key, one in sums.items() if not one.exact}
+        for key in [key for key in drawn if sums[key].deflated]:
+            drawn[key] = drawn[key].deflated(forward.layers[key[0]], self._generator)
+        if any(sums[key].deflated for key in drawn):
+            self.bar.update(DEFLATION)
         for _ in range(n_probes // 2 if drawn else 0):
             self.bar.update(2)
-            first = dict(draw_terms(forward.layers, drawn, self._generator))
-            for key, terms in draw_terms(forward.layers, drawn, self._generator):
-                one, other = first.pop(key).double(), terms.double()
-                weights = forward.row_weights(forward.layers[key[0]])
-                total = self._weigh(forward, weights, one + other)
-                scatter = self._weigh(forward, weights.square(), (one - other).square() / 2)
-                found[key] = _add_pairs((total, scatter), found.get(key))
-        for key, pair in found.items():
-            seen = self._seen.setdefault(key, [])
-            seen.append(pair if self.per_sample or not seen else _add_pairs(pair, seen.pop()))
+            first, second = (sample_terms(forward.layers, drawn, self._generator) for _ in range(2))
+            for key in drawn:
+                self._include(forward, key, first[key].double(), second[key].double())
+        self._n_batches += 1
 
-    def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
-        """Sum rows with their weights: over all, or over the tokens of each sample."""
-        if not self.per_sample:
-            return (weights @ rows)[None]
-        return (weights[:, None] * rows).reshape(len(forward), -1, rows.shape[1]).sum(dim=1)
+    def _include(self, forward: ForwardPass, key: Key, *probes: Tensor) -> None:
+        """Add terms (r, k) of a batch to a sum: exact ones, or a pair of probes."""
+        weights = forward.row_weights(forward.layers[key[0]])[:, None]
+        total = weights * sum(probes)
+        scatter = torch.zeros_like(total)
+        if len(probes) == 2:
+            scatter = (weights * (probes[0] - probes[1])).square() / 2
+        both = torch.stack([total, scatter])
+        if self.per_sample:  # the tokens of a sample together
+            both = both.reshape(2, len(forward), -1, both.shape[2]).sum(dim=2)
+        else:
+            both = both.sum(dim=1, keepdim=True)
+        batch = self._n_batches if self.per_sample else 0
+        parts = self._sums[key].parts
+        parts[batch] = parts[batch] + both if batch in parts else both
 
-    def _close(self, n_probes: int) -> dict[Key, _Sum]:
-        """Return the sums of a pass, when all samples were added."""
-        sums = {}
-        for key, seen in self._seen.items():
-            totals, scatters = zip(*seen, strict=True)
-            total = torch.cat(totals)
-            is_exact = self._plans[key].exact
-            scatter = torch.zeros_like(total) if is_exact else torch.cat(scatters)
-            sums[key] = _Sum(total, scatter, 1 if is_exact else n_probes)
-        self._seen = {}
-        return sums
+    def _end_pass(self, keys: Iterable[Key], n_probes: int, n_more: int = 0) -> None:
+        """Count the probes and other products of a pass over all samples."""
+        for key in keys:
+            self._sums[key].n_probes += 1 if self._sums[key].exact else n_probes
+        self._spent += 1 + n_more + n_probes
+        self._n_batches = 0
 
-    def _refine(self, sums: dict[Key, _Sum], summary: Summary) -> dict[Key, _Sum]:
+    def _refine(self, summary: Summary) -> None:
         """Draw more probes until standard errors are small, and sum exactly what costs less so."""
-        done = _PILOT
-        self._spent += 1 + _PILOT
-        probed = [key for key in sums if not self._plans[key].exact]
-        while probed:
-            left, n_probes = self.precision.n_left(self._spent), 0
-            every = {key: self._n_needed(key, sums[key], summary) for key in probed}
-            needed = {key: n for key, n in every.items() if n > sums[key].n_probes}
-            dear = []
-            if self.method == "auto":
-                plans = {key: (n, self._plans[key].n_passes) for key, n in needed.items()}
-                dear = [key for key, (n, n_exact) in plans.items() if left >= n_exact < n]
-            probed = [key for key in needed if key not in dear]
-            missing = {key: needed[key] - sums[key].n_probes for key in probed}
-            new = self._deflate(missing, left)
+        keys = [key for key, one in self._sums.items() if not one.exact]
+        done, pair = _PILOT, DEFLATION + _PILOT
+        while keys:
+            left = self.precision.n_left(self._spent)
+            missing: dict[Key, float] = {}  # further probes
+            exact: list[Key] = []
+            for key in keys:
+                one, needed = self._sums[key], self._n_needed(key, summary)
+                if needed > one.n_probes:
+                    if self.method == "auto" and left >= one.n_passes < needed:
+                        exact.append(key)
+                    else:
+                        missing[key] = needed - one.n_probes
+            deflated = [
+                key
+                for key, n in missing.items()
+                if self._sums[key].deflatable and not self._sums[key].deflated
+                if n > 2 * pair <= left and self.precision.n_probes is None
+            ]
+            for key in (*exact, *deflated):
+                self._sums[key].restart(exact=key in exact)
             if self.precision.n_probes is not None:
                 left = self.precision.n_probes - done
-            n_more = _DEFLATION * any(self._plans[key].deflated for key in probed)
+            n_more, n_probes = DEFLATION * any(self._sums[key].deflated for key in missing), 0
             if left < n_more + _PILOT:
-                probed, n_more = [], 0
-            if probed:
-                most = _PILOT if new else int(min(1.05 * max(missing.values()), left - n_more))
+                missing, n_more = {}, 0
+            elif missing:
+                most = _PILOT if deflated else int(min(1.05 * max(missing.values()), left - n_more))
                 n_probes = 2 * max(most // 2, 1)
-            for key in dear:
-                self._plans[key].exact = True
-                del sums[key]
-            for key in new:
-                del sums[key]  # of plain probes
-            keys = [*probed, *dear]
-            if keys:
-                layers = {layer for layer, _ in keys}
+            keys = list(missing)
+            if keys or exact:
+                layers = {layer for layer, _ in (*keys, *exact)}
                 names = [name for name in summary.layer_weights if name in layers]
                 self.bar.total = self.bar.n + (n_more + n_probes) * self.bar.n // done
-                visit = partial(self._add, keys=keys, n_probes=n_probes)
+                visit = partial(self._add, keys=[*keys, *exact], n_probes=n_probes)
                 scan_again(self.network, names, visit)
-            for key, more in self._close(n_probes).items():
-                sums[key] = sums[key] + more if key in sums else more
+                self._end_pass([*keys, *exact], n_probes, n_more)
             done += n_more + n_probes
-            self._spent += 1 + n_more + n_probes
-        return sums
 
-    def _deflate(self, missing: dict[Key, float], left: float) -> list[Key]:
-        """Deflate the probes that so many plain ones are missing of; return those that are new."""
-        pair = _DEFLATION + _PILOT
-        if self.precision.n_probes is not None or left < 2 * pair:
-            return []
-        plans = {key: self._plans[key] for key, n in missing.items() if n > 2 * pair}
-        new = [key for key, plan in plans.items() if plan.deflatable and not plan.deflated]
-        for key in new:
-            plans[key].deflated = True
-        return new
-
-    def _n_needed(self, key: Key, found: _Sum, summary: Summary) -> float:
+    def _n_needed(self, key: Key, summary: Summary) -> float:
         """Return how many probes bring a measure's standard error below the tolerance."""
-        finish, weight = _QUANTITIES[key[1]].finish, summary.layer_weights[key[0]]
-        unit = abs(float(finish(found.total.new_ones(()) / summary.divisor, weight)))
-        # n independent terms have standard errors of sqrt(n) times that of their mean
-        n_terms = summary.n_samples if self.per_sample else 1
-        terms = unit * math.sqrt(n_terms)
-        return found.n_needed(self.precision.rtol / math.sqrt(n_terms), self.precision.atol / terms)
-
-    def _measure(self, key: Key, each: _Sum, summary: Summary, weight_decay: float) -> Measured:
-        """Compute one measure at one layer from the sum of its quantity."""
-        plan, weight = self._plans[key], summary.layer_weights[key[0]]
-        measure = _QUANTITIES[key[1]]
-        decay: Tensor | float = 0.0
-        if weight_decay:
-            decay = weight_decay * plan.quantity.identity(weight).to(each.total)
-        total, deviation = (part / summary.divisor for part in each.over_samples().mean())
-        values, stderrs = (
-            measure.finish(total + decay, weight),
-            measure.finish(deviation.abs(), weight),
-        )
+        one = self._sums[key]
+        values, stderrs = self._finish(key, summary)
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
-        method = plan.method if plan.exact else "hutchinson"
-        measured = Measured(value, stderr, method, passes=Passes(summary))
-        if not plan.exact and self.precision.n_probes is None:
-            self._warn_if_loose(key, each, measured)
-        if key[1] == LARGEST_NEURON:
-            measured = replace(measured, neurons=values.cpu().numpy())
-        if self.per_sample:
-            scale = summary.n_samples / summary.divisor
-            terms, deviations = (scale * part for part in each.mean())
-            measured = replace(
-                measured,
-                terms=measure.finish(terms + decay, weight)[:, at].cpu().numpy(),
-                term_stderrs=measure.finish(deviations.abs(), weight)[:, at].cpu().numpy(),
-            )
-        return measured
+        allowed = max(self.precision.atol, self.precision.rtol * abs(value))
+        if not math.isfinite(value) or stderr == 0:
+            return 0.0
+        if allowed == 0:
+            return math.inf
+        return one.n_probes * (stderr / allowed) ** 2 * self._n_terms(summary)
 
-    def _warn_if_loose(self, key: Key, each: _Sum, measured: Measured) -> None:
+    def _n_terms(self, summary: Summary) -> int:
+        """Return how many times the variance of the mean that of an independent term is."""
+        return summary.n_samples if self.per_sample else 1
+
+    def _finish(self, key: Key, summary: Summary, *, each: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute a measure and its standard error: (1, k), or (n, k) of each sample."""
+        measure, weight = _QUANTITIES[key[1]], summary.layer_weights[key[0]]
+        scale = (summary.n_samples if each else 1) / summary.divisor
+        mean, deviation = (scale * part for part in self._sums[key].mean(each=each))
+        if self.weight_decay and measure.identity is not None:
+            mean = mean + self.weight_decay * measure.identity(weight)
+        return measure.finish(mean, weight), measure.finish(deviation.abs(), weight)
+
+    def _measure(self, key: Key, summary: Summary) -> Measured:
+        """Compute one measure at one layer from the sum of its quantity."""
+        one = self._sums[key]
+        arrays: dict[str, Any] = {}
+        values, stderrs = self._finish(key, summary)
+        at = values.argmax()
+        value, stderr = read_numbers(values.take(at), stderrs.take(at))
+        if not one.exact and self.precision.n_probes is None and math.isfinite(value):
+            self._warn_if_loose(key, summary, value, stderr)  # others have a warning of their own
+        if key[1] == LARGEST_NEURON:
+            arrays["neurons"] = values[0].cpu().numpy()
+        if self.per_sample:
+            each = (part[:, at].cpu().numpy() for part in self._finish(key, summary, each=True))
+            arrays |= zip(("terms", "term_stderrs"), each, strict=True)
+        method = one.method if one.exact else "hutchinson"
+        return Measured(value, stderr, method, passes=Passes(summary), **arrays)
+
+    def _warn_if_loose(self, key: Key, summary: Summary, value: float, stderr: float) -> None:
         """Warn if the budget ended an estimate before its standard error was small enough."""
-        needed = self._n_needed(key, each, measured.passes.own)
-        if needed <= each.n_probes or not math.isfinite(measured.value):
-            return  # a value that is not finite has a warning of its own
-        n_terms = measured.passes.n_samples if self.per_sample else 1
-        what, kind = f"{key[1]} at layer {key[0]!r}", "deflated " * self._plans[key].deflated
-        reached = f"{measured.stderr * math.sqrt(n_terms):.3g}"
-        if n_terms > 1:
+        one, precision = self._sums[key], self.precision
+        needed = self._n_needed(key, summary)
+        if needed <= one.n_probes:
+            return
+        what, kind = f"{key[1]} at layer {key[0]!r}", "deflated " * one.deflated
+        reached = f"{stderr * math.sqrt(self._n_terms(summary)):.3g}"
+        if self.per_sample:
             what, reached = f"the terms of {what}", f"typically {reached}"
-        more = ""
-        if math.isfinite(needed):
-            more = f" They take about {needed:.2g} probes."
-        precision = self.precision
+        more = f" They take about {needed:.2g} probes." if math.isfinite(needed) else ""
         warn(
             f"max_passes={precision.max_passes} ended the estimate of {what} after "
-            f"{each.n_probes} {kind}probes. Its standard error is {reached} on a value of "
-            f"{measured.value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
+            f"{one.n_probes} {kind}probes. Its standard error is {reached} on a value of "
+            f"{value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
             f"allow.{more} Raise max_passes, rtol or atol, or pass method='exact', which takes "
-            f"{self._plans[key].n_passes:.0f} passes."
+            f"{one.n_passes:.0f} passes."
         )
-
-
-Pair = tuple[Tensor, Tensor | float]
-
-
-def _add_pairs(one: Pair, other: Pair | None) -> Pair:
-    return one if other is None else (one[0] + other[0], one[1] + other[1])
 
 
 class FeatureSpread:
@@ -424,12 +385,13 @@ class FeatureSpread:
     itself; elsewhere, padding of a text can change what the others get. The normalised flatness is
     invariant only with the standard deviation, not with the variance of the paper's text. Where a
     layer shares weights between positions, the deviation is over samples and positions, one for
-    each input channel. Mean and squares are Chan's update, with weights.
+    each input channel. Squares are summed around the mean of the first batch.
     """
 
     def __init__(self) -> None:
-        # summed weight of samples and positions, mean, squares around it, minimum, maximum
-        self._seen: list[Tensor] = []
+        self._centre: Tensor | float = 0.0
+        self._sums = torch.zeros(())  # of weights, of weighted rows and of their squares
+        self._low = self._high = torch.empty(0)
         self._eps = 0.0
         self._columns = torch.empty(0)  # the channel that each column of the weight multiplies
 
@@ -437,42 +399,25 @@ class FeatureSpread:
         """Add the features of a batch, with a weight for each row of them."""
         rows = layer.map.channels(layer.features).double()
         weights = weights.to(rows).repeat_interleave(len(rows) // len(weights))
-        counts = weights[:, None] > 0
-        total = weights.sum()
-        mean = weights @ rows / _positive(total)
-        squares = weights @ (rows - mean).square()
+        is_first = not len(self._low)
+        if is_first:
+            self._centre = rows.mean(dim=0)
+            self._eps = torch.finfo(layer.features.dtype).eps
+            self._columns = layer.map.column_channels()
+        apart, counts = rows - self._centre, weights[:, None] > 0
+        sums = weights.sum().expand(rows.shape[1]), weights @ apart, weights @ apart.square()
+        self._sums = self._sums + torch.stack(sums)
         low = rows.where(counts, math.inf).amin(dim=0)
         high = rows.where(counts, -math.inf).amax(dim=0)
-        self._include(total, mean, squares, low, high)
-        self._eps = torch.finfo(layer.features.dtype).eps
-        self._columns = layer.map.column_channels()
-
-    def _include(self, *more: Tensor) -> None:
-        """Include rows that have been summed up."""
-        if not self._seen:
-            self._seen = list(more)
-            return
-        total, mean, squares, low, high = self._seen
-        more_total, more_mean, more_squares, more_low, more_high = more
-        shift, share = more_mean - mean, more_total / _positive(total + more_total)
-        self._seen = [
-            total + more_total,
-            mean + shift * share,
-            squares + more_squares + shift.square() * total * share,
-            torch.minimum(low, more_low),
-            torch.maximum(high, more_high),
-        ]
+        self._low = low if is_first else torch.minimum(self._low, low)
+        self._high = high if is_first else torch.maximum(self._high, high)
 
     def spread(self) -> Tensor:
         """Return the standard deviations for the columns of the weight: (m,)."""
-        total, _, squares, low, high = self._seen
-        deviations = (squares / total).sqrt()
-        return torch.where(varies(low, high, self._eps), deviations, 0.0)[self._columns]
-
-
-def _positive(total: Tensor) -> Tensor:
-    """Return a number by which 0 can be divided, without a wait for the device."""
-    return total.clamp_min(torch.finfo(total.dtype).tiny)
+        total, first, second = self._sums
+        mean = first / total
+        deviations = (second / total - mean.square()).clamp_min(0).sqrt()
+        return torch.where(varies(self._low, self._high, self._eps), deviations, 0.0)[self._columns]
 
 
 # -- the gradient -------------------------------------------------------------------------------
@@ -484,6 +429,7 @@ GRADIENT_NORM = "gradient_norm"
 class GradientNorms:
     """The norm of the gradient of the mean loss in a layer's weight."""
 
+    weight_decay: float
     _totals: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
@@ -491,10 +437,10 @@ class GradientNorms:
             total = layer.total(layer.loss_gradient(), forward.row_weights(layer))
             self._totals[name] = total + self._totals.get(name, 0.0)
 
-    def finish(self, summary: Summary, weight_decay: float = 0.0) -> Results:
+    def finish(self, summary: Summary) -> Results:
         results, passes = {}, Passes(summary)
         for name, total in self._totals.items():
-            gradient = total / summary.divisor + weight_decay * summary.layer_weights[name]
+            gradient = total / summary.divisor + self.weight_decay * summary.layer_weights[name]
             results[name, GRADIENT_NORM] = Measured(float(gradient.norm()), passes=passes)
         return results
 
@@ -531,13 +477,12 @@ def measure_layers(
     bar = tqdm(desc="probes of batches", unit="probe", disable=not verbose, **first)
     groups: list[TraceMeasures | GradientNorms | EigenvalueMeasures] = []
     if traces := [name for name in names if name in _QUANTITIES]:
-        groups.append(
-            TraceMeasures(network, traces, precise, bar, random_state, method, per_sample)
-        )
+        how = precise, bar, random_state, method, per_sample, weight_decay
+        groups.append(TraceMeasures(network, traces, *how))
     if GRADIENT_NORM in names:
-        groups.append(GradientNorms())
+        groups.append(GradientNorms(weight_decay))
     if EIGENVALUE_LIKE.keys() & set(names):
-        groups.append(EigenvalueMeasures(network, precise.rtol, random_state))
+        groups.append(EigenvalueMeasures(network, precise.rtol, random_state, weight_decay))
     with bar, borrowed(network.module):
         summary = scan(network, layers, *(group.add for group in groups))
         if summary.divisor == 0:
@@ -547,6 +492,6 @@ def measure_layers(
             )
         results: Results = {}
         for group in groups:
-            results |= group.finish(summary, weight_decay)
+            results |= group.finish(summary)
     measured = summary.layer_weights
     return {(layer, name): results[layer, name] for layer in measured for name in names}

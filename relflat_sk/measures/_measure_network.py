@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from relflat_sk._checks import check_number
 from relflat_sk._models.network_of import name_layer
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
@@ -25,9 +24,8 @@ from relflat_sk.measures._names import (
     CURVATURES,
     NETWORK_WIDE,
     check_arguments,
-    check_at_loss,
     check_layers,
-    check_together,
+    check_options,
     is_of_network,
     loss_share,
     own_arguments,
@@ -75,11 +73,10 @@ def measure_network(
     outputs come from one pass; the largest eigenvalues begin with it. Measures at equal loss have
     passes of their own.
     """
-    check_number("weight_decay", weight_decay, positive=False)
-    check_at_loss(measures, at_loss)
     check_arguments(measures, params)
-    check_together(measures, weight_decay, per_sample)
-    params |= {"weight_decay": weight_decay, "per_sample": per_sample}
+    options = {"weight_decay": weight_decay, "per_sample": per_sample}
+    check_options(measures, at_loss=at_loss, **options)
+    params |= options
     results: Results = {}
     shares = [loss_share(measure, at_loss) for measure in measures]
     for share in dict.fromkeys(shares):
@@ -132,21 +129,21 @@ def _measure_at_loss(
         of_them = {key: value for key, value in params.items() if key in ALWAYS | {"per_sample"}}
         results |= measure_layers(network, of_layers, layers, **of_them)
     if whole:
-        summary = next(iter(results.values())).passes.own if results else _scan(network)
+        if results:
+            summary = next(iter(results.values())).passes.own
+        else:
+            with borrowed(network.module):
+                summary = scan(network, [-1] if weight_layers(network.module) else [])
         results |= _measure_whole(network, whole, tolerates, params, summary)
     if equal is None:
         return results
-    divides = equal.network.loss.divides_logits
+    divides = network.loss.divides_logits
     return {
-        key: replace(measured, passes=Passes(equal.own, measured.passes.own, share, divides))
+        key: replace(
+            measured, passes=Passes(equal.own, measured.passes.own if divides else None, share)
+        )
         for key, measured in results.items()
     }
-
-
-def _scan(network: Network) -> Summary:
-    """Make the pass that measures of the whole network do not make themselves."""
-    with borrowed(network.module):
-        return scan(network, [-1] if weight_layers(network.module) else [])
 
 
 def _measure_whole(
@@ -201,7 +198,7 @@ def warn_of_non_finite(network: Network, results: Results) -> None:
     if names:
         passes = next(iter(results.values())).passes
         has_curvature = bool(names.keys() & CURVATURES.union([GRADIENT_NORM]))
-        summary = passes.tempered or passes.own
+        summary = passes.fitted or passes.own
         explain_non_finite(list(names), network, summary, has_curvature=has_curvature)
 
 

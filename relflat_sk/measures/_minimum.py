@@ -24,7 +24,7 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures._equal_loss import are_no_logarithms
 from relflat_sk.measures._names import CURVATURES
 from relflat_sk.measures._predictions import Score, auc_of, score_of
-from relflat_sk.measures._results import Passes, Results, constant_risk
+from relflat_sk.measures._results import Passes, Results, range_of
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
 # than float32 rounding, because a constant network that knows the class frequencies has the same
@@ -108,7 +108,7 @@ def compare_with_constant(network: Network, passes: Passes) -> ConstantCompariso
 
     The network runs again, for the score, only if its loss is no lower than the constant's.
     """
-    comparison = ConstantComparison(passes.compared_risk, constant_risk(network, passes))
+    comparison = ConstantComparison(passes.compared_risk, range_of(network, passes).constant)
     if comparison.beats_constant or not math.isfinite(comparison.loss):
         return comparison
     score = score_of(network)
@@ -175,7 +175,7 @@ def warn_of_vanished(network: Network, results: Results) -> None:
         return
     passes, unknown = results[next(iter(tiny))].passes, ""
     try:
-        constant = constant_risk(network, passes)
+        constant = range_of(network, passes).constant
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # a criterion of the user's own need not take a constant
         constant, unknown = math.nan, f" ({type(error).__name__}: {error})"
@@ -186,37 +186,40 @@ def warn_of_vanished(network: Network, results: Results) -> None:
         )
     comparison = ConstantComparison(passes.compared_risk, constant)
     gone = [key for key, value in tiny.items() if has_vanished(key[1], value, comparison)]
-    if not gone and unknown:
-        (_, name), value = next(iter(tiny.items()))
-        warn(f"{name} is {value:.3g}.{unknown}")
-    if not gone:
+    if gone:
+        why = _why_vanished(network, comparison) or (
+            ": there is no curvature left that could be compared. The network may be saturated, "
+            "with outputs so large that the curvature rounds to 0: measure at equal loss, with "
+            "at_loss=0.05, or train all models to the same loss. Or its loss may not depend on "
+            f"the layer.{unknown}"
+        )
+    elif unknown:
+        gone, why = list(tiny)[:1], f".{unknown}"
+    else:
         return
     names = ", ".join(dict.fromkeys(name for _, name in gone))
+    warn(f"{names} is {tiny[gone[0]]:.3g}{why}")
+
+
+def _why_vanished(network: Network, comparison: ConstantComparison) -> str | None:
+    """Say that the criterion has no curvature, or that the network is no better than a constant."""
     if not criterion_has_curvature(network):
-        warn(
-            f"{names} is {tiny[gone[0]]:.3g} because {name_criterion(network.loss.criterion)} has "
-            "no curvature at the network's outputs: it is piecewise linear or constant in them, or "
-            "gives no gradient. So the minimum need not be flat. Measure with a loss that is twice "
-            "differentiable, for example criterion=torch.nn.CrossEntropyLoss() or "
-            "torch.nn.MSELoss()."
+        return (
+            f" because {name_criterion(network.loss.criterion)} has no curvature at the network's "
+            "outputs: it is piecewise linear or constant in them, or gives no gradient. So the "
+            "minimum need not be flat. Measure with a loss that is twice differentiable, for "
+            "example criterion=torch.nn.CrossEntropyLoss() or torch.nn.MSELoss()."
         )
-        return
     is_known = comparison.is_known and math.isfinite(comparison.loss)
     if is_known and not comparison.is_lower_by(_ROUNDING):
-        warn(
-            f"{names} is {tiny[gone[0]]:.3g}, which does not mean that the minimum is flat: "
-            f"the network's mean loss of {comparison.loss:.6g} is no better than the best constant "
-            f"prediction's, {comparison.constant_loss:.6g}. The network may be dead, so that its "
-            "outputs do not depend on its inputs; or saturated, with some samples that are wrong "
-            "by far: then measure at equal loss, with at_loss=0.05."
+        return (
+            ", which does not mean that the minimum is flat: the network's mean loss of "
+            f"{comparison.loss:.6g} is no better than the best constant prediction's, "
+            f"{comparison.constant_loss:.6g}. The network may be dead, so that its outputs do not "
+            "depend on its inputs; or saturated, with some samples that are wrong by far: then "
+            "measure at equal loss, with at_loss=0.05."
         )
-        return
-    warn(
-        f"{names} is {tiny[gone[0]]:.3g}: there is no curvature left that could be compared. "
-        "The network may be saturated, with outputs so large that the curvature rounds to 0: "
-        "measure at equal loss, with at_loss=0.05, or train all models to the same loss. Or its "
-        f"loss may not depend on the layer.{unknown}"
-    )
+    return None
 
 
 # -- whether there is any curvature --------------------------------------------------------
@@ -270,25 +273,26 @@ def _is_curved(network: Network, batch: Batch) -> bool:
 
 def _why_no_minimum(learned: bool | None, comparison: ConstantComparison) -> str | None:
     """Explain why a model is not at a minimum, or does not show it if nothing is recorded."""
-    risk = comparison.loss
+    risk, score = comparison.loss, comparison.score
     if comparison.is_known and not math.isfinite(risk):
         return f"its mean loss is {risk:.3g}; has training diverged?"
-    loss = f"its mean loss of {risk:.6g}"
-    constant = f"the best constant prediction's, {comparison.constant_loss:.6g}"
-    if learned or (learned is None and comparison.beats_constant):
+    if learned or (
+        comparison.beats_constant and (learned is None or comparison.is_lower_by(_LUCK))
+    ):
         return None
-    if not comparison.beats_constant:
-        score, described = comparison.score, ""
-        if score is not None:
-            described = (
-                f"its {score.name} of {score.value:.3g} is not clearly better than the best "
-                f"constant prediction's, {score.constant:.3g}, and "
-            )
-        return f"{described}{loss} is no better than {constant}"
-    if not comparison.is_lower_by(_LUCK):
+    why, better = "", "no"
+    if comparison.beats_constant:
+        why = "its training made no progress, and "
         better = "little" if comparison.is_lower_by(0) else "no"
-        return f"its training made no progress, and {loss} is {better} better than {constant}"
-    return None
+    elif score is not None:
+        why = (
+            f"its {score.name} of {score.value:.3g} is not clearly better than the best "
+            f"constant prediction's, {score.constant:.3g}, and "
+        )
+    return (
+        f"{why}its mean loss of {risk:.6g} is {better} better than the best constant "
+        f"prediction's, {comparison.constant_loss:.6g}"
+    )
 
 
 # -- evidence of training ---------------------------------------------------------------------
@@ -320,7 +324,7 @@ def made_progress(model: Any) -> bool | None:
         ended_worse = len(recorded) > 1 and not min(recorded[-3:]) <= recorded[0]
         return _history_shows_progress(model) and not ended_worse
     curve = getattr(model, "loss_curve_", None)
-    return None if curve is None else _some_is_lower(curve, _PROGRESS)
+    return None if curve is None else _is_lowered(curve, _PROGRESS)
 
 
 def _batch_losses(epoch: Mapping[str, Any]) -> list[float]:
@@ -337,36 +341,29 @@ def epoch_losses(net: NeuralNet) -> list[float]:
 
 def _history_shows_progress(net: NeuralNet) -> bool:
     """Compare the losses of epochs and batches at the beginning and the end of the training."""
-    epochs = epoch_losses(net)
-    batches = list(map(_batch_losses, net.history))
-    batches = [losses for losses in batches if losses]
-    if _some_is_lower(epochs, _LARGE_PROGRESS if batches else _PROGRESS):
+    batches = [losses for losses in map(_batch_losses, net.history) if losses]
+    if _is_lowered(epoch_losses(net), _LARGE_PROGRESS if batches else _PROGRESS):
         return True
+    if not batches:
+        return False
     shuffled = net.get_params_for("iterator_train").get("shuffle", False)
-    if shuffled or max(map(len, batches), default=0) == 1:  # batches can be compared
+    if shuffled or max(map(len, batches)) == 1:  # batches can be compared
         losses = [loss for epoch in batches for loss in epoch]
         quarter = len(losses) // 4
-        return _is_surely_lower(losses[:quarter], losses[len(losses) - quarter :], paired=False)
-    # a batch holds the same samples in all epochs, but not the kind of samples that others hold
-    if len(batches) < 2 or len(batches[0]) != len(batches[-1]):
+        first, last = losses[:quarter], losses[len(losses) - quarter :]
+        compare = partial(ttest_ind, equal_var=False)
+    else:  # a batch holds the same samples in all epochs, but of another kind than others hold
+        first, last, compare = batches[0], batches[-1], ttest_rel
+        if len(batches) < 2 or len(first) != len(last):
+            return False
+    means = float(np.mean(first)), float(np.mean(last))
+    if len(first) < 2 or not _is_lowered(means, _PROGRESS):
         return False
-    return _is_surely_lower(batches[0], batches[-1], paired=True)
-
-
-def _some_is_lower(epochs: Sequence[float], share: float) -> bool:
-    """Return whether any epoch has a lower loss than the first: the last may be an outlier."""
-    return any(_is_lower(epochs[0], later, share) for later in epochs[1:])
-
-
-def _is_lower(first: float, last: float, share: float) -> bool:
-    return last < first - share * abs(first)
-
-
-def _is_surely_lower(first: Sequence[float], last: Sequence[float], *, paired: bool) -> bool:
-    """Return whether the mean of losses is lower by a real margin, and beyond their noise."""
-    if len(first) < 2 or not _is_lower(float(np.mean(first)), float(np.mean(last)), _PROGRESS):
-        return False
-    compare = ttest_rel if paired else partial(ttest_ind, equal_var=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # there may be no noise
         return bool(compare(first, last, alternative="greater").pvalue < _P_VALUE)
+
+
+def _is_lowered(losses: Sequence[float], share: float) -> bool:
+    """Return whether any loss is a share below the first: the last may be an outlier."""
+    return any(loss < losses[0] - share * abs(losses[0]) for loss in losses[1:])

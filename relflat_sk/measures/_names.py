@@ -5,13 +5,13 @@ shows it, and the documentation prints it.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any
 
 from sklearn.base import BaseEstimator
 
-from relflat_sk._checks import did_you_mean
+from relflat_sk._checks import check_number, did_you_mean
 from relflat_sk._network.network import Network
 from relflat_sk._random import RandomState
 from relflat_sk.measures._equal_loss import check_share
@@ -117,7 +117,7 @@ def counts_decay(measure: Measure) -> bool:
     if is_of_network(measure):
         return "weight_decay" in own_arguments(measure)
     name = name_of(measure)
-    return not (name in TRACE_LIKE and TRACE_LIKE[name].normalized)
+    return name not in TRACE_LIKE or TRACE_LIKE[name].identity is not None
 
 
 def own_arguments(measure: Measure) -> Set[str]:
@@ -127,34 +127,29 @@ def own_arguments(measure: Measure) -> Set[str]:
     return NETWORK_WIDE[measure].arguments if measure in NETWORK_WIDE else set()
 
 
-def check_at_loss(measures: Sequence[Measure], at_loss: float | None) -> None:
-    """Refuse a bad share of the loss, and measures that do not depend on the loss."""
-    if at_loss is None:
-        return
-    check_share(at_loss)
-    without = [name_of(measure) for measure in measures if not takes_loss(measure)]
-    if without:
-        raise ValueError(
-            f"at_loss={at_loss!r} has no effect on {', '.join(without)}, which does not depend on "
-            "the loss: leave it out, or measure a flatness."
-        )
+# what a measure must be to have an option
+_NEEDS: dict[str, tuple[Callable[[Measure], bool], str]] = {
+    "at_loss": (takes_loss, "depends on the loss"),
+    "weight_decay": (counts_decay, "is a curvature in units of the weights"),
+    "per_sample": (
+        lambda measure: name_of(measure) in TRACE_LIKE,
+        f"is a mean over samples: one of {list(TRACE_LIKE)}",
+    ),
+}
 
 
-def check_together(measures: Sequence[Measure], weight_decay: float, per_sample: bool) -> None:
-    """Refuse what these measures cannot do: decay, and terms of samples."""
-    undecayed = [name_of(measure) for measure in measures if not counts_decay(measure)]
-    if weight_decay and undecayed:
-        raise ValueError(
-            f"weight_decay cannot be counted into {undecayed[0]}, which is no curvature in units "
-            "of the weights; leave one of them out."
-        )
-    names = map(name_of, measures)
-    without = [name for name in names if name not in TRACE_LIKE]
-    if per_sample and without:
-        raise ValueError(
-            f"per_sample=True needs a measure that is a mean over samples, got {without[0]!r}; "
-            f"choose from {list(TRACE_LIKE)}."
-        )
+def check_options(measures: Sequence[Measure], **options: Any) -> None:
+    """Refuse bad values of the options of `_NEEDS`, and those that a measure cannot have."""
+    check_number("weight_decay", options.get("weight_decay", 0.0), positive=False)
+    check_share(options.get("at_loss"))
+    for option, value in options.items():
+        has, kind = _NEEDS[option]
+        without = [name_of(measure) for measure in measures if value and not has(measure)]
+        if without:
+            raise ValueError(
+                f"{option}={value!r} has no effect on {', '.join(without)}: it needs a measure "
+                f"that {kind}. Leave one of them out."
+            )
 
 
 def check_layers(measures: Sequence[Measure], layers: Any) -> None:

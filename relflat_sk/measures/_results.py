@@ -84,6 +84,11 @@ class Summary:
         """Summed loss; nan without labels. To be read after the pass."""
         return self._totals[1]
 
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss; nan without labels."""
+        return self.loss / self.divisor if self.divisor else math.nan
+
     @cached_property
     def _totals(self) -> list[float]:
         if isinstance(self.divisors, Tensor):
@@ -99,18 +104,16 @@ class Passes:
     ----------
     own : Summary
         Totals of the network itself.
-    tempered : Summary or None
-        Totals at the temperature of `at_loss`; None without it, or where the loss is not reached.
+    fitted : Summary or None
+        Totals at the temperature at which the network's logits reach the loss of `at_loss`. None
+        without `at_loss`, where no temperature does, and where it divides squared errors.
     at_loss : float or None
         The share of the best constant's loss that was asked for.
-    divides_logits : bool
-        Whether the temperature divides logits; it divides squared errors otherwise.
     """
 
     own: Summary = field(default_factory=Summary)
-    tempered: Summary | None = None
+    fitted: Summary | None = None
     at_loss: float | None = None
-    divides_logits: bool = True
 
     @property
     def n_samples(self) -> int:
@@ -120,19 +123,12 @@ class Passes:
     @property
     def risk(self) -> float:
         """Mean loss of the network itself on the data; nan without labels."""
-        return self.own.loss / self.own.divisor if self.own.divisor else math.nan
-
-    @property
-    def has_fitted(self) -> bool:
-        """Whether the network reaches the loss of `at_loss` by the temperature of its logits."""
-        return self.tempered is not None and self.divides_logits
+        return self.own.mean_loss
 
     @property
     def compared_risk(self) -> float:
         """Mean loss to compare with a constant's: at equal loss, that of the tempered logits."""
-        if self.tempered is None or not self.divides_logits:
-            return self.risk
-        return self.tempered.loss / self.tempered.divisor
+        return (self.fitted or self.own).mean_loss
 
 
 @dataclass(frozen=True)
@@ -163,11 +159,6 @@ def range_of(network: Network, passes: Passes) -> LossRange:
     The labels are read again, the network is not run.
     """
     return loss_range(network, passes.own.output_shape, passes.own.link)
-
-
-def constant_risk(network: Network, passes: Passes) -> float:
-    """Compute the mean loss of the best constant prediction on a network's data; nan without y."""
-    return range_of(network, passes).constant
 
 
 # the name of a measure, or a function of model, X and y

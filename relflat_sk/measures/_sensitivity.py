@@ -11,7 +11,7 @@ the network is piecewise linear behind the layers, all layers and numbers of bit
 pass, of a random vector for each sample, or of each output.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer, is_integer
-from relflat_sk._losses.curvature import ClosedForm
 from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, layer_map
@@ -30,14 +29,7 @@ from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._network.recording import layer_input
 from relflat_sk._random import RandomState, alone, make_generator
 from relflat_sk.measures._measure_network import explain_non_finite
-from relflat_sk.measures._quantities import (
-    LayerPass,
-    Quantity,
-    Trace,
-    draw_terms,
-    exact_terms,
-    n_passes,
-)
+from relflat_sk.measures._quantities import Key, LayerPass, Quantity, Trace, sample_terms
 from relflat_sk.measures._scan import ForwardPass, scan
 
 
@@ -56,34 +48,25 @@ def round_weight(weight: Tensor, bits: int, per_channel: bool) -> Tensor:
 class Forms(Quantity):
     """Quadratic forms of the Hessian in the weight, of several changes of it."""
 
-    changes: Sequence[Tensor]  # each (d, m)
-    is_sum: bool = False
-    _moves: list[Tensor] = field(default_factory=list)  # of flat layers, for all backward passes
+    changes: Tensor  # (k, d, m)
 
-    def closed_form(self, layer: LayerPass, curvature: ClosedForm) -> Tensor:
-        return torch.cat(list(map(layer.form, self.directions(layer))), dim=1)
+    def exact(self, layer: LayerPass) -> Tensor:
+        return torch.cat([layer.form(layer.apply(change)) for change in self.changes], dim=1)
+
+    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
+        return self.exact(layer)  # without any probe
 
     def gradient(self, layer: LayerPass, pulled: Tensor) -> Tensor:
         pulled = pulled.double()
         if layer.is_flat:
-            if not self._moves:
-                self._moves.extend(one.double() for one in self.directions(layer))
-            along = [(pulled * one).sum(dim=(1, 2)) for one in self._moves]
+            features = layer.features
+            along = [((pulled[:, :, 0] @ one) * features).sum(dim=1) for one in self.changes]
         else:
             along = [(pulled * one).sum(dim=(1, 2)) for one in self.changes]
         return torch.stack(along, dim=1).square()
 
     def n_products(self, layer: LayerPass) -> float:
         return 1  # an exact sum takes the products of one draw
-
-    def directions(self, layer: LayerPass) -> Iterator[Tensor]:
-        yield from map(layer.apply, self.changes)
-
-    def draw(self, layer: LayerPass, generator: torch.Generator) -> Tensor:
-        return torch.cat(list(map(layer.form, self.directions(layer))), dim=1)  # without any probe
-
-    def identity(self, weight: Tensor) -> Tensor:
-        return torch.stack([change.square().sum() for change in self.changes])
 
 
 class _Sums:
@@ -124,47 +107,46 @@ class _Rises:
     per_channel: bool
     n_probes: int | None
     generator: torch.Generator
-    changes: dict[str, list[Tensor]] = field(default_factory=dict)
+    changes: dict[str, Tensor] = field(default_factory=dict)  # (bits, d, m)
     sums: dict[str, _Sums] = field(default_factory=dict)
 
     def add(self, forward: ForwardPass) -> None:
         if forward.target is None:
             raise ValueError("y is needed: the rise of a loss depends on the labels. Pass y.")
-        quantities: dict[tuple[str, str], Quantity] = {}
         for name, layer in forward.layers.items():
             if name not in self.changes:
                 weight = layer.map.weight.double()
-                rounded = (round_weight(weight, one, self.per_channel) for one in self.bits)
-                self.changes[name] = [one - weight for one in rounded]
-                self.sums[name] = _Sums()
-            quantities |= {(name, "forms"): Forms(self.changes[name]), (name, "trace"): Trace()}
-        most = inf if self.n_probes is None else self.n_probes
-        few = {  # whose exact sums take no more passes than probes
-            key: one
-            for key, one in quantities.items()
-            if n_passes(forward.layers[key[0]], one) <= most
-        }
-        many = {key: one for key, one in quantities.items() if key not in few}
-        found = dict(exact_terms(forward.layers, few))
-        for _ in range(self.n_probes or 0):
-            for key, drawn in draw_terms(forward.layers, many, self.generator):
-                term = drawn / most
-                found[key] = found[key] + term if key in found else term
+                rounded = [round_weight(weight, bits, self.per_channel) for bits in self.bits]
+                self.changes[name], self.sums[name] = torch.stack(rounded) - weight, _Sums()
+        terms = self._second_order(forward.layers)
         for name, layer in forward.layers.items():
             changes, slopes = self.changes[name], layer.loss_gradient().double()
-            first = torch.stack(
-                [(slopes * layer.apply(one)).sum(dim=(1, 2)) for one in changes], dim=1
-            )
-            second = found[name, "forms"].double() / 2
-            spread = torch.stack([one.square().mean() for one in changes])
-            by_trace = found[name, "trace"].double() / 2 * spread
+            along = [(slopes * layer.apply(change)).sum(dim=(1, 2)) for change in changes]
+            first, second = torch.stack(along, dim=1), terms[name, "forms"].double() / 2
+            by_trace = terms[name, "trace"].double() / 2 * changes.square().mean(dim=(1, 2))
             rises = torch.stack([first, second, first + second, by_trace], dim=2)
             weighted = forward.row_weights(layer)[:, None, None] * rises
             each = weighted.reshape(len(forward), -1, *rises.shape[1:]).sum(dim=1)
             self.sums[name].add(each, forward.sample_weight * forward.each_divisor)
 
+    def _second_order(self, layers: Mapping[str, LayerPass]) -> dict[Key, Tensor]:
+        """Compute forms of the changes and traces: exactly where that takes as few passes."""
+        quantities: dict[Key, Quantity] = {}
+        for name in layers:
+            quantities |= {(name, "forms"): Forms(self.changes[name]), (name, "trace"): Trace()}
+        most = inf if self.n_probes is None else self.n_probes
+        exact = {
+            key: one for key, one in quantities.items() if one.n_passes(layers[key[0]]) <= most
+        }
+        drawn = {key: one for key, one in quantities.items() if key not in exact}
+        terms = sample_terms(layers, exact)
+        draws = [sample_terms(layers, drawn, self.generator) for _ in range(self.n_probes or 0)]
+        for key in drawn:
+            terms[key] = torch.stack([draw[key] for draw in draws]).mean(dim=0)
+        return terms
 
-def _measure_rises(network: Network, changes: dict[str, list[Tensor]]) -> dict[str, _Sums]:
+
+def _measure_rises(network: Network, changes: dict[str, Tensor]) -> dict[str, _Sums]:
     """Run the network with each change of each layer; its weights are never written to.
 
     To be used within `borrowed`.
@@ -335,26 +317,25 @@ def layer_sensitivity(  # noqa: PLR0913
         seen = _measure_rises(network, rises.changes) if measured else {}
     if not all(torch.isfinite(one.total).all() for one in rises.sums.values()):
         explain_non_finite(["predicted"], network, summary, has_curvature=True)
-    rows = []
+    tables = []
     for name, sums in rises.sums.items():
-        (first, second, both, trace), (_, _, stderr, trace_stderr) = (
-            part.T.tolist() for part in sums.mean(summary.divisor)
-        )
+        means, stderrs = sums.mean(summary.divisor)
+        first, second, predicted, by_trace = means.T.tolist()
         columns = {
-            "layer": [name] * len(numbers),
+            "layer": name,
             "bits": numbers,
-            "predicted": both,
+            "predicted": predicted,
             "first_order": first,
             "second_order": second,
-            "by_trace": trace,
-            "by_trace_stderr": trace_stderr,
-            "stderr": stderr,  # of `predicted`: pandas prints the first and the last columns
+            "by_trace": by_trace,
+            "by_trace_stderr": stderrs[:, 3].tolist(),
+            "stderr": stderrs[:, 2].tolist(),  # of `predicted`: pandas prints the first and last
         }
         if measured:
             value, error = (part[:, 0].tolist() for part in seen[name].mean(summary.divisor))
             columns |= {"measured": value, "measured_stderr": error}
-        rows.append(pd.DataFrame(columns))
-    return pd.concat(rows, ignore_index=True)
+        tables.append(pd.DataFrame(columns))
+    return pd.concat(tables, ignore_index=True)
 
 
 def _check_bits(bits: Any) -> list[int]:

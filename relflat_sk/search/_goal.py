@@ -172,7 +172,7 @@ def record_verdict(
         if ranked.at_loss is None or measured.passes.at_loss is not None
     }
     ended_by = ""
-    if train_loss >= constant_loss and not ranked.has_fitted:
+    if train_loss >= constant_loss and ranked.fitted is None:
         reason = "the training loss is no better than a constant prediction's"
         values = [np.nan] * len(values)
     elif any(
@@ -194,7 +194,7 @@ def record_verdict(
         values = [np.inf if np.isnan(value) else value for value in values]
     else:
         ended_by, reason = find_ending(estimator, goal, train_loss, constant_loss)
-        if reason and ranked.has_fitted and not _has_goal(estimator, goal):
+        if reason and ranked.fitted is not None and not _has_goal(estimator, goal):
             ended_by, reason = EQUAL_LOSS, ""
     failed = [
         f"{name} is nan: {measured.reason}"

@@ -12,7 +12,7 @@ from relflat_sk._models.network_of import DataOptions, open_model
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._measure_network import measure_network
-from relflat_sk.measures._names import check_arguments, check_at_loss, check_layers, find_measures
+from relflat_sk.measures._names import check_arguments, check_layers, check_options, find_measures
 from relflat_sk.measures._results import Measure, Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum
@@ -58,7 +58,7 @@ def _find_way(measure: Measure, scorer: FlatnessScorer) -> Way:
     device = params.pop("device", None)
     check_device(device)
     check_arguments([measure], {key: params[key] for key in params.keys() - _OF_LOSS})
-    check_at_loss([measure], params.get("at_loss"))
+    check_options([measure], at_loss=params.get("at_loss"))
     return Way(layer, batch_size, device, params)
 
 

@@ -2,7 +2,7 @@
 
 from relflat_sk._models.network_of import open_model
 from relflat_sk.measures._measure_network import OF_DATA, measure_opened
-from relflat_sk.measures._results import constant_risk
+from relflat_sk.measures._results import range_of
 
 
 def opened(name, model, X, y=None, *, layer=-1, **params):
@@ -20,4 +20,4 @@ def evaluate(name, model, X, y=None, **params):
 def constant_loss(model, X, y, **of_data):
     """Return the mean loss of the best constant prediction."""
     network, measured = opened("relative_flatness", model, X, y, **of_data)
-    return constant_risk(network, measured.passes)
+    return range_of(network, measured.passes).constant

@@ -166,7 +166,8 @@ def test_probes_average_to_the_exact_value(kind, name, measure_name, n_direction
         if not deflated:  # of the only batch
             with monkeypatch.context() as patch:
                 patch.setattr(_quantities, "rademacher", random.rademacher)
-                deflated.append(trace.deflated(layer, n_directions, generator))
+                patch.setattr(_quantities, "N_DIRECTIONS", n_directions)
+                deflated.append(trace.deflated(layer, generator))
         return draw(deflated[0], layer, generator)
 
     monkeypatch.setattr(_quantities, "rademacher", rademacher)
