@@ -15,12 +15,12 @@ A squared error is, up to constants, the negative logarithm of a normal density 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from relflat_sk._checks import is_number
@@ -58,18 +58,6 @@ def are_no_logarithms(output: Tensor) -> bool:
     return bool(output.logsumexp(dim=1).abs().max() > _NOT_LOGARITHMS)
 
 
-def _explain_criterion(loss: Loss) -> str:
-    """Explain why a criterion's likelihood has no scale; empty if it has one."""
-    if loss.row is not None and loss.row.has_temperature:
-        return ""
-    return (
-        f"equal loss needs a loss at a temperature, and {name_criterion(loss.criterion)} has none. "
-        "CrossEntropyLoss, NLLLoss, BCELoss and BCEWithLogitsLoss have one, which divides the "
-        "logits, and so has MSELoss, which the variance of the residuals divides. Leave at_loss "
-        "out, or pass one of these as criterion"
-    )
-
-
 @dataclass
 class EqualLoss:
     """A network with its loss at a temperature, or the reason why there is none."""
@@ -83,22 +71,23 @@ def at_equal_loss(
     network: Network, layers: Sequence[Layer] | str, share: float, *, checked: bool
 ) -> EqualLoss:
     """Find the temperature at which a network's loss is a share of the best constant's."""
-    problem = _explain_criterion(network.loss)
-    recording = _Recording(network)
+    loss, recording = network.loss, _Recording(network)
     with borrowed(network.module):
-        if problem:
-            return EqualLoss(network, scan(network, layers, checked=checked), problem)
+        if loss.row is None or not loss.row.has_temperature:
+            return EqualLoss(
+                network,
+                scan(network, layers, checked=checked),
+                f"equal loss needs a loss at a temperature, and {name_criterion(loss.criterion)} "
+                "has none. CrossEntropyLoss, NLLLoss, BCELoss and BCEWithLogitsLoss have one, "
+                "which divides the logits, and so has MSELoss, which the variance of the "
+                "residuals divides. Leave at_loss out, or pass one of these as criterion",
+            )
         own = scan(network, layers, recording.add, checked=checked)
         losses = loss_range(network, own.output_shape, own.link, recording.labels)
-        try:
-            temperature = recording.temperature(own, share, losses)
-        except _NotReachedError as error:
-            return EqualLoss(network, own, str(error))
-    return EqualLoss(replace(network, loss=network.loss.at_temperature(temperature)), own)
-
-
-class _NotReachedError(Exception):
-    """The loss is reached at no temperature."""
+        temperature = recording.temperature(own.mean_loss, share, losses)
+    if isinstance(temperature, str):
+        return EqualLoss(network, own, temperature)
+    return EqualLoss(replace(network, loss=loss.at_temperature(temperature)), own)
 
 
 @dataclass(frozen=True)
@@ -136,8 +125,8 @@ class _Recording:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.labels: list[tuple[Tensor, Tensor]] = []
-        self.rows: list[_Rows] = []
-        self.largest = 0.0  # of all logits
+        self._rows: list[_Rows] = []
+        self._largest = 0.0  # of all logits
         self._room = _MOST_STORED
 
     def add(self, forward: ForwardPass) -> None:
@@ -148,16 +137,16 @@ class _Recording:
             return
         logits = self._logits(forward)
         largest = logits.abs().where(logits > _MASKED, 0).amax()
-        self.largest = max(self.largest, float(largest))
-        if self.largest > -_MASKED:
+        self._largest = max(self._largest, float(largest))
+        if self._largest > -_MASKED:
             raise ValueError(
-                f"at_loss needs logits below {-_MASKED:g}, got {self.largest:.3g}. Rescale the "
+                f"at_loss needs logits below {-_MASKED:g}, got {self._largest:.3g}. Rescale the "
                 "last layer: the value does not depend on it."
             )
         self._room -= logits.numel()
         if self._room >= 0:
             known = forward.target, forward.sample_weight, float(forward.divisor)
-            self.rows.append(_Rows(self.network.loss, logits, *known))
+            self._rows.append(_Rows(self.network.loss, logits, *known))
 
     def _logits(self, forward: ForwardPass) -> Tensor:
         """Return the logits, and refuse outputs from which they do not follow."""
@@ -178,28 +167,57 @@ class _Recording:
             )
         return logits
 
-    def temperature(self, own: Summary, share: float, losses: LossRange) -> float:
-        """Find the temperature at which the mean loss is a share of a constant's."""
+    def temperature(self, mean: float, share: float, losses: LossRange) -> float | str:
+        """Find the temperature at which the mean loss is a share of a constant's, or say why not.
+
+        It is nan where a loss is, of which a warning tells.
+        """
         lowest, constant = losses
-        mean = own.loss / own.divisor if own.divisor else math.nan
         if math.isnan(mean) or not math.isfinite(constant):
-            return math.nan  # a warning says why
+            return math.nan
         if constant - lowest <= _ROUNDING * constant:
-            raise _NotReachedError(
+            return (
                 f"the best constant prediction has a loss of {constant:.3g}, of which there is no "
                 "share: all labels are the same"
             )
         target = lowest + share * (constant - lowest)
-        if not self.network.loss.divides_logits:
-            if mean == 0:
-                raise _NotReachedError(
-                    "the mean squared error is 0, so there is no variance of residuals by which "
-                    "it could be divided"
+        if self.network.loss.divides_logits:
+            return self._solve(target, losses)
+        return mean / target or (
+            "the mean squared error is 0, so there is no variance of residuals by which it could "
+            "be divided"
+        )
+
+    def _solve(self, target: float, losses: LossRange) -> float | str:
+        """Find the smallest beta with a mean loss by Newton's iteration, see the module."""
+        before = beta = first = 1e-6 / max(1e-30, self._largest)
+        for _ in range(_MAX_STEPS):
+            loss, slope = self._at(beta)
+            if not math.isfinite(loss):
+                return math.nan
+            if abs(loss - target) <= _ROUNDING * target:
+                break
+            if slope >= 0:
+                return self._why_not_reached(first, before, beta, target, losses)
+            step = (target - loss) / slope
+            if abs(step) <= _ROUNDING * beta:
+                break
+            before, beta = beta, max(beta + step, first)
+            if before == beta:
+                return (
+                    f"the mean loss is below {target:.4g}, the share that at_loss asks for of "
+                    f"the best constant prediction's {losses.constant:.4g}, at every temperature "
+                    f"from {1 / beta:.3g} on"
                 )
-            return mean / target
-        first = 1e-6 / max(1e-30, self.largest)
-        rows = (lambda: self.rows) if self._room >= 0 else self._run
-        return 1 / _Newton(first, target, constant, lowest, rows).solve()
+        return 1 / beta
+
+    def _at(self, beta: float) -> tuple[float, float]:
+        """Compute the mean loss of the logits times beta, and its slope in beta."""
+        sums = np.zeros(3)
+        for some in self._rows if self._room >= 0 else self._run():
+            sums += (*some.at(beta), some.divisor)
+        total, slope, divisor = sums.tolist()
+        return total / divisor, slope / divisor
 
     def _run(self) -> Iterator[_Rows]:
         """Run the network again, where its logits do not fit."""
@@ -209,66 +227,23 @@ class _Recording:
                 divisor = float(one.weight @ one.divisors())
                 yield _Rows(one.loss, logits, one.target, one.weight, divisor)
 
-
-@dataclass(frozen=True)
-class _Newton:
-    """Newton's iteration for the smallest beta with a given mean loss, see the module."""
-
-    first: float
-    target: float
-    constant: float
-    lowest: float  # the loss that no prediction is below
-    rows: Callable[[], Iterable[_Rows]]
-
-    def solve(self) -> float:
-        """Find the smallest beta; nan if a loss is not finite."""
-        before = beta = self.first
-        for _ in range(_MAX_STEPS):
-            loss, slope = self.at(beta)
-            if not math.isfinite(loss):
-                return math.nan
-            if abs(loss - self.target) <= _ROUNDING * self.target:
-                break
-            if slope >= 0:
-                raise self._not_reached(before, beta)
-            step = (self.target - loss) / slope
-            if abs(step) <= _ROUNDING * beta:
-                break
-            before, beta = beta, max(beta + step, self.first)
-            if before == beta:
-                raise _NotReachedError(
-                    f"the mean loss is below {self.target:.4g}, the share that at_loss asks for of "
-                    f"the best constant prediction's {self.constant:.4g}, at every temperature "
-                    f"from {1 / beta:.3g} on"
-                )
-        return beta
-
-    def at(self, beta: float) -> tuple[float, float]:
-        """Compute the mean loss of the logits times beta, and its slope in beta."""
-        sums = np.zeros(3)
-        for some in self.rows():
-            sums += (*some.at(beta), some.divisor)
-        total, slope, divisor = sums.tolist()
-        return total / divisor, slope / divisor
-
-    def _not_reached(self, low: float, high: float) -> _NotReachedError:
-        """Say which loss is the lowest, between a falling and a rising one."""
-
-        def slope(log_beta: float) -> float:
-            return self.at(math.exp(log_beta))[1]
-
-        beta = high
-        if low < high and slope(math.log(low)) < 0 < slope(math.log(high)):
-            beta = math.exp(brentq(slope, math.log(low), math.log(high), rtol=1e-3))
-        loss = self.at(beta)[0]
-        where = "at a temperature of" if beta > self.first else "at any temperature above"
-        above, most = self.constant - self.lowest, f"{self.constant:.4g}"
-        if self.lowest:
-            most += f" above the {self.lowest:.4g} that smoothed labels permit"
-        return _NotReachedError(
+    def _why_not_reached(
+        self, first: float, low: float, beta: float, target: float, losses: LossRange
+    ) -> str:
+        """Say which loss is the lowest, between a falling one, if there is any, and another."""
+        if low < beta:
+            logs = math.log(low), math.log(beta)
+            options = {"bounds": logs, "method": "bounded", "options": {"xatol": 1e-3}}
+            beta = math.exp(minimize_scalar(lambda x: self._at(math.exp(x))[0], **options).x)
+        loss, lowest = self._at(beta)[0], losses.lowest
+        where = "at a temperature of" if beta > first else "at any temperature above"
+        above, most = losses.constant - lowest, f"{losses.constant:.4g}"
+        if lowest:
+            most += f" above the {lowest:.4g} that smoothed labels permit"
+        return (
             f"the lowest mean loss that the network reaches is {loss:.4g}, {where} "
-            f"{1 / beta:.3g}, which is {(loss - self.lowest) / above:.3g} of the best constant "
-            f"prediction's {most}, more than the {(self.target - self.lowest) / above:.3g} "
+            f"{1 / beta:.3g}, which is {(loss - lowest) / above:.3g} of the best constant "
+            f"prediction's {most}, more than the {(target - lowest) / above:.3g} "
             "that at_loss asks for. So it has not fitted these data: train it longer, measure it "
             "on its training data, or compare at a larger share"
         )

@@ -178,9 +178,10 @@ def loss_gradient(
 # -- random noise ------------------------------------------------------------------------------
 
 
-def check_draws(n_draws: int) -> None:
-    """Refuse a number of draws that leaves no standard error."""
+def _seeds(random_state: RandomState, n_draws: int) -> list[int]:
+    """Draw a seed for each draw, of which one alone has no standard error."""
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
+    return draw_seeds(random_state, n_draws)
 
 
 def draw_noise(weights: Tensor, seed: int) -> Tensor:
@@ -276,9 +277,7 @@ def _flatness(
 ) -> Measured:
     """Search for the sigma at which the risk has risen by the target, from a start on."""
     check_number("target", target)
-    check_draws(n_draws)
-    risk_of = _find_risk(network, risk)
-    seeds = draw_seeds(random_state, n_draws)
+    risk_of, seeds = _find_risk(network, risk), _seeds(random_state, n_draws)
     before = risk_of(network)
     if not math.isfinite(before):
         return Measured.without_value()
@@ -485,8 +484,7 @@ def sharpness_curve(
 
     The column `kl` is the divergence of N(w, deviation^2) from N(0, deviation^2), in nats.
     """
-    check_draws(n_draws)
-    seeds = draw_seeds(random_state, n_draws)
+    seeds = _seeds(random_state, n_draws)
     weights, loss = weights_of(network), mean_loss(network)
     rows = []
     for alpha in alphas:
@@ -516,8 +514,7 @@ def expected_sharpness(
 def _mean_rise(
     network: Network, deviation: Tensor, n_draws: int, random_state: RandomState
 ) -> Measured:
-    check_draws(n_draws)
-    seeds = draw_seeds(random_state, n_draws)
+    seeds = _seeds(random_state, n_draws)
     return estimate_mean(noisy_risks(network, deviation, seeds) - mean_loss(network))
 
 
@@ -546,7 +543,6 @@ def adaptive_sharpness(
 ) -> Measured:
     """Measure how much the loss rises when each weight moves by a share of itself."""
     check_number("rho", rho)
-    check_draws(n_draws)
     if kind not in {"worst", "average"}:
         raise ValueError(f"kind must be 'worst' or 'average', got {kind!r}.")
     if normalize_logits and network.loss.temperature != 1:
