@@ -22,9 +22,9 @@ from relflat_sk.measures._measure_network import (
 )
 from relflat_sk.measures._minimum import warn_of_vanished
 from relflat_sk.measures._names import (
+    SAME,
     check_layers,
     counts_decay,
-    describe_invariance,
     find_measure,
     find_measures,
     get_measure_names,
@@ -96,10 +96,10 @@ def flatness_report(  # noqa: PLR0913
     LayerNotFoundError
         If there is no such layer.
     TypeError
-        If an argument is of the wrong type.
+        If an argument is of the wrong type, or `measures` is empty.
     ValueError
-        If a name is not that of a measure, `measures` or `layers` is empty, or layers are chosen
-        for measures of the whole network only.
+        If a name is not that of a measure, `layers` is empty, or layers are chosen for measures of
+        the whole network only.
 
     Warns
     -----
@@ -150,8 +150,8 @@ def flatness_report(  # noqa: PLR0913
     report = pd.DataFrame(
         [
             (name, layer, order.index(layer) if layer else None, measured.method,
-             describe_invariance(name), measured.passes.n_samples, measured.value,
-             measured.stderr)
+             ", ".join(SAME.get(name, ["unknown"])) or "none", measured.passes.n_samples,
+             measured.value, measured.stderr)
             for layer in dict.fromkeys(layer for layer, _ in results)
             for name in columns
             if (measured := results.get((layer, name))) is not None

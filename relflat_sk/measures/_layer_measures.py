@@ -325,11 +325,9 @@ class TraceMeasures:
             return 0.0
         if allowed == 0:
             return math.inf
-        return one.n_probes * (stderr / allowed) ** 2 * self._n_terms(summary)
-
-    def _n_terms(self, summary: Summary) -> int:
-        """Return how many times the variance of the mean that of an independent term is."""
-        return summary.n_samples if self.per_sample else 1
+        # independent terms have standard errors sqrt(n) times as large as their mean
+        n_terms = summary.n_samples if self.per_sample else 1
+        return n_terms * one.n_probes * (stderr / allowed) ** 2
 
     def _finish(self, key: Key, summary: Summary, *, each: bool = False) -> tuple[Tensor, Tensor]:
         """Compute a measure and its standard error: (1, k), or (n, k) of each sample."""
@@ -364,9 +362,10 @@ class TraceMeasures:
         if needed <= one.n_probes:
             return
         what, kind = f"{key[1]} at layer {key[0]!r}", "deflated " * one.deflated
-        reached = f"{stderr * math.sqrt(self._n_terms(summary)):.3g}"
+        reached = f"{stderr:.3g}"
         if self.per_sample:
-            what, reached = f"the terms of {what}", f"typically {reached}"
+            what = f"the terms of {what}"
+            reached = f"typically {stderr * math.sqrt(summary.n_samples):.3g}"
         more = f" They take about {needed:.2g} probes." if math.isfinite(needed) else ""
         warn(
             f"max_passes={precision.max_passes} ended the estimate of {what} after "

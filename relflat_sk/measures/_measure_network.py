@@ -23,11 +23,11 @@ from relflat_sk.measures._names import (
     ALWAYS,
     CURVATURES,
     NETWORK_WIDE,
+    SHARES,
     check_arguments,
     check_layers,
     check_options,
     is_of_network,
-    loss_share,
     own_arguments,
 )
 from relflat_sk.measures._results import (
@@ -78,7 +78,7 @@ def measure_network(
     check_options(measures, at_loss=at_loss, **options)
     params |= options
     results: Results = {}
-    shares = [loss_share(measure, at_loss) for measure in measures]
+    shares = [SHARES.get(name_of(one)) if at_loss is None else at_loss for one in measures]
     for share in dict.fromkeys(shares):
         alike = [measure for measure, at in zip(measures, shares, strict=True) if at == share]
         results |= _measure_at_loss(network, alike, layers, share, tolerates, params)

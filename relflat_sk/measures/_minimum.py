@@ -233,17 +233,11 @@ def criterion_has_curvature(network: Network) -> bool:
     """
     with borrowed(network.module):
         # by its formula, also where outputs are too large to show it in float32
-        curved = network.loss.is_curved and not _takes_logits_as_logarithms(network)
+        curved = network.loss.is_curved
+        if curved and type(network.loss.criterion) is nn.NLLLoss:  # linear in what it takes
+            with torch.no_grad():
+                curved = not are_no_logarithms(network(next(iter(network.batches())).x))
         return curved or any(_is_curved(network, batch) for batch in network.batches())
-
-
-def _takes_logits_as_logarithms(network: Network) -> bool:
-    """Return whether `NLLLoss`, which is linear, receives outputs that are no log-probabilities."""
-    if type(network.loss.criterion) is not nn.NLLLoss:
-        return False
-    with torch.no_grad():
-        output = network(next(iter(network.batches())).x)
-    return are_no_logarithms(output)
 
 
 def _is_curved(network: Network, batch: Batch) -> bool:
@@ -356,8 +350,7 @@ def _history_shows_progress(net: NeuralNet) -> bool:
         first, last, compare = batches[0], batches[-1], ttest_rel
         if len(batches) < 2 or len(first) != len(last):
             return False
-    means = float(np.mean(first)), float(np.mean(last))
-    if len(first) < 2 or not _is_lowered(means, _PROGRESS):
+    if len(first) < 2 or not _is_lowered([sum(first), sum(last)], _PROGRESS):  # as many losses
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # there may be no noise

@@ -68,7 +68,7 @@ ALWAYS = _OF_LAYERS | _SEED | {"weight_decay"}
 # measures that are zero where the loss has no curvature
 CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
 # measures that are taken at equal loss always, and the share of the best constant's loss
-_SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
+SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
 
 
 def find_measure(measure: Measure) -> Measure:
@@ -94,11 +94,6 @@ def find_measure(measure: Measure) -> Measure:
             f"{name!r} is a measure or a column of relflat_sk: give {measure!r} another name."
         )
     return measure
-
-
-def loss_share(measure: Measure, at_loss: float | None) -> float | None:
-    """Return the share of the best constant's loss at which a measure is taken, if at any."""
-    return _SHARES.get(name_of(measure)) if at_loss is None else at_loss
 
 
 def takes_loss(measure: Measure) -> bool:
@@ -175,11 +170,6 @@ def check_arguments(measures: Sequence[Measure], params: Mapping[str, Any]) -> N
             )
 
 
-def describe_invariance(measure: str) -> str:
-    """List the changes of weights under which a measure is invariant, for a cell of a report."""
-    return (", ".join(SAME[measure]) or "none") if measure in SAME else "unknown"
-
-
 def get_measure_names() -> list[str]:
     """List the names that `measure` and `flatness_report` take.
 
@@ -207,21 +197,15 @@ def find_measures(measures: Any) -> dict[str, Measure]:
     A measure is what `measure_network` takes: a name of this library, or the user's function
     itself. Columns, records of trials and results of `measure_network` have the name only.
     """
-    if callable(measures):
-        measures = [measures]
-    if not isinstance(measures, Iterable):
+    alone = isinstance(measures, str) or callable(measures)
+    listed = [measures] if alone else list(measures) if isinstance(measures, Iterable) else []
+    if not listed:
         raise TypeError(
-            "measures must be a name or a list of names, as listed by get_measure_names(), got "
-            f"{measures!r} of type {type(measures).__name__}."
-        )
-    given = [measures] if isinstance(measures, str) else list(measures)
-    if not given:
-        raise ValueError(
-            f"measures must name at least one measure, got {measures!r}. Pass names of "
-            "get_measure_names(), or leave it out for the default."
+            f"measures must be a name, a function of model, X and y, or a list of these, got "
+            f"{measures!r}. The names are those of get_measure_names()."
         )
     columns: dict[str, Measure] = {}
-    for measure in given:
+    for measure in listed:
         checked = find_measure(measure)
         name = column_of(measure)  # refuses a function without a name
         if columns.setdefault(name, checked) != checked:

@@ -114,8 +114,6 @@ def measure_by_function(function: Callable[..., Any], network: Network, **params
             f"the measure {name!r} must return a number, or a pair of a number and its "
             f"standard error, got {result!r} of type {type(result).__name__}."
         ) from None
-    if stderr < 0:
-        raise ValueError(f"the measure {name!r} returned a standard error of {stderr}.")
     return Measured(value, stderr, "function")
 
 

@@ -14,8 +14,11 @@ from torch.nn import functional as F
 
 from relflat_sk import flatness_report
 from relflat_sk._losses.loss import Loss
+from relflat_sk._models.network_of import open_model
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
+from relflat_sk.measures._measure_network import OF_DATA, measure_opened
+from relflat_sk.measures._results import range_of
 from tests import cases, oracles
 from tests.cases import Net
 from tests.hugging_face import GPT2, Conv1D, GPT2LMHeadModel, conv1d
@@ -124,6 +127,24 @@ def dense(net, name, X, y, criterion=CE):
 def network(net, criterion, X, y=None, **options):
     """The network on its data, which functions of one measure take."""
     return Network(net, Loss(criterion), make_batches(X, y, **options))
+
+
+def opened(name, model, X, y=None, *, layer=-1, **params):
+    """Return the handle of a model, and what a measure finds."""
+    of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}
+    network = open_model(model, X, y, **of_data, in_order=params.get("per_sample", False))
+    return network, measure_opened(network, name, layer=layer, **params)
+
+
+def evaluate(name, model, X, y=None, **params):
+    """Return what a measure finds."""
+    return opened(name, model, X, y, **params)[1]
+
+
+def constant_loss(model, X, y, **of_data):
+    """Return the mean loss of the best constant prediction."""
+    network, measured = opened("relative_flatness", model, X, y, **of_data)
+    return range_of(network, measured.passes).constant
 
 
 def count_runs(net, call):

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from tests import oracles
-from tests.measures.evaluate import constant_loss, evaluate
-from tests.measures.nets import best_constant, count_runs, measure_all
+from tests.measures.nets import best_constant, constant_loss, count_runs, evaluate, measure_all
 
 RNG = torch.Generator().manual_seed(0)
 X = torch.randn(30, 4, generator=RNG, dtype=torch.float64)

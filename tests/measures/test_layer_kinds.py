@@ -19,7 +19,6 @@ from relflat_sk.measures._names import NETWORK_WIDE
 from tests import oracles
 from tests.cases import published_penalty
 from tests.hugging_face import LoraLayer, conv1d
-from tests.measures.evaluate import evaluate
 from tests.measures.nets import (
     CE,
     HEADS_OF_CLASSES,
@@ -29,6 +28,7 @@ from tests.measures.nets import (
     allowed,
     count_runs,
     dense,
+    evaluate,
     make,
     measure_all,
     network,

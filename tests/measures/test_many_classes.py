@@ -7,8 +7,7 @@ from torch import nn
 from relflat_sk import measure
 from relflat_sk._network.network import mean_loss
 from tests.losses.test_many_classes import class_by_class
-from tests.measures.evaluate import evaluate, opened
-from tests.measures.nets import CE
+from tests.measures.nets import CE, evaluate, opened
 from tests.rounding import FLOAT32
 
 TRACES = [

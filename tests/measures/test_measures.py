@@ -12,8 +12,7 @@ from relflat_sk import RelativeFlatnessPenalty, relative_flatness
 from relflat_sk.measures._quantities import LayerPass
 from tests import oracles
 from tests.cases import CASES
-from tests.measures.evaluate import constant_loss, evaluate
-from tests.measures.nets import CE, best_constant
+from tests.measures.nets import CE, best_constant, constant_loss, evaluate
 from tests.penalty.every_draw import evaluate as penalty_of
 
 pytestmark = [

@@ -17,8 +17,7 @@ from relflat_sk._network.folding import fold_layers
 from relflat_sk.measures._norms import NORM_MEASURES, operator_norm
 from relflat_sk.measures._predictions import sample_margins
 from tests.cases import Net
-from tests.measures.evaluate import evaluate
-from tests.measures.nets import network
+from tests.measures.nets import evaluate, network
 from tests.measures.test_every_measure import chain
 from tests.network.test_folding import used
 

@@ -30,7 +30,7 @@ from relflat_sk import (
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._measure_network import measure_network, measure_opened
 from relflat_sk.measures._user_function import TAKEN
-from tests.measures.evaluate import evaluate
+from tests.measures.nets import evaluate
 from tests.network.test_network import prepared, same, state_of
 
 X, Y = load_iris(return_X_y=True)

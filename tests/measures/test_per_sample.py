@@ -17,8 +17,7 @@ from torch.utils.data import (
 from relflat_sk import MLP, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._layer_measures import TRACE_LIKE
-from tests.measures.evaluate import evaluate
-from tests.measures.nets import CE, PROBLEMS, make, reached
+from tests.measures.nets import CE, PROBLEMS, evaluate, make, reached
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")

@@ -191,8 +191,8 @@ REFUSED = [
     (named("hessian_trace", aggregate="mean"), V, "aggregate must be 'max', 'sum' or None, got"),
     (lambda: measure(LOGISTIC, "relative_flatness", *IRIS), V, "no measure LogisticRegression"),
     # reports
-    (report(measures=[]), V, r"measures must name at least one measure, got \[\]"),
-    (report(measures=1), T, "measures must be a name or a list of names, .* of type int"),
+    (report(measures=[]), T, r"measures must be a name, .* got \[\]"),
+    (report(measures=1), T, "measures must be a name, .* got 1"),
     (report(measures=[["l2_norm"]]), V, r"there is no measure \['l2_norm'\]"),
     (report(weight_decay=-1), V, "weight_decay must be a finite number of at least 0, got -1"),
     (
@@ -270,7 +270,6 @@ REFUSED = [
         (on_iris(returns(value)), T, "the measure 'own' must return a number, or a pair")
         for value in ("3", None, [1.0, 2.0], (1.0, 2.0, 3.0), 1j, np.ones(2))
     ],
-    (on_iris(returns((1.0, -1.0))), V, r"the measure 'own' returned a standard error of -1"),
     (
         lambda: flatness_report(LOGISTIC, *IRIS, measures=[returns(1.0), returns(2.0)]), V,
         "two measures have the name 'own', which is that of one column",

@@ -16,8 +16,7 @@ from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._names import NETWORK_WIDE, SAME
 from relflat_sk.measures._results import REPARAMETERIZATIONS
 from tests import oracles
-from tests.measures.evaluate import evaluate
-from tests.measures.nets import CE, dense, make, reached
+from tests.measures.nets import CE, dense, evaluate, make, reached
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")

@@ -14,7 +14,7 @@ import sklearn
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone
-from sklearn.datasets import load_digits, load_iris, make_classification
+from sklearn.datasets import load_iris, make_classification
 from sklearn.exceptions import NotFittedError, UnsetMetadataPassedError
 from sklearn.inspection import permutation_importance
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -37,7 +37,7 @@ from relflat_sk import (
 )
 from relflat_sk.measures._minimum import ConstantComparison, made_progress
 from relflat_sk.measures._scorer import FlatnessScorer
-from tests.measures.evaluate import constant_loss, evaluate
+from tests.measures.nets import constant_loss, evaluate
 from tests.rounding import FLOAT32
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -96,12 +96,21 @@ def test_score_is_minus_the_flatness(name):
     make, y = MODELS[name]
     model = make().fit(X, y)
     score = SCORER(model, X[::2], y[::2])
-    assert isinstance(score, float)
-    assert score == -relative_flatness(model, X[::2], y[::2])
-    assert score < 0
+    assert score == -relative_flatness(model, X[::2], y[::2]) < 0
     of_first = FlatnessScorer("hessian_trace", layer=0, measure_params={"rtol": 1e-3})(model, X, y)
     expected = measure("hessian_trace", model, X, y, layer=0, rtol=1e-3)
     assert of_first == pytest.approx(-expected, rel=0.01)
+    for data in ("given", "train"):
+        with pytest.raises(NotFittedError):
+            FlatnessScorer(data=data)(clone(model), X, y)
+
+
+def test_without_labels_the_check_is_left_out_with_a_warning():
+    model = net().fit(X, Y)
+    with pytest.warns(FlatnessWarning, match="without y, the scorer cannot check .* the Neural"):
+        score = SCORER(model, X)
+    assert score == -relative_flatness(model, X)
+    assert FlatnessScorer(non_minimum="accept")(model, X) == score
 
 
 # -- scikit-learn's tools -------------------------------------------------------------------
@@ -127,31 +136,27 @@ def test_a_measure_is_no_scorer(function):
         make_scorer(function)(model, X, Y)
 
 
-def test_a_measure_is_called_by_users_through_joblib_partials_and_wrappers():
+def test_a_measure_is_called_by_users_through_joblib_and_wrappers():
     model = LogisticRegression(max_iter=500).fit(X, Y)
     expected = relative_flatness(model, X, Y)
-    assert partial(measure, "relative_flatness")(model, X, Y) == expected
     assert Parallel(n_jobs=1)([delayed(relative_flatness)(model, X, Y)]) == [expected]
-    found = cross_validate(
-        model, X, Y, scoring=lambda *fold: -relative_flatness(*fold), error_score="raise"
-    )
-    scored = cross_validate(model, X, Y, scoring=SCORER, error_score="raise")
-    assert_array_equal(found["test_score"], scored["test_score"])
+    scorers = {"own": lambda *fold: -relative_flatness(*fold), "ours": SCORER}
+    found = cross_validate(model, X, Y, scoring=scorers, error_score="raise")
+    assert_array_equal(found["test_own"], found["test_ours"])
 
 
-def test_scores_of_folds_are_those_of_their_samples_also_in_workers_and_data_frames():
+def test_scores_of_folds_are_those_of_their_samples_also_in_data_frames():
     model = make_pipeline(FunctionTransformer(), LogisticRegression(max_iter=500))
     frame, labels = pd.DataFrame(X, columns=list("abcd")), pd.Series(NAMES, dtype="category")
     scoring = {"flat": SCORER, "accuracy": "accuracy"}
-    (one, parts), (workers, _), (frames, _) = (
-        folds(model, scoring, data, y, n_jobs=n_jobs, return_train_score=True)
-        for data, y, n_jobs in ((X, NAMES, None), (X, NAMES, 2), (frame, labels, None))
+    (one, parts), (frames, _) = (
+        folds(model, scoring, *data, return_train_score=True)
+        for data in ((X, NAMES), (frame, labels))
     )
     for at, name in ((1, "train_flat"), (2, "test_flat")):
-        for part, score in zip(parts, one[name], strict=True):
-            assert score == -relative_flatness(part[0], X[part[at]], NAMES[part[at]])
-        for other in (workers, frames):
-            assert_allclose(other[name], one[name], rtol=FLOAT32)
+        expected = [-relative_flatness(part[0], X[part[at]], NAMES[part[at]]) for part in parts]
+        assert_array_equal(one[name], expected)
+        assert_allclose(frames[name], expected, rtol=FLOAT32)
 
 
 # -- metadata routing -----------------------------------------------------------------------
@@ -203,6 +208,15 @@ def test_routing_refuses_weights_without_a_request(make, several):
     # before version 1.7, scikit-learn answers with an error of its own about the estimator
     errors = f"{caught.value} {caught.value.__context__}"
     assert "FlatnessScorer.score" in errors
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
+def test_weights_without_routing(several):
+    scoring = {"flat": SCORER, "accuracy": "accuracy"} if several else SCORER
+    options = {"scoring": scoring, "refit": "flat" if several else True, "error_score": "raise"}
+    search = GridSearchCV(LogisticRegression(max_iter=500), {"C": [1.0]}, cv=3, **options)
+    search.fit(X, NAMES, sample_weight=WEIGHTS)
+    assert search.score(X, NAMES) == -relative_flatness(search.best_estimator_, X, NAMES)
 
 
 # -- the check of the minimum ---------------------------------------------------------------
@@ -266,34 +280,24 @@ def test_a_converged_model_that_predicts_other_data_badly_is_at_a_minimum():
         assert math.isnan(SCORER(model, inputs[40:], labels[40:]))
 
 
-@pytest.mark.filterwarnings("ignore:the network of:relflat_sk.FlatnessWarning")
 @pytest.mark.filterwarnings("ignore:relative_flatness is:relflat_sk.FlatnessWarning")
 @pytest.mark.filterwarnings("ignore:One or more of the test scores:UserWarning")
 @pytest.mark.parametrize("filters", ["default", "always"])
 def test_a_search_warns_of_the_first_model_without_a_score(filters):
-    # scikit-learn's own warning lists the scores, so that one for each candidate and fold is noise
+    scorer, grid = FlatnessScorer(), {"lr": [0.01, 0.02]}
     folds = [(np.arange(len(Y)), np.arange(len(Y)))] * 3
-    net = RelativeFlatnessRegularizedClassifier(Dead, max_epochs=2, verbose=0)
-    scorer = FlatnessScorer()
     search = GridSearchCV(
-        net,
-        {"lr": [0.01, 0.02], "random_state": [0]},
-        scoring={"accuracy": "accuracy", "flatness": scorer},
-        refit=False,
-        cv=folds,
+        net(module=Dead, max_epochs=1), grid, scoring=scorer, refit=False, cv=folds
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter(filters)
         search.fit(X, Y)
-    texts = [str(warning.message) for warning in caught]
-    assert any(re.search(r"Classifier\(.*lr=0.02.* is perfectly flat", text) for text in texts)
-    of_scorer = [warning for warning in caught if "not at a minimum" in str(warning.message)]
-    assert len(of_scorer) == 1
-    assert re.search(r"Classifier\(.*lr=0.01.*\) is not at a minimum", str(of_scorer[0].message))
-    assert of_scorer[0].filename == __file__
+    (found,) = [one for one in caught if "not at a minimum" in str(one.message)]
+    assert re.search(r"Classifier\((.|\n)*lr=0.01", str(found.message))
+    assert found.filename == __file__
     with pytest.warns(FlatnessWarning, match="not at a minimum"):  # at another line
         search.fit(X, Y)
-    model = net.fit(X, Y)
+    model = search.estimator.fit(X, Y)
     for _ in range(2):  # called by the user
         with pytest.warns(FlatnessWarning, match="not at a minimum"):
             assert math.isnan(pickle.loads(pickle.dumps(scorer))(model, X, Y))
@@ -338,14 +342,6 @@ def test_what_is_no_better_than_a_constant_has_no_score(case):
         assert math.isnan(SCORER(*make()))
 
 
-def test_trained_weights_without_a_history_are_scored():
-    trained = net(max_epochs=15).fit(X, Y)
-    loaded = net().initialize()
-    loaded.module_.load_state_dict(trained.module_.state_dict())
-    assert not loaded.history
-    assert SCORER(loaded, X, Y) == SCORER(trained, X, Y)
-
-
 def history(*epochs, shuffle=True):
     """Make a net with lucky initial weights and a history of these batch losses."""
     model = net(module=Lucky, max_epochs=0)
@@ -385,7 +381,12 @@ def test_progress_is_more_than_rounding_noise_and_order(epochs, shuffle, progres
             assert math.isnan(SCORER(model, X, Y))
 
 
-def test_the_loss_curve_of_a_scikit_learn_network_is_evidence():
+def test_weights_that_were_loaded_and_the_loss_curve_of_scikit_learn_are_evidence():
+    trained = net(max_epochs=15).fit(X, Y)
+    loaded = net().initialize()
+    loaded.module_.load_state_dict(trained.module_.state_dict())
+    assert not loaded.history
+    assert SCORER(loaded, X, Y) == SCORER(trained, X, Y)
     trained = MLPClassifier((8,), max_iter=120, random_state=0).fit(X, Y)
     found = evaluate("relative_flatness", trained, X, Y)
     assert found.passes.risk > 0.5 * constant_loss(trained, X, Y)
@@ -422,55 +423,6 @@ def test_accuracy_above_chance_is_enough_for_a_trained_net(criterion):
         assert math.isnan(SCORER(model, X, guess))
 
 
-# -- random initialisations -----------------------------------------------------------------
-
-
-class Regularized(nn.Sequential):
-    """A network with batch norm or dropout."""
-
-    def __init__(self, n_features, n_outputs, kind="batch norm"):
-        hidden = {"batch norm": [nn.BatchNorm1d(32), nn.ReLU()], "dropout": [nn.Dropout(0.5)]}[kind]
-        super().__init__(nn.Linear(n_features, 32), *hidden, nn.Linear(32, n_outputs))
-
-
-ARCHITECTURES = [
-    {"module__hidden_layer_sizes": (32,)},
-    {"module__hidden_layer_sizes": (32, 32), "module__activation": "tanh"},
-    {"module": Regularized, "module__kind": "batch norm"},
-    {"module": Regularized, "module__kind": "dropout"},
-]
-DATA_SETS = {"iris": load_iris, "digits": load_digits}
-
-
-@pytest.mark.filterwarnings("ignore:.* is not at a minimum:relflat_sk.FlatnessWarning")
-@pytest.mark.parametrize("epochs", [0, 3])
-@pytest.mark.parametrize("data_set", DATA_SETS)
-def test_no_random_initialisation_passes(data_set, epochs):
-    inputs, labels = DATA_SETS[data_set](return_X_y=True)
-    inputs, labels = scale(inputs)[:400].astype(np.float32), labels[:400]
-    passed = []
-    for seed in range(len(ARCHITECTURES)):
-        parameters = {"lr": 1e-9, "max_epochs": epochs, "verbose": 0, "flatness_weight": 0.0}
-        model = RelativeFlatnessRegularizedClassifier(
-            **parameters, **ARCHITECTURES[seed], random_state=seed
-        ).fit(inputs, labels)
-        for data in ("given", "train"):
-            if math.isfinite(FlatnessScorer(data=data)(model, inputs, labels)):
-                passed.append((seed, data))
-    assert not passed
-
-
-@pytest.mark.parametrize("non_minimum", ["reject", "warn"])
-def test_without_labels_the_check_is_left_out_with_a_warning(non_minimum):
-    model = net().fit(X, Y)
-    with pytest.warns(
-        FlatnessWarning, match="without y, the scorer cannot check whether the Neural"
-    ):
-        score = FlatnessScorer(non_minimum=non_minimum)(model, X)
-    assert score == -relative_flatness(model, X)
-    assert FlatnessScorer(non_minimum="accept")(model, X) == score
-
-
 # -- the value recorded in training ---------------------------------------------------------
 
 
@@ -492,20 +444,22 @@ def test_recorded_value_is_that_of_the_training_data(measure_, parameters):
         assert_allclose(score, -expected, rtol=FLOAT32)
 
 
-def test_what_was_recorded_in_training_decides_and_not_the_fold():
-    model = flat_net().fit(X, NAMES)
-    wrong = np.roll(NAMES, 60)
+def test_the_record_of_the_training_decides_then_its_history_and_then_the_fold():
+    model, scorer, wrong = (
+        flat_net().fit(X, NAMES),
+        FlatnessScorer(data="train"),
+        np.roll(NAMES, 60),
+    )
     assert math.isfinite(SCORER(model, X, wrong))
-    assert FlatnessScorer(data="train")(model, X, wrong) == -model.relative_flatness_
-    model._record = replace(model._record, comparison=ConstantComparison(2.0, 1.0, None))
+    assert scorer(model, X, wrong) == -model.relative_flatness_
+
+    def compare(loss, constant):
+        model._record = replace(model._record, comparison=ConstantComparison(loss, constant))
+
+    compare(2.0, 1.0)
     with pytest.warns(FlatnessWarning, match="mean loss of 2 is no better than .*, 1. With"):
-        assert math.isnan(FlatnessScorer(data="train")(model, X, NAMES))
-
-
-def test_without_a_record_of_the_training_data_the_history_decides_and_then_the_fold():
-    model = flat_net().fit(X, NAMES)
-    model._record = replace(model._record, comparison=ConstantComparison(math.nan, math.nan))
-    scorer, wrong = FlatnessScorer(data="train"), np.roll(NAMES, 60)
+        assert math.isnan(scorer(model, X, NAMES))
+    compare(math.nan, math.nan)
     assert scorer(model, X, wrong) == -model.relative_flatness_
     model.history.clear()
     assert scorer(model, X, NAMES) == -model.relative_flatness_
@@ -570,49 +524,14 @@ NOT_RECORDED = [
 
 @pytest.mark.parametrize(("model", "scorer", "message"), NOT_RECORDED)
 def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
+    model = model.set_params(max_epochs=1).fit(X, Y)
     with pytest.raises(ValueError, match=message):
-        FlatnessScorer(data="train", **scorer)(model.set_params(max_epochs=1).fit(X, Y), X, Y)
-
-
-# -- refusals -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("data", ["given", "train"])
-@pytest.mark.parametrize("model", [LogisticRegression(), net(), flat_net()])
-def test_refuses_unfitted_estimators(model, data):
-    with pytest.raises(NotFittedError):
-        FlatnessScorer(data=data)(clone(model), X, Y)
-
-
-@pytest.mark.parametrize("refit", [True, "flat", "accuracy"])
-def test_grid_searches_rank_by_the_score(refit):
-    scoring = SCORER if refit is True else {"flat": SCORER, "accuracy": "accuracy"}
-    name, rank = ("score", "score") if refit is True else ("flat", refit)
-    model = make_pipeline(StandardScaler(), net())
-    grid = {"neuralnetclassifier__batch_size": [16, 64]}
-    search = GridSearchCV(model, grid, scoring=scoring, refit=refit, cv=2).fit(X, Y)
-    assert search.cv_results_[f"rank_test_{rank}"][search.best_index_] == 1
-    assert (search.cv_results_[f"mean_test_{name}"] < 0).all()
-    if name == rank:
-        assert search.best_index_ == np.argmax(search.cv_results_[f"mean_test_{name}"])
-        assert search.score(X, Y) == -relative_flatness(search.best_estimator_, X, Y)
-
-
-@pytest.mark.parametrize("several", [False, True], ids=["alone", "dict"])
-def test_weights_without_routing(several):
-    flat = FlatnessScorer()
-    scoring = {"flat": flat, "accuracy": "accuracy"} if several else flat
-    options = {"scoring": scoring, "refit": "flat" if several else True, "error_score": "raise"}
-    search = GridSearchCV(LogisticRegression(max_iter=500), {"C": [1.0]}, cv=3, **options)
-    search.fit(X, NAMES, sample_weight=WEIGHTS)
-    model = search.best_estimator_
-    assert search.score(X, NAMES) == -relative_flatness(model, X, NAMES)
+        FlatnessScorer(data="train", **scorer)(model, X, Y)
 
 
 def test_parameters_that_are_set_after_fit_do_not_change_what_was_recorded():
     model = flat_net(max_epochs=1).fit(X, Y).set_params(flatness_layer=0, flatness_normalize=True)
-    for arguments in ({"layer": 0}, NORMALIZED, {**NORMALIZED, "layer": 0}):
-        with pytest.raises(ValueError, match="recorded its flatness with layer=-1, normalize=Fal"):
-            FlatnessScorer(data="train", **arguments)(model, X, Y)
+    with pytest.raises(ValueError, match="recorded its flatness with layer=-1, normalize=Fal"):
+        FlatnessScorer(data="train", layer=0, **NORMALIZED)(model, X, Y)
     scorer = FlatnessScorer(data="train", non_minimum="accept")
     assert scorer(model, X, Y) == -model.relative_flatness_

@@ -21,7 +21,6 @@ from relflat_sk._network.borrowing import MathAttention, explicit_attention
 from relflat_sk.measures._sharpness import fisher_rao_norm
 from tests.cases import Net, published_penalty
 from tests.hugging_face import Conv1D, GPT2LMHeadModel
-from tests.measures.evaluate import evaluate
 from tests.measures.nets import (
     CE,
     IDS,
@@ -31,6 +30,7 @@ from tests.measures.nets import (
     FusedAttention,
     Problem,
     allowed,
+    evaluate,
     gpt2,
     make_fused,
     own_loss_of,

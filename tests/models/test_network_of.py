@@ -40,7 +40,7 @@ from relflat_sk._models.network_of import (
     to_network,
 )
 from tests.data_kinds import memmap
-from tests.measures.evaluate import evaluate
+from tests.measures.nets import evaluate
 from tests.rounding import FLOAT32
 
 CE = nn.CrossEntropyLoss()
