@@ -112,7 +112,8 @@ def compare_with_constant(network: Network, passes: Passes) -> ConstantCompariso
     if comparison.beats_constant or not math.isfinite(comparison.loss):
         return comparison
     score = score_of(network)
-    if score is not None and score.name == "accuracy" and not score.beats_constant:
+    is_accuracy = score is not None and score.name == "accuracy" and not score.beats_constant
+    if is_accuracy and len(passes.own.output_shape) < 2:
         area = auc_of(network)
         score = area if area is not None and area.beats_constant else score
     return ConstantComparison(comparison.loss, comparison.constant_loss, score)

@@ -133,45 +133,35 @@ class Score:
 
 
 def score_of(network: Network) -> Score | None:
-    """Compute a network's accuracy or R2, in one pass over the data.
+    """Compute a network's accuracy or R2, in one pass over the data; None without labels.
 
-    The criterion decides which. For a criterion that is not in the table of losses, the shape
-    and the values of the labels decide.
+    The criterion decides which. For a criterion that is not in the table of losses, the kind of
+    the labels decides.
     """
     if next(iter(network.batches())).y is None:
         return None
-    rows = _join_rows(network, _predicted_classes)
-    if rows is None or not float(rows[2].sum()) > 0:
+    predicted, actual, weight = _join_rows(network, _predict)
+    if not float(weight.sum()) > 0:
         return None
-    predicted, actual, weight = rows
-    if not actual.is_floating_point():
-        return _accuracy(predicted, actual, weight)
-    threshold = _threshold(network.loss, predicted, actual)
-    if threshold is None:
-        return _r2(predicted, actual, weight)
-    positive = actual > (0.5 if bool((actual >= 0).all()) else 0)
-    return _accuracy(predicted > threshold, positive, weight)
+    return (_r2 if actual.is_floating_point() else _accuracy)(predicted, actual, weight)
 
 
 def auc_of(network: Network) -> Score | None:
-    """Compute the area under the ROC curve, the mean over the classes or labels that occur.
+    """Compute a classifier's area under the ROC curve, the mean over the classes that occur.
 
     Where classes are rare, it tells a network that has learned from a constant; accuracy does not.
     Samples of weight 0 are left out, all others count alike.
     """
-    rows = _join_rows(network, _class_columns)
-    if rows is None:
-        return None
-    output, actual, weight = rows
-    if _threshold(network.loss, output, actual) is None or not bool(output.isfinite().all()):
+    output, positive, weight = _join_rows(network, _class_columns)
+    if not bool(output.isfinite().all()):
         return None
     areas, variances = [], []
     counts = (weight > 0).cpu()
-    columns = output.cpu()[counts].T, actual.cpu()[counts].T > 0.5
-    for scores, positive in zip(*columns, strict=True):
-        n, n_positive = len(positive), int(positive.sum())
+    columns = output.cpu()[counts].T, positive.cpu()[counts].T
+    for scores, is_positive in zip(*columns, strict=True):
+        n, n_positive = len(is_positive), int(is_positive.sum())
         if 0 < n_positive < n:
-            ranks = rankdata(scores)[positive.numpy()].sum()
+            ranks = rankdata(scores)[is_positive.numpy()].sum()
             pairs = n_positive * (n - n_positive)
             areas.append((ranks - n_positive * (n_positive + 1) / 2) / pairs)
             variances.append((n + 1) / (12 * pairs))  # of outputs that know nothing
@@ -195,70 +185,49 @@ def count_errors(network: Network) -> tuple[float, float]:
     return total, divisor
 
 
-def _join_rows(
-    network: Network, rows_of: Callable[[Outcome], _Rows | None]
-) -> tuple[Tensor, ...] | None:
-    """Put the rows of all batches behind each other, if all batches have some."""
-    found = []
+def _join_rows(network: Network, rows_of: Callable[[Outcome], _Rows]) -> _Rows:
+    """Put the rows of all batches behind each other."""
     with borrowed(network.module), torch.no_grad():
-        for outcome in outcomes(network):
-            rows = rows_of(outcome)
-            if rows is None:
-                return None
-            found.append(rows)
-    return tuple(map(torch.cat, zip(*found, strict=True)))
+        rows = list(map(rows_of, outcomes(network)))
+    predicted, actual, weight = map(torch.cat, zip(*rows, strict=True))
+    return predicted, actual, weight
 
 
-def _has_classes(outcome: Outcome) -> bool:
-    """Return whether the network has one output for each class, and labels are classes."""
+def _task(outcome: Outcome) -> str:
+    """Return the task of the criterion, by the shape of the labels if it is not in the table."""
     row, output, target = outcome.loss.row, outcome.output, outcome.target
     if row is not None:
-        return row.task == "classification"
-    return output.ndim == target.ndim + 1 and not target.is_floating_point()
+        return row.task
+    has_classes = output.ndim == target.ndim + 1 and not target.is_floating_point()
+    return "classification" if has_classes else "regression"
 
 
-def _predicted_classes(outcome: Outcome) -> _Rows | None:
+def _predict(outcome: Outcome) -> _Rows:
     """Return the classes with the largest output, none where one is nan; otherwise numbers."""
-    if not _has_classes(outcome):
-        return _number_rows(outcome)
-    scores, labels, weight = _class_rows(outcome)
-    predicted = scores.argmax(dim=1).where(~scores.isnan().any(dim=1), -1)
-    return predicted[:, None], labels[:, None], weight
-
-
-def _class_columns(outcome: Outcome) -> _Rows | None:
-    """Return the probability of each class, and whether it is the true one; otherwise numbers."""
-    if not _has_classes(outcome):
-        return _number_rows(outcome)
-    if outcome.output.ndim != 2:
-        return None
-    scores, labels, weight = _class_rows(outcome)
-    positive = nn.functional.one_hot(labels, scores.shape[1]).double()
-    return scores.double().softmax(dim=1), positive, weight
-
-
-def _number_rows(outcome: Outcome) -> _Rows | None:
-    """Predict the output itself, or its exponential where the criterion takes log rates."""
+    if _task(outcome) == "classification":
+        scores, labels, weight = _class_rows(outcome)
+        predicted = scores.argmax(dim=1).where(~scores.isnan().any(dim=1), -1)
+        return predicted[:, None], labels[:, None], weight
     criterion: Any = outcome.loss.criterion
-    if outcome.output.numel() != outcome.target.numel():
-        return None
     output, target = (
         array.reshape(len(array), -1).double() for array in (outcome.output, outcome.target)
     )
+    if _task(outcome) == "binary":
+        threshold = 0.5 if isinstance(criterion, nn.BCELoss) else 0.0
+        return output > threshold, target > 0.5, outcome.weight
     if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
         output = output.exp()
     return output, target, outcome.weight
 
 
-def _threshold(loss: Loss, output: Tensor, target: Tensor) -> float | None:
-    """Return the output above which the positive class is predicted; None for a regression."""
-    if loss.row is not None:
-        if loss.row.task == "regression":
-            return None
-        return 0.5 if isinstance(loss.criterion, nn.BCELoss) else 0.0
-    if not (((target == 0) | (target == 1)).all() or (target.abs() == 1).all()):
-        return None
-    return 0.5 if bool(((output >= 0) & (output <= 1)).all()) else 0.0  # probabilities or scores
+def _class_columns(outcome: Outcome) -> _Rows:
+    """Return the probability of each class or label, and whether it is the true one."""
+    if _task(outcome) == "binary":
+        n = len(outcome.output)
+        return outcome.output.reshape(n, -1), outcome.target.reshape(n, -1) > 0.5, outcome.weight
+    scores, labels, weight = _class_rows(outcome)
+    positive = nn.functional.one_hot(labels, scores.shape[1]) > 0
+    return scores.double().softmax(dim=1), positive, weight
 
 
 def _accuracy(predicted: Tensor, actual: Tensor, weight: Tensor) -> Score:

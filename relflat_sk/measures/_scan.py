@@ -112,15 +112,16 @@ def _make_forward_pass(
     chosen = choose_curvatures(tail, records)
     if target is None and (unknown := chosen.linear + chosen.others):
         raise _labels_missing(loss, unknown[0].name)
-    passes = {
-        record.name: _layer_pass(record, features, losses, curvature=curvature)
+    known: dict[str, dict[str, Any]] = {
+        record.name: {"features": features, "curvature": curvature}
         for record, features, curvature in chosen.closed
     }
-    shared = None if chosen.base is None else Gradients(*chosen.base)
-    for some, gradients in ((chosen.linear, shared), (chosen.others, None)):
-        for record in some:
-            features, _ = record.check()
-            passes[record.name] = _layer_pass(record, features, losses, gradients=gradients)
+    if chosen.base is not None:
+        shared = Gradients(*chosen.base)
+        known |= {record.name: {"gradients": shared} for record in chosen.linear}
+    layers = {
+        record.name: _layer_pass(record, losses, **known.get(record.name, {})) for record in records
+    }
     weights = sample_weight(batch, len(output), output.device)
 
     def total(each: float | Tensor) -> float | Tensor:
@@ -133,7 +134,7 @@ def _make_forward_pass(
 
     each_divisor = loss.each_divisor(output, tail.relevant)
     return ForwardPass(
-        layers={record.name: passes[record.name] for record in records},
+        layers=layers,
         sample_weight=weights,
         each_divisor=each_divisor,
         divisor=total(each_divisor),
@@ -146,10 +147,12 @@ def _make_forward_pass(
     )
 
 
-def _layer_pass(record: LayerRecord, features: Tensor, losses: Tensor, **known: Any) -> LayerPass:
+def _layer_pass(
+    record: LayerRecord, losses: Tensor, features: Tensor | None = None, **known: Any
+) -> LayerPass:
     """Make the pass of a layer from its record, and from what is known of its curvature."""
     assert record.offset is not None
-    features = full_precision(features)
+    features = full_precision(record.check()[0] if features is None else features)
     return LayerPass(record.name, record.map, features, record.offset, losses, **known)
 
 
@@ -182,11 +185,8 @@ def scan_again(
     network: Network, names: Sequence[str], visit: Callable[[ForwardPass], object]
 ) -> None:
     """Make a further pass, at layers that `scan` has found and checked."""
-
-    def run(batch: Batch) -> ForwardPass:
-        return _make_forward_pass(network, batch, *_record(network, names, batch))
-
-    _visit_batches(network, run, visit)
+    runner = _Runner(network, names, checked=False, found=list(names))
+    _visit_batches(network, runner.run, visit)
 
 
 def _visit_batches(
@@ -241,14 +241,14 @@ class _Runner:
     network: Network
     layers: Sequence[Layer] | str
     checked: bool = True
+    found: list[str] | None = None  # names of the layers to record
     order: list[str] = field(default_factory=list)
-    _names: list[str] | None = None
     _sizes: set[int] = field(default_factory=set)  # of batches whose rows are samples
 
     def run(self, batch: Batch) -> ForwardPass:
         reasons: dict[str, str] = {}
-        if self._names is not None:
-            output, records = _record(self.network, self._names, batch)
+        if self.found is not None:
+            output, records = _record(self.network, self.found, batch)
         else:
             # before the batch is recorded: memory holds what one pass keeps, not two
             elsewhere = self._used_elsewhere(batch)
@@ -263,11 +263,11 @@ class _Runner:
             if all(bool(rows.any()) for rows in seen.values()):  # slopes of zero show nothing
                 self._sizes.add(len(output))
         rest = [record for record in records if record.name not in reasons]
-        if self._names is not None or self.layers != "all" or not rest:
+        if self.found is not None or self.layers != "all" or not rest:
             refuse_layers(reasons.values())
         if reasons:
             warn(f"{', '.join(map(repr, reasons))} left out: {' '.join(reasons.values())}")
-        self._names = [record.name for record in rest]
+        self.found = [record.name for record in rest]
         return _make_forward_pass(self.network, batch, output, rest)
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
@@ -282,7 +282,14 @@ class _Runner:
         with record_order(module) as recorder:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
-        names = self.order if self.layers == "all" else self._names_in_order(guess)
+        names = self.order
+        if self.layers != "all":
+            asked = [
+                find_layer(module, layer, self.order) if is_integer(layer) else name
+                for layer, name in zip(self.layers, guess, strict=True)
+            ]
+            names = [*dict.fromkeys(name for name in asked if name not in self.order)]
+            names += [name for name in self.order if name in asked]
         if self.layers == "all" and not names:
             find_layer(module, -1)  # raises: the network has none
         if not set(names) <= set(guess):
@@ -321,15 +328,6 @@ class _Runner:
         if not self.checked or all(map(_is_of_torch, module.modules())):
             return set()
         return find_uses_elsewhere(lambda: self.network(batch.x), weight_layers(module))
-
-    def _names_in_order(self, guess: list[str]) -> list[str]:
-        """Return the names of the layers that were asked for in forward order, each once."""
-        names = [
-            find_layer(self.network.module, layer, self.order) if is_integer(layer) else name
-            for layer, name in zip(self.layers, guess, strict=True)
-        ]
-        position = {name: at for at, name in enumerate(self.order)}
-        return sorted(dict.fromkeys(names), key=lambda name: position.get(name, -1))
 
 
 def _warn_of_batch_statistics(module: nn.Module) -> None:
