@@ -196,7 +196,7 @@ def _join_rows(network: Network, rows_of: Callable[[Outcome], _Rows]) -> _Rows:
 def _task(outcome: Outcome) -> str:
     """Return the task of the criterion, by the shape of the labels if it is not in the table."""
     row, output, target = outcome.loss.row, outcome.output, outcome.target
-    if row is not None:
+    if row is not None and row.task is not None:
         return row.task
     has_classes = output.ndim == target.ndim + 1 and not target.is_floating_point()
     return "classification" if has_classes else "regression"
