@@ -43,6 +43,7 @@ class TrainingData:
     y: Any
     fit_params: Mapping[str, Any] = field(default_factory=dict)
     sample_weight: Any = None  # (n,)
+    held_out: tuple[Any, Any] = (None, None)  # X_test, y_test
 
 
 def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -159,56 +160,23 @@ def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
     if lr_scaling not in RULES:
         raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
     before = estimator.get_params()
-    rates = {}
-    for name, size in params.items():
-        prefix, _, last = name.rpartition("batch_size")
-        if last or not (prefix == "" or prefix.endswith("__")) or "batch_size" not in name:
-            continue
-        rate = next((prefix + end for end in RATES if prefix + end in before), None)
-        if rate is None or not _is_size(size) or not _is_size(before.get(name)):
+    scaled = {}
+    for name in [name for name in params if name.split("__")[-1] == "batch_size"]:
+        size, own_size = params[name], before.get(name)
+        rates_beside = [name.removesuffix("batch_size") + end for end in RATES]
+        rate = next((rate for rate in rates_beside if rate in before), None)
+        # -1 stands for all samples
+        are_sizes = all(is_number(value) and value > 0 for value in (size, own_size))
+        if rate is None or not are_sizes:
             raise ValueError(
                 f"lr_scaling={lr_scaling!r} needs numbers for {name!r}, and {' or '.join(RATES)} "
-                f"beside it, got {size!r} in the candidate and {before.get(name)!r} before."
+                f"beside it, got {size!r} in the candidate and {own_size!r} before."
             )
-        ratio = size / before[name]
-        rates[rate] = float(params.get(rate, before[rate]) * RULES[lr_scaling](ratio))
-    return rates
+        scaled[rate] = float(params.get(rate, before[rate]) * RULES[lr_scaling](size / own_size))
+    return scaled
 
 
-def _is_size(value: Any) -> bool:
-    return is_number(value) and value > 0  # -1 stands for all samples
-
-
-# -- checks before anything is trained ------------------------------------------------------------
-
-
-def check_data(X: Any, y: Any, X_test: Any, y_test: Any, *, classifier: bool) -> None:
-    """Refuse data that do not fit together: samples and labels, training and held-out data."""
-    check_held_out(y, X_test, y_test)
-    for data, labels, end in ((X, y, ""), (X_test, y_test, "_test")):
-        shape, of_labels = _shape(data), _shape(labels)
-        if shape and of_labels and shape[0] != of_labels[0]:
-            raise ValueError(
-                f"X{end} and y{end} must have as many samples as labels, got {shape[0]} samples in "
-                f"X{end} and {of_labels[0]} labels in y{end}."
-            )
-    shape = _shape(X)
-    if shape and shape[0] < 2:
-        raise ValueError(f"X holds {shape[0]} sample(s), which a constant fits. Pass more samples.")
-    for name, train, test in (("X", X, X_test), ("y", y, y_test)):
-        of_train, of_test = _shape(train), _shape(test)
-        if of_train and of_test and of_train[1:] != of_test[1:]:
-            raise ValueError(
-                f"{name}_test must have the shape of {name} but for the number of samples, got "
-                f"{name} of shape {of_train} and {name}_test of shape {of_test}."
-            )
-    if classifier and _shape(y) and _shape(y_test):
-        unknown = set(np.ravel(y_test).tolist()) - set(np.ravel(y).tolist())
-        if unknown:
-            raise ValueError(
-                f"y_test holds classes that are not in y: {sorted(unknown, key=str)[:10]}. The "
-                "loss on them is not defined. Leave their samples out of X_test and y_test."
-            )
+# -- checks before anything is trained -----------------------------------------------------------
 
 
 def check_held_out(y: Any, X_test: Any, y_test: Any) -> None:
@@ -223,16 +191,7 @@ def check_fit_params(X: Any, fit_params: Mapping[str, Any] | None, prefix: str) 
     """Find the weights of samples among the arguments of `fit`, and check them."""
     passed = {} if fit_params is None else dict(fit_params)
     passed = {name: value for name, value in passed.items() if value is not None}
-    names = (f"{prefix}sample_weight", "sample_weight")
-    weights = next((passed[name] for name in names if name in passed), None)
+    weights = passed.get(f"{prefix}sample_weight", passed.get("sample_weight"))
     if weights is not None:
         weights = check_weights(weights, get_len(X))
     return {"fit_params": passed, "sample_weight": weights}
-
-
-def _shape(data: Any) -> tuple[int, ...] | None:
-    """Return the shape of an array, data frame, tensor or sparse matrix; None for all others."""
-    shape = getattr(data, "shape", None)
-    if shape is None and isinstance(data, list) and data and not hasattr(data[0], "__len__"):
-        shape = (len(data),)
-    return tuple(shape) if isinstance(shape, tuple) else None

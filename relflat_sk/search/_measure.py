@@ -1,4 +1,10 @@
-"""Measure trained candidates, each in the same way."""
+"""Measure trained candidates, each in the same way, and judge whether they are minima.
+
+A candidate is a minimum, as docs/searching.md says, if it reached a goal or a plateau. At a
+**plateau**, the mean training loss of the last fifth of the epochs differs from that of the fifth
+before by at most 1% of the drop from the best constant prediction's loss. With fewer than
+`FEWEST_EPOCHS` epochs nothing can be said.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,23 +12,34 @@ from inspect import signature
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import is_regressor
+from skorch import NeuralNet
+from torch import nn
 
-from relflat_sk._checks import check_device, check_integer, is_integer
-from relflat_sk._models.network_of import DataOptions, open_model
+from relflat_sk._checks import check_device, check_integer, is_integer, is_number
+from relflat_sk._losses.table import TABLE
+from relflat_sk._models.network_of import DataOptions, final_estimator, last_step, open_model
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._measure_network import measure_network
+from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._names import check_arguments, check_layers, check_options, find_measures
 from relflat_sk.measures._results import Measure, Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._ranking import AUTO, depth_of, find_depth_band
+from relflat_sk.minima._ranking import depth_of, find_depth_band
 from relflat_sk.minima._table import column_of
 from relflat_sk.search._data import TrainingData
-from relflat_sk.search._failures import blame_call
-from relflat_sk.search._fit import LAST, missing_layer
+from relflat_sk.search._storage import KEPT, CallError, blame_call
+from relflat_sk.training import StopAtGradientNorm, StopAtLoss
+from relflat_sk.training._convergence import StopAtDepth
 
-_OF_LOSS = {"at_loss", "weight_decay"}  # arguments that each measure takes
+AUTO = "auto"
+LAST = -1  # the position of the last layer, which each network has that can be measured at one
+TRAIN_LOSS = "train_loss"  # an objective that is no measure
+
+# -- how candidates are measured -----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,50 +47,45 @@ class Way:
     """How a measure is taken: at a layer, in batches on a device, with further arguments."""
 
     layer: Any
-    batch_size: int
-    device: Any
+    reading: tuple[int, Any]  # batch size and device, which some ways share
     params: dict[str, Any]
 
-    @property
-    def reading(self) -> tuple[int, str]:
-        """How the data are read, which some ways share."""
-        return self.batch_size, str(self.device)
+    @classmethod
+    def of(cls, measure: Measure, scorer: FlatnessScorer) -> "Way":
+        """Check the arguments of a measure."""
+        layer, params = scorer.layer, dict(scorer.measure_params or {})
+        if not isinstance(layer, str) and not is_integer(layer):
+            raise TypeError(
+                "layer must be the position of a layer or its dotted name, because every "
+                f"candidate has a network of its own, got {layer!r}."
+            )
+        check_layers([measure], layer)
+        batch_size = params.pop("batch_size", DataOptions.batch_size)
+        check_integer("batch_size", batch_size, minimum=1)
+        device = params.pop("device", None)
+        check_device(device)
+        # every measure takes the arguments of the loss
+        check_arguments([measure], dict.fromkeys(params.keys() - {"at_loss", "weight_decay"}))
+        check_options([measure], at_loss=params.get("at_loss"))
+        return cls(layer, (batch_size, device), params)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that change the values."""
         return ({} if self.layer == LAST else {"layer": self.layer}) | self.params
 
 
-def _find_way(measure: Measure, scorer: FlatnessScorer) -> Way:
-    """Check the arguments of a measure."""
-    layer, params = scorer.layer, dict(scorer.measure_params or {})
-    if not isinstance(layer, str) and not is_integer(layer):
-        raise TypeError(
-            "layer must be the position of a layer or its dotted name, because every "
-            f"candidate has a network of its own, got {layer!r}."
-        )
-    check_layers([measure], layer)
-    batch_size = params.pop("batch_size", DataOptions.batch_size)
-    check_integer("batch_size", batch_size, minimum=1)
-    device = params.pop("device", None)
-    check_device(device)
-    check_arguments([measure], {key: params[key] for key in params.keys() - _OF_LOSS})
-    check_options([measure], at_loss=params.get("at_loss"))
-    return Way(layer, batch_size, device, params)
-
-
 class Measuring:
     """Measures all candidates of a search in the same way."""
 
-    def __init__(self, measures: Sequence[Any], criterion: Any = None) -> None:
-        scorers = [read_measure(measure) for measure in measures]
+    def __init__(self, measures: Any, criterion: Any = None) -> None:
+        scorers = [read_measure(measure) for measure in listed(measures)]
         self.measures = find_measures([scorer.measure for scorer in scorers])
-        names = [column_of(scorer.measure) for scorer in scorers]
         self.names = list(self.measures)
         self.criterion = criterion
         self.ways: dict[str, Way] = {}
-        for name, scorer in zip(names, scorers, strict=True):
-            way = _find_way(self.measures[name], scorer)
+        for scorer in scorers:
+            name = column_of(scorer.measure)
+            way = Way.of(self.measures[name], scorer)
             if self.ways.setdefault(name, way) != way:
                 raise ValueError(
                     f"{name} is to be measured with the arguments {self.ways[name].arguments()} "
@@ -89,19 +101,19 @@ class Measuring:
         """The layers that each candidate must have, but for the last."""
         return list(dict.fromkeys(way.layer for way in self.ways.values() if way.layer != LAST))
 
-    def networks(self, estimator: Any, data: TrainingData) -> dict[tuple[int, str], Network]:
+    def networks(self, estimator: Any, data: TrainingData) -> dict[Any, Network]:
         """Turn a trained candidate into networks with its training data, as they are read."""
         return {
-            way.reading: open_model(
+            reading: open_model(
                 estimator,
                 data.X,
                 data.y,
                 criterion=self.criterion,
-                batch_size=way.batch_size,
-                device=way.device,
+                batch_size=reading[0],
+                device=reading[1],
                 sample_weight=data.sample_weight,
             )
-            for way in {way.reading: way for way in self.ways.values()}.values()
+            for reading in dict.fromkeys(way.reading for way in self.ways.values())
         }
 
     def __call__(
@@ -111,22 +123,17 @@ class Measuring:
         seed: int | None,
         required: Sequence[str] = (),
     ) -> dict[str, Measured]:
-        """Measure a network; a measure of the whole network that fails is nan, with a reason.
+        """Measure a network; measures that are taken in the same way share their passes.
 
-        Errors of the measures that are `required` are raised.
-
-        Measures that are taken in the same way share their passes over the data.
+        A measure of the whole network that fails is nan, with a reason, unless it is `required`.
         """
         results: dict[str, Measured] = {}
-        left = list(dict.fromkeys(names))
-        while left:
+        while left := [name for name in names if name not in results]:
             way = self.ways[left[0]]
-            alike = [name for name in left if self.ways[name] == way]
-            left = [name for name in left if name not in alike]
             try:
                 measured = measure_network(
                     networks[way.reading],
-                    [self.measures[name] for name in alike],
+                    [self.measures[name] for name in left if self.ways[name] == way],
                     [way.layer],
                     tolerates=lambda name, error: name not in required,
                     **{"random_state": seed} | way.params,
@@ -139,12 +146,11 @@ class Measuring:
         return {name: results[name] for name in names}
 
 
-TRAIN_LOSS = "train_loss"
-
-
-def is_train_loss(measure: Any) -> bool:
-    """Return whether an objective of a search is the training loss, which is no measure."""
-    return isinstance(measure, str) and measure == TRAIN_LOSS
+def missing_layer(layer: Any, error: Exception) -> CallError:
+    """Return the error for a layer that a candidate does not have."""
+    return CallError(
+        f"layer={layer!r} cannot be measured: {error} Give a layer that each candidate has.{KEPT}"
+    )
 
 
 def listed(measure: Any) -> list[Any]:
@@ -158,19 +164,48 @@ def listed(measure: Any) -> list[Any]:
     return list(measures)
 
 
-def find_objectives(measure: Any) -> tuple[tuple[str, ...], Measuring]:
+def find_objectives(measure: Any) -> tuple[list[str], Measuring]:
     """Check the objectives of a search, and separate the measures from the training loss."""
     objectives = listed(measure)
-    measuring = Measuring(listed([x for x in objectives if not is_train_loss(x)]))
+    measuring = Measuring([objective for objective in objectives if objective != TRAIN_LOSS])
     names = iter(measuring.names)
-    return tuple(TRAIN_LOSS if is_train_loss(x) else next(names) for x in objectives), measuring
+    return [TRAIN_LOSS if x == TRAIN_LOSS else next(names) for x in objectives], measuring
 
 
-def record_measures(
+# -- one candidate -------------------------------------------------------------------------------
+
+
+def assess(
+    minimum: Minimum,
+    estimator: Any,
+    data: TrainingData,
+    measuring: Measuring,
+    seed: int | None,
+    *,
+    ranking: Sequence[str],
+    goal: Any = None,
+    has_record: bool = True,  # of its training
+) -> Network:
+    """Measure a trained candidate, and record what is found and whether it is a minimum.
+
+    The values of the minimum are those of the `ranking` measures: nan if the candidate is no
+    better than a constant, infinity if its flatness cannot be compared.
+    """
+    networks = measuring.networks(estimator, data)
+    network = next(iter(networks.values()))
+    minimum.values = [np.nan] * len(ranking)
+    measured = _record_measures(minimum, networks, measuring, seed, ranking)
+    if measured:
+        record_held_out(minimum, estimator, data, measuring.criterion)
+        _judge(minimum, estimator if has_record else network.module, goal, measured, ranking)
+    return network
+
+
+def _record_measures(
     minimum: Minimum,
     networks: Mapping[Any, Network],
-    seed: int | None,
     measuring: Measuring,
+    seed: int | None,
     ranking: Sequence[str],
 ) -> dict[str, Measured]:
     """Measure a network, and record the measures and the training loss.
@@ -196,23 +231,17 @@ def record_measures(
     minimum.measures = {name: result.value for name, result in measured.items()}
     first = measuring.names[0]
     losses = range_of(networks[measuring.ways[first].reading], measured[first].passes)
-    if np.isfinite(losses.constant):
-        minimum.constant_loss = losses.constant
     depth = depth_of(train_loss, losses)
-    if np.isfinite(depth):
-        minimum.depth = depth
+    minimum.constant_loss = losses.constant if np.isfinite(losses.constant) else None
+    minimum.depth = depth if np.isfinite(depth) else None
     return measured
 
 
 def record_held_out(
-    minimum: Minimum,
-    estimator: Any,
-    data: TrainingData,
-    X_test: Any,  # (n_test, ...)
-    y_test: Any,
-    criterion: Any = None,
+    minimum: Minimum, estimator: Any, data: TrainingData, criterion: Any = None
 ) -> None:
     """Record the loss on held-out data, and the estimator's own scores."""
+    X_test, y_test = data.held_out
     scored = hasattr(estimator, "score")
     if scored and data.y is not None:
         weights = data.sample_weight
@@ -221,14 +250,159 @@ def record_held_out(
         minimum.train_score = float(estimator.score(data.X, data.y, **of_samples))
     if X_test is None:
         return
-    with blame_call(
-        "X_test and y_test cannot be evaluated",
-        "Give data like X and y, or a Dataset with labels.",
-    ):
+    what = "X_test and y_test cannot be evaluated"
+    with blame_call(what, "Give data like X and y, or a Dataset with labels."):
         test_loss = mean_loss(open_model(estimator, X_test, y_test, criterion=criterion))
-        if scored:
-            minimum.test_score = (
-                np.nan if y_test is None else float(estimator.score(X_test, y_test))
-            )
+        if scored and y_test is not None:
+            minimum.test_score = float(estimator.score(X_test, y_test))
     assert minimum.train_loss is not None
     minimum.test_loss, minimum.generalization_gap = test_loss, test_loss - minimum.train_loss
+
+
+# the reason of a network that is perfectly flat, however well it predicts
+SATURATED = (
+    "has no curvature left: the network may be nearly constant, or saturated, so that the loss of "
+    "nearly all samples rounds to 0, or the criterion has no curvature"
+)
+EQUAL_LOSS = "equal loss"  # what ended the training of a network that is ranked at equal loss
+
+
+def _judge(
+    minimum: Minimum,
+    estimator: Any,
+    goal: Any,
+    results: Mapping[str, Measured],
+    ranking: Sequence[str],
+) -> None:
+    """Record whether a measured candidate is a minimum, why not, and the values that rank."""
+    row = minimum.row()
+    values, train_loss = [row[name] for name in ranking], row[TRAIN_LOSS]
+    constant_loss = row.get("constant_loss", np.nan)
+    ranked = next(iter(results.values())).passes
+    # at equal loss, it does not matter what the loss itself leaves of other curvatures
+    judged = [
+        (name, result.value, ConstantComparison(result.passes.compared_risk, constant_loss))
+        for name, result in results.items()
+        if ranked.at_loss is None or result.passes.at_loss is not None
+    ]
+    why = {name: f", {result.reason}" for name, result in results.items() if result.reason}
+    without = [name for name in ranking if not np.isfinite(row[name])]
+    minimum.n_samples = ranked.n_samples
+    minimum.ended_by = reason = ""
+    if train_loss >= constant_loss and ranked.fitted is None:
+        reason = "the training loss is no better than a constant prediction's"
+        values = [np.nan] * len(values)
+    elif any(has_vanished(*case) for case in judged):
+        reason = SATURATED
+        values = [np.inf] * len(values)
+    elif without:
+        without_values = [f"{name} is {row[name]}{why.get(name, '')}" for name in without]
+        reason = f"cannot be ranked: {', '.join(without_values)}"
+        values = [np.inf if np.isnan(value) else value for value in values]
+    else:
+        minimum.ended_by, reason = _find_ending(estimator, goal, train_loss, constant_loss)
+        if reason and ranked.fitted is not None and not _has_goal(estimator, goal):
+            minimum.ended_by, reason = EQUAL_LOSS, ""
+    further = [
+        f"{n} is nan: {x.reason}" for n, x in results.items() if x.reason and n not in ranking
+    ]
+    minimum.values, minimum.converged = values, not reason
+    minimum.reason = "; ".join([reason] * bool(reason) + further)
+
+
+# -- goals ---------------------------------------------------------------------------------------
+
+FEWEST_EPOCHS = 10
+WINDOW = 5  # the last fifth of the epochs
+STILL = 0.01  # of the drop of the loss
+ROUNDING = 1e-5  # of a loss, between two passes in float32
+
+
+def own_goals(net: Any) -> list[Any]:
+    """List the callbacks of a net that stop its training at a goal."""
+    if not isinstance(net, NeuralNet) or net.callbacks in (None, "disable"):
+        return []
+    callbacks = [item[1] if isinstance(item, tuple) else item for item in net.callbacks]
+    kinds = (StopAtLoss, StopAtGradientNorm)
+    return [x for x in callbacks if issubclass(x if isinstance(x, type) else type(x), kinds)]
+
+
+def add_goal(estimator: Any, goal: Any) -> None:
+    """Let the net of an estimator stop at the goal of the search, unless it has its own."""
+    net = last_step(estimator)
+    own = own_goals(net)
+    if goal is not None and goal != AUTO:
+        if not is_number(goal) or not 0 < goal < np.inf:
+            raise ValueError(
+                f"goal must be {AUTO!r}, a training loss greater than 0 or None, got {goal!r}."
+            )
+        if own:
+            raise ValueError(
+                f"goal={goal!r}, but the net has a goal of its own: {own}. Remove these "
+                f"callbacks, or leave goal at {AUTO!r}, which keeps them."
+            )
+    is_open = isinstance(net, NeuralNet) and net.callbacks != "disable" and not own
+    if goal is None or not is_open or (goal == AUTO and _predicts_numbers(net)):
+        return
+    callback = StopAtDepth() if goal == AUTO else StopAtLoss(goal)
+    net.set_params(callbacks=[*(net.callbacks or []), callback])
+
+
+def _predicts_numbers(net: NeuralNet) -> bool:
+    """Return whether a net does regression, whose loss may fall far below any share of the start.
+
+    How far depends on the noise, which nobody knows: such nets train to their plateau.
+    """
+    criterion = net.criterion if isinstance(net.criterion, type) else type(net.criterion)
+    row = TABLE.get(criterion)
+    return is_regressor(net) if row is None else row.task == "regression"
+
+
+def _find_ending(
+    estimator: Any, goal: Any, train_loss: float, constant_loss: float
+) -> tuple[str, str]:
+    """Return what ended the training of a candidate at a minimum, or why it is none."""
+    final = final_estimator(estimator)
+    if isinstance(final, nn.Module):  # has no record of its training
+        return "", ""
+    if isinstance(final, NeuralNet):
+        return _ending_of_net(final, constant_loss)
+    if is_number(goal) and train_loss > goal * (1 + ROUNDING):
+        return "", f"the training loss did not reach the goal of {goal:g}"
+    n_iter, max_iter = getattr(final, "n_iter_", None), getattr(final, "max_iter", None)
+    if n_iter is not None and max_iter is not None and np.max(n_iter) >= max_iter:
+        return "", f"the solver stopped at max_iter={max_iter}, before its tolerance was reached"
+    return "goal" if is_number(goal) else "solver", ""
+
+
+def _ending_of_net(net: NeuralNet, constant_loss: float) -> tuple[str, str]:
+    """Return what ended the training of a net at a minimum, or why it is none."""
+    if getattr(net, "converged_", False):
+        return "goal", ""
+    callbacks = [callback for _, callback in getattr(net, "callbacks_", [])]
+    auto = next((x for x in callbacks if isinstance(x, StopAtDepth)), None)
+    n_epochs = len(net.history)
+    after = f"after {n_epochs} epoch{'' if n_epochs == 1 else 's'}"
+    if auto is None and hasattr(net, "converged_"):
+        return "", f"training stopped before its goal was reached, {after}"
+    losses = np.array(epoch_losses(net), dtype=np.float64)
+    if _is_at_plateau(losses[~np.isnan(losses)], constant_loss):
+        return "plateau", ""
+    goal = f"a training loss of {auto.loss:.3g} or " if auto is not None and auto.is_known else ""
+    return "", f"training stopped before {goal}a plateau was reached, {after}"
+
+
+def _is_at_plateau(losses: NDArray[np.float64], constant_loss: float) -> bool:
+    """Return whether the losses of the epochs have come to a plateau, see the module."""
+    if len(losses) < FEWEST_EPOCHS:
+        return False
+    n_window = len(losses) // WINDOW
+    before, after = losses[-2 * n_window : -n_window].mean(), losses[-n_window:].mean()
+    start = constant_loss if np.isfinite(constant_loss) else losses[0]
+    return bool(abs(before - after) <= STILL * (start - after))
+
+
+def _has_goal(estimator: Any, goal: Any) -> bool:
+    """Return whether a user has chosen a goal, for the search or for the net."""
+    chosen = own_goals(final_estimator(estimator))
+    return is_number(goal) or not all(isinstance(callback, StopAtDepth) for callback in chosen)

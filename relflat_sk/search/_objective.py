@@ -7,13 +7,11 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.search._candidates import OWNER, this_process
-from relflat_sk.search._goal import AUTO
-from relflat_sk.search._provenance import check_made_with
+from relflat_sk.search._measure import AUTO
 from relflat_sk.search._recipe import Recipe
-from relflat_sk.search._sweep import pruning
+from relflat_sk.search._storage import check_store
+from relflat_sk.search._sweep import OWNER, pruning, this_process
 from relflat_sk.search._task import STOPPED, train
-from relflat_sk.search._weights import check_store
 
 SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
 
@@ -136,7 +134,7 @@ class MinimaObjective:
     ) -> None:
         if direction not in SIGNS:
             raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
-        self.recipe = Recipe.of(
+        self.recipe = Recipe(
             estimator, X, y, space, measures, X_test=X_test, y_test=y_test,
             artifact_store=artifact_store, goal=goal, random_state=random_state,
             n_threads=n_threads, fit_params=fit_params,
@@ -149,7 +147,7 @@ class MinimaObjective:
         recipe, space = self.recipe, self.recipe.space
         study = getattr(trial, "study", None)
         if study is not None and study.study_name not in self._checked:
-            check_made_with(study, recipe, direction=self.direction, current=trial.number)
+            recipe.check_study(study, direction=self.direction, current=trial.number)
             check_store(recipe.store)
             self._checked.add(study.study_name)
         trial.set_user_attr(OWNER, this_process())

@@ -24,16 +24,11 @@ from relflat_sk.minima import rank_minima
 from relflat_sk.minima._minimum import PARAM_PREFIX, Minimum
 from relflat_sk.minima._table import list_reasons, parameter_columns, table_of_rows
 from relflat_sk.search._data import TrainingData, check_held_out
-from relflat_sk.search._failures import KEPT, CallError
-from relflat_sk.search._goal import record_verdict
-from relflat_sk.search._measure import (
-    Measuring,
-    listed,
-    record_held_out,
-    record_measures,
-)
+from relflat_sk.search._describe import PLAIN
+from relflat_sk.search._measure import Measuring, assess
 from relflat_sk.search._results import warn_if_few_fit
-from relflat_sk.search._space import PLAIN, label_of
+from relflat_sk.search._space import label_of
+from relflat_sk.search._storage import KEPT, CallError
 
 _SAME_LOSS = 1e-3  # up to which share losses of a constant are those of one criterion
 
@@ -178,13 +173,14 @@ def rank_models(  # noqa: PLR0913
     >>> bool(net.weight.any())
     False
     """
-    measuring = Measuring(listed(measure), criterion)
+    measuring = Measuring(measure, criterion)
     _check_models(models)
     check_held_out(y, X_test, y_test)
     seed = seed_from(random_state)
     seed = draw_seed(None) if seed is None else seed
-    data = TrainingData(X, y, X, y, sample_weight=sample_weight)
-    ranking = _Ranking(data, (X_test, y_test, criterion), measuring, seed, module, load)
+    held_out = X_test, y_test
+    data = TrainingData(X, y, X, y, sample_weight=sample_weight, held_out=held_out)
+    ranking = _Ranking(data, measuring, seed, module, load)
     total = len(models) if isinstance(models, Sized) else None
     bar = tqdm(total=total, desc="models", unit="model", disable=not verbose)
     with bar, _restored(ranking.target) as restore:
@@ -219,7 +215,6 @@ class _Ranking:
     """Models that are measured in the same way on the same data, each a row of a table."""
 
     data: TrainingData
-    held_out: tuple[Any, Any, Any]  # X_test, y_test, criterion
     measuring: Measuring
     seed: int
     module: Any
@@ -283,16 +278,12 @@ class _Ranking:
 
     def _measure(self, minimum: Minimum, model: Any, has_record: bool) -> None:
         """Measure a model, and record what is found."""
-        networks = self.measuring.networks(model, self.data)
-        network = next(iter(networks.values()))
+        network = assess(
+            minimum, model, self.data, self.measuring, self.seed,
+            ranking=self.measuring.names[:1], has_record=has_record,
+        )  # fmt: skip
         if network.loss.row is None or network.loss.row.task == "regression":
             self.units["loss_unit"] = ""
-        by = self.measuring.names[:1]
-        measured = record_measures(minimum, networks, self.seed, self.measuring, by)
-        if measured:
-            record_held_out(minimum, model, self.data, *self.held_out)
-            trained = model if has_record else network.module
-            record_verdict(minimum, trained, None, measured, by)
 
     def table(self) -> pd.DataFrame:
         """Return the ranked table; warn of models that are no minima or have no value."""

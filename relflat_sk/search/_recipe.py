@@ -1,16 +1,21 @@
-"""What the trials of a study have in common, and how a trial becomes its estimator again."""
+"""What the trials of a study have in common, and how a trial becomes its estimator again.
 
+A study records how its minima are made: a short text for each parameter of the estimator, each
+part of the data, each measure and each setting. Minima that are made otherwise are refused.
+"""
+
+import re
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import optuna
 import torch
 from optuna.trial import FrozenTrial, TrialState
-from sklearn.base import is_classifier
+from sklearn.base import is_regressor
 from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import Pipeline
 
@@ -19,39 +24,39 @@ from relflat_sk._models.network_of import DataOptions, last_prefix, to_network
 from relflat_sk._random import draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._table import remeasured_key
-from relflat_sk.search._data import check_data, check_fit_params
-from relflat_sk.search._failures import blame_storage
-from relflat_sk.search._fit import isolated
+from relflat_sk.minima._table import UNITS, remeasured_key
+from relflat_sk.search._data import LR_SCALING, check_fit_params, check_held_out
+from relflat_sk.search._describe import describe
 from relflat_sk.search._measure import TRAIN_LOSS, Measuring, find_objectives, record_held_out
 from relflat_sk.search._space import Space, labels_of
-from relflat_sk.search._task import Task, Trained, train_again
-from relflat_sk.search._weights import (
+from relflat_sk.search._storage import (
     DamagedWeightsError,
     as_store,
-    from_file,
-    restore,
+    blame_storage,
+    load_weights,
     save_weights,
 )
+from relflat_sk.search._task import Task, Trained, isolated, restore, train_again
 
 # by which share the training loss may differ after training again
 ROUNDING = 1e-5  # on another machine
 OF_FLEETS = 1e-4  # of nets that were trained in a fleet of another size
 
+MADE_WITH = "made_with"  # user attribute of a study
+# parts of the record to which later sessions may add
+_OPEN = ("X_test", "y_test", "measure ")
+# parameters that change the time that training takes, or what it shows, but not its result
+_WITHOUT_EFFECT = re.compile(
+    r"(^|__)(_.*|verbose|n_jobs|memory|device|num_workers|pin_memory|persistent_workers"
+    r"|prefetch_factor|train_split|callbacks__.*)$"
+)
 
-@dataclass
+
 class Recipe:
     """What the trials of a study and their minima have in common."""
 
-    space: Space
-    task: Task
-    store: Any  # of artifacts
-    seed: int | None
-    drawn: int  # from torch's random state, if there is no seed
-
-    @classmethod
-    def of(  # noqa: PLR0913
-        cls,
+    def __init__(  # noqa: PLR0913
+        self,
         estimator: Any,
         X: Any,
         y: Any,
@@ -66,28 +71,35 @@ class Recipe:
         random_state: Any,
         n_threads: int | None,
         fit_params: Mapping[str, Any] | None,
-    ) -> "Recipe":
-        """Check the arguments of a search or of an objective, before anything is trained."""
+    ) -> None:
         check_integer("n_threads", n_threads, minimum=1, optional=True)
         if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
             raise TypeError(
                 "estimator must be an instance of a scikit-learn estimator or skorch net, got "
                 f"{estimator!r}."
             )
-        searched = Space(space)
-        check_data(X, y, X_test, y_test, classifier=is_classifier(estimator))
+        self.space = Space(space)
+        shape = getattr(X, "shape", (2,))
+        if shape[0] < 2:
+            raise ValueError(f"X holds {shape[0]} sample(s), which a constant fits. Pass more.")
+        check_held_out(y, X_test, y_test)
         names, measuring = find_objectives(measures)
         of_samples = check_fit_params(X, fit_params, last_prefix(estimator))
-        task = Task(
+        self.task = Task(
             estimator, X, y, X_test, y_test, **of_samples, measuring=measuring,
             ranking=names[:n_objectives], goal=goal, n_threads=n_threads,
         )  # fmt: skip
         # what is wrong with the first candidate's estimator is an error of the call
-        _check_kind(task.prepare(searched.example(), seed=0))
-        seed = None if random_state is None else draw_seed(random_state)
+        example = self.task.prepare(self.space.example(), seed=0)
+        while isinstance(example, Pipeline):
+            example = example.steps[-1][1]
+        if type(example).__module__.startswith("sklearn."):  # only training shows it of others
+            with suppress(NotFittedError):  # which is the only objection to a network
+                to_network(example, None, None, DataOptions())
+        self.store = as_store(artifact_store)
+        self.seed = None if random_state is None else draw_seed(random_state)
         # without a random_state, other searches have other networks
-        drawn = int(torch.randint(2**31 - 1, ())) if seed is None else 0
-        return cls(searched, task, as_store(artifact_store), seed, drawn)
+        self.drawn = int(torch.randint(2**31 - 1, ())) if self.seed is None else self.seed
 
     @property
     def depth_band(self) -> float | None:
@@ -107,9 +119,10 @@ class Recipe:
         recorded = Minimum.from_trial(trial).seed
         if recorded is not None:
             return recorded
-        if self.seed is None:
-            return zlib.crc32(b"%d" % trial.number, self.drawn) >> 1
-        return zlib.crc32(repr(sorted(labels_of(trial).items())).encode(), self.seed) >> 1
+        what = b"%d" % trial.number
+        if self.seed is not None:
+            what = repr(sorted(labels_of(trial).items())).encode()
+        return zlib.crc32(what, self.drawn) >> 1
 
     def record(
         self, trial: Any, params: Mapping[str, Any], minimum: Minimum, trained: Trained | None
@@ -120,13 +133,85 @@ class Recipe:
             save_weights(self.store, trial, trained.weights, minimum)
         minimum.write(trial)
 
-    # -- the estimator of a finished trial -------------------------------------------------------
+    # -- how minima are made -----------------------------------------------------------------------
+
+    def check_study(
+        self,
+        study: optuna.Study,
+        *,
+        direction: str = "minimize",
+        current: int = -1,  # a trial that has begun by now
+        also: Measuring | None = None,  # further measures
+    ) -> None:
+        """Refuse a study whose minima were made otherwise; record in a new one how."""
+        directions = [direction.name.lower() for direction in study.directions]
+        if directions != (needed := [direction] * len(self.task.ranking)):
+            raise ValueError(
+                f"the directions of study {study.study_name!r} are {directions}, and must be "
+                f"{needed}. Create it so, or give this call a study_name of its own."
+            )
+        now, then = self._made_with(also), study.user_attrs.get(MADE_WITH, {})
+        of_results = TrialState.COMPLETE, TrialState.PRUNED
+        has_results = any(
+            trial.state in of_results or "failed" in trial.user_attrs
+            for trial in study.get_trials(deepcopy=False)
+            if trial.number != current
+        )
+        if has_results and not then:
+            raise ValueError(
+                f"study {study.study_name!r} does not say how its minima were made, as of an "
+                "earlier version. rank_minima(study) shows them. Give this call a study_name of "
+                "its own."
+            )
+        if has_results:
+            both = now.keys() & then.keys()
+            differences = [
+                f"  {name}: {then.get(name, 'nothing')} then, {now.get(name, 'nothing')} now"
+                for name in sorted(now.keys() | then.keys())
+                if then.get(name) != now.get(name) and (name in both or not name.startswith(_OPEN))
+            ]
+            if differences:
+                raise ValueError(
+                    f"study {study.study_name!r} was made with something else:\n"
+                    + "\n".join(differences)
+                    + "\nGive this call a study_name of its own, or undo the difference. In "
+                    "cross-validation leave study_name out: every fold is a search of its own."
+                )
+            now = then | now
+        if then != now:
+            study.set_user_attr(MADE_WITH, now)
+            units = {"loss_unit": ""} if is_regressor(self.task.estimator) else {}
+            study.set_user_attr(UNITS, units)
+
+    def _made_with(self, also: Measuring | None) -> dict[str, str]:
+        """Describe everything that changes the results."""
+        task, varied = self.task, set(self.space.entries)
+        if LR_SCALING in varied:  # the rates are those of the estimator's own batch size
+            varied -= {name for name in varied if name.endswith("batch_size")}
+        params = task.estimator.get_params()
+        data = {"X": task.X, "y": task.y, "X_test": task.X_test, "y_test": task.y_test}
+        parts = {
+            "estimator": type(task.estimator),
+            **{n: x for n, x in params.items() if not (n in varied or _WITHOUT_EFFECT.search(n))},
+            **{name: value for name, value in data.items() if value is not None},
+            **{f"fit {name}": value for name, value in task.fit_params.items()},
+            "search objectives": task.ranking,
+            "search goal": task.goal,
+            "search random_state": self.seed,
+            **{f"space {name}": entry for name, entry in self.space.described().items()},
+        }
+        for measuring in (task.measuring, also or task.measuring):
+            for name, way in measuring.ways.items():
+                parts[f"measure {name}"] = [measuring.measures[name], way.arguments()]
+        return {name: describe(part) for name, part in parts.items()}
+
+    # -- the estimator of a finished trial ---------------------------------------------------------
 
     def has_weights(self, trial: FrozenTrial) -> bool:
         """Return whether the weights of a trial were saved, and are within reach."""
         return self.store is not None and Minimum.from_trial(trial).artifact_id is not None
 
-    def restore(self, trial: FrozenTrial, trained: Trained) -> Any:
+    def _restore(self, trial: FrozenTrial, trained: Trained) -> Any:
         """Make the estimator of a trial of its weights."""
         if trained.estimator is not None:
             return trained.estimator
@@ -148,17 +233,25 @@ class Recipe:
             raise ValueError(problem)
         return estimator
 
-    def provide(self, trial: FrozenTrial, *, retrain: bool = True) -> tuple[Any, str]:
+    def provide(
+        self, trial: FrozenTrial, trained: Trained | None = None, *, retrain: bool = True
+    ) -> tuple[Any, str]:
         """Restore the estimator of a trial, or train it again, and say why it is not as it was."""
+        if trained is not None:
+            return self._restore(trial, trained), ""
+        minimum = Minimum.from_trial(trial)
         if self.has_weights(trial):
+            of_training = {"n_iter_": minimum.n_iter} if minimum.n_iter else {}
             try:
-                return self.restore(trial, from_file(self.store, trial)), ""
+                weights = load_weights(self.store, trial)
+                return self._restore(trial, Trained(None, weights, of_training)), ""
             except DamagedWeightsError as error:
                 if not retrain:
                     return None, str(error)
                 warn(f"{error} The candidate is trained again.")
+        if not retrain:
+            return None, ""
         task, params, seed = self.task, self.space.values(trial), self.seed_of(trial)
-        minimum = Minimum.from_trial(trial)
         estimator = train_again(task, params, seed, together=bool(minimum.in_fleet))
         name = task.measuring.names[0]
         loss = task.measure([name], estimator, task.data(params), seed)[name].passes.risk
@@ -173,7 +266,7 @@ class Recipe:
             "artifact_store keeps the weights, if the search has one before it trains."
         )
 
-    # -- measuring finished trials ---------------------------------------------------------------
+    # -- measuring finished trials -----------------------------------------------------------------
 
     def measure_what_is_new(self, study: optuna.Study) -> None:
         """Measure the minima of earlier sessions as those of this one are going to be measured.
@@ -181,8 +274,7 @@ class Recipe:
         A session may have measures or held-out data that the sessions before did not have. Minima
         without saved weights get nan.
         """
-        task = self.task
-        lacking = self.complete(study, task.measuring, held_out=task.X_test is not None)
+        lacking = self.complete(study, self.task.measuring)
         if lacking:
             columns = sorted({name for names in lacking.values() for name in names})
             warn(
@@ -191,7 +283,7 @@ class Recipe:
             )
 
     def complete(
-        self, study: optuna.Study, measuring: Measuring, *, held_out: bool, retrain: bool = False
+        self, study: optuna.Study, measuring: Measuring, *, retrain: bool = False
     ) -> dict[int, list[str]]:
         """Measure what finished trials lack; return what is lacking where there are no weights."""
         lacking: dict[int, list[str]] = {}
@@ -202,7 +294,7 @@ class Recipe:
             before: dict[str, Any] = attributes.get(remeasured_key(trial), {})
             row = minimum.row() | before
             names = [name for name in measuring.names if name not in row]
-            lacks_loss = held_out and "test_loss" not in row
+            lacks_loss = task.X_test is not None and "test_loss" not in row
             if not names and not lacks_loss:
                 continue
             if not retrain and not self.has_weights(trial):
@@ -214,31 +306,17 @@ class Recipe:
                 continue
             data = task.data(self.space.values(trial))
             again = Minimum(train_loss=minimum.train_loss)
-            measured = task.measure(names, estimator, data, self.seed_of(trial)) if names else {}
-            again.measures = {n: float(x.value) for n, x in measured.items() if not x.reason}
-            problems += [
-                f"{name} of trial {trial.number}: {result.reason}"
-                for name, result in measured.items()
-                if result.reason
-            ]
+            for name, result in task.measure(names, estimator, data, self.seed_of(trial)).items():
+                if result.reason:
+                    problems.append(f"{name} of trial {trial.number}: {result.reason}")
+                else:
+                    again.measures[name] = float(result.value)
             if lacks_loss:
-                record_held_out(again, estimator, data, task.X_test, task.y_test)
+                record_held_out(again, estimator, data)
             with blame_storage(study):
                 study.set_user_attr(remeasured_key(trial), before | again.row())
         if problems:
-            warn(
-                "\n".join(problems)
-                + "\nThe other minima are measured."
-                + " To train the candidates of damaged files again: remeasure(..., retrain=True)."
-                * (not retrain)
-            )
+            advice = "To train the candidates of damaged files again: remeasure(..., retrain=True)."
+            text = "\n".join([*problems, "The other minima are measured."])
+            warn(text if retrain else f"{text} {advice}")
         return lacking
-
-
-def _check_kind(estimator: Any) -> None:
-    """Refuse an estimator of scikit-learn that is no network; only training shows it of others."""
-    while isinstance(estimator, Pipeline):
-        estimator = estimator.steps[-1][1]
-    if type(estimator).__module__.startswith("sklearn."):
-        with suppress(NotFittedError):  # which is the only objection to a network
-            to_network(estimator, None, None, DataOptions())

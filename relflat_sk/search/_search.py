@@ -4,7 +4,6 @@ import copy
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +22,42 @@ from sklearn.utils.validation import check_is_fitted
 from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_number
-from relflat_sk._models.network_of import last_prefix
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._ranking import mark_depth_band
-from relflat_sk.minima._table import shorten_parameters
-from relflat_sk.search._average import add_noise, average, check_nearest, has_mean, nearest
-from relflat_sk.search._candidates import Candidates, SearchStudy, owned
-from relflat_sk.search._failures import root_of
-from relflat_sk.search._goal import EQUAL_LOSS
-from relflat_sk.search._measure import Measuring, listed
-from relflat_sk.search._provenance import check_made_with
+from relflat_sk.search._measure import EQUAL_LOSS, Measuring
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
+    average,
     candidate_table,
+    check_nearest,
     check_table,
     cv_results,
+    has_mean,
     is_averaged,
+    nearest,
     trial_at,
     warn_if_few_fit,
 )
 from relflat_sk.search._space import Space
-from relflat_sk.search._storage import open_storage, quiet_log, without_password
-from relflat_sk.search._sweep import n_processes, sweep
+from relflat_sk.search._storage import (
+    check_store,
+    open_storage,
+    quiet_log,
+    root_of,
+    without_password,
+)
+from relflat_sk.search._sweep import Candidates, SearchStudy, n_processes, owned, sweep
 from relflat_sk.search._task import Trained
-from relflat_sk.search._weights import check_store
 
-Callback = Callable[[optuna.Study, FrozenTrial], Any]
+MEAN = "mean"  # of the predictions of all networks that have learned
+NEAREST = "nearest"  # to this mean, on noisy inputs
+# attributes of what the search predicts with that the search has as well
+_OF_PREDICTOR = ("classes_", "n_features_in_", "feature_names_in_")
+_PREDICTORS = ("best_estimator_", "ensemble_")
 
 
 def check_arguments(search: Any) -> None:
@@ -131,35 +135,13 @@ def _if_available(method: str) -> Callable[[Any], Any]:
                 f"{method} is not available in a search with refit=False, which keeps no "
                 "estimator. Set refit='mean' or True, and fit again."
             )
-        is_of_one = method == "decision_function" and search._predicts_with_mean()
-        return not is_of_one and hasattr(
-            getattr(search, "best_estimator_", search.estimator), method
-        )
+        is_fitted = any(hasattr(search, name) for name in _PREDICTORS)
+        will_average = not is_fitted and search.refit == MEAN and has_mean(search.estimator)
+        if method == "decision_function" and (will_average or hasattr(search, "ensemble_")):
+            return False  # a mean has none
+        return hasattr(getattr(search, "best_estimator_", search.estimator), method)
 
     return available_if(is_there)  # type: ignore[no-any-return]
-
-
-def _provide(
-    recipe: Recipe,
-    trials: Sequence[FrozenTrial],
-    trained: Mapping[int, Trained],
-    number: int,
-    *,
-    retrain: bool,
-) -> tuple[Any, str]:
-    """Return the network of a trial, None if it is not at hand, and why it is not as it was."""
-    if number in trained:
-        return recipe.restore(trials[number], trained[number]), ""
-    if not retrain and not recipe.has_weights(trials[number]):
-        return None, ""
-    return recipe.provide(trials[number], retrain=retrain)
-
-
-MEAN = "mean"  # of the predictions of all networks that have learned
-NEAREST = "nearest"  # to this mean, on noisy inputs
-_PREDICTORS = ("best_estimator_", "ensemble_")
-# attributes of what the search predicts with that the search has as well
-_OF_PREDICTOR = ("classes_", "n_features_in_", "feature_names_in_")
 
 
 def _draw_by_tpe(seed: int | None) -> TPESampler:
@@ -451,7 +433,6 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             check_nearest(self.estimator, X, recipe.task.y)
         check_number("timeout", timeout, optional=True)
         deadline = None if timeout is None else time.time() + timeout
-        after = list(callbacks or [])
         points, n_trials = _plan(self, recipe.space, seed)
         check_store(recipe.store)
         study, storage = self._open_study(len(recipe.task.ranking), seed)
@@ -463,14 +444,14 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 return view.sampler
             return _draw_by_tpe(None if seed is None else zlib.crc32(b"%d" % number, seed))
 
-        with owned(view) as (owner, lost):
-            check_made_with(study, recipe)
+        with owned(view) as owner:
+            recipe.check_study(study)
             recipe.measure_what_is_new(study)
             candidates = Candidates(
-                view, recipe, owner=owner, lost=lost, points=points, n_trials=n_trials,
+                view, recipe, owner=owner, points=points, n_trials=n_trials,
                 sampler_of=sampler_of, retry_failed=retry_failed, deadline=deadline,
             )  # fmt: skip
-            trained, interrupted = self._train(candidates, after)
+            trained, interrupted = self._train(candidates, list(callbacks or []))
         self.study_ = study
         self._recipe = recipe
         self._rank(recipe, interrupted)
@@ -503,7 +484,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         return study, storage
 
     def _train(
-        self, candidates: Candidates, after: Sequence[Callback]
+        self, candidates: Candidates, callbacks: Sequence[Callable[..., Any]]
     ) -> tuple[dict[int, Trained], bool]:
         """Train the candidates; return their networks, and whether Ctrl-C ended it."""
         trained: dict[int, Trained] = {}
@@ -518,11 +499,10 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 bar.update()
                 if self.verbose > 1:
                     _log(trial)
-                for callback in after:
+                for callback in callbacks:
                     callback(study, trial)
 
-            jobs = n_processes(self.n_jobs)
-            interrupted = sweep(candidates, jobs, self.fleet, keep)
+            interrupted = sweep(candidates, n_processes(self.n_jobs), self.fleet, keep)
         return trained, interrupted
 
     def _make_recipe(self, X: Any, y: Any, X_test: Any, y_test: Any, fit_params: Any) -> Recipe:
@@ -530,7 +510,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if get_config()["enable_metadata_routing"]:
             fit_params = process_routing(self, "fit", **fit_params).estimator.fit
         several = isinstance(self.sampler, NSGAIISampler | NSGAIIISampler)
-        return Recipe.of(
+        return Recipe(
             self.estimator, X, y, self.space, self.measure, n_objectives=None if several else 1,
             X_test=X_test, y_test=y_test, artifact_store=self.artifact_store, goal=self.goal,
             random_state=copy.deepcopy(self._random_state), n_threads=self.n_threads,
@@ -548,16 +528,6 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 "data behind. Pass those that fit was given."
             )
         return self._recipe
-
-    def _table(self, recipe: Recipe, further: Sequence[str] = ()) -> pd.DataFrame:
-        """Return the unranked table of candidates, with `comparable` and short parameter names.
-
-        Measures that no candidate has are columns of nan.
-        """
-        table = candidate_table(self.study_, [*recipe.task.measuring.names, *further])
-        return mark_depth_band(
-            shorten_parameters(table, last_prefix(self.estimator)), recipe.depth_band
-        )
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
         """Return the estimator of any minimum, fitted.
@@ -607,7 +577,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             return members[f"trial{number}"].estimator
         recipe = self._recipe_of(X, y, fit_params)
         trials = {trial.number: trial for trial in self.study_.get_trials(deepcopy=False)}
-        check_made_with(self.study_, recipe)
+        recipe.check_study(self.study_)
         return recipe.estimator_of(trials.get(number), number)
 
     def get_ensemble(
@@ -714,16 +684,16 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             name is not a measure, or estimator or data are not those of the study.
         """
         recipe = self._recipe_of(X, y, fit_params)
-        measuring = Measuring(listed(measures))
-        check_made_with(self.study_, recipe, also=measuring)
+        measuring = Measuring(measures)
+        recipe.check_study(self.study_, also=measuring)
         trials = self.study_.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if not retrain and not any(recipe.has_weights(trial) for trial in trials):
             raise ValueError(
                 "no weights of these minima were saved, so they cannot be measured again. Give the "
                 "search an artifact_store, such as a folder, before it trains, or set retrain=True."
             )
-        recipe.complete(self.study_, measuring, held_out=False, retrain=retrain)
-        table = self._table(recipe, measuring.names)
+        recipe.complete(self.study_, measuring, retrain=retrain)
+        table = candidate_table(self.study_, recipe, measuring.names)
         self.minima_ = rank_minima(table, by=recipe.task.ranking[0])
         return self.minima_
 
@@ -753,10 +723,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             If matplotlib is not installed.
         """
         check_is_fitted(self, "minima_")
+        page = render(self)
         if path is None:
-            return render(self)
+            return page
         file = Path(path)
-        file.write_text(render(self), encoding="utf-8")
+        file.write_text(page, encoding="utf-8")
         return file
 
     @_if_available("predict")
@@ -867,12 +838,6 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         check_is_fitted(self, _PREDICTORS, all_or_any=any)
         return self.ensemble_ if hasattr(self, "ensemble_") else self.best_estimator_
 
-    def _predicts_with_mean(self) -> bool:
-        """Return whether the search averages, or is going to when it is fitted."""
-        if hasattr(self, "best_estimator_") or hasattr(self, "ensemble_"):
-            return hasattr(self, "ensemble_")
-        return self.refit == MEAN and has_mean(self.estimator)
-
     def get_metadata_routing(self) -> MetadataRouter:
         """Return which arguments of `fit` and `score` the estimator asks for.
 
@@ -896,14 +861,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
     def _rank(self, recipe: Recipe, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
-        table, space = self._table(recipe), recipe.space
-        stored_as = None if self.storage is None else self.study_.study_name
-        check_table(table, interrupted, stored_as)
-        by = recipe.task.ranking[0]
+        table, by = candidate_table(self.study_, recipe), recipe.task.ranking[0]
+        check_table(table, interrupted, None if self.storage is None else self.study_.study_name)
         warn_if_few_fit(table, by, recipe.depth_band)
         self.minima_ = rank_minima(table, by=by)
         trials = self.study_.get_trials(deepcopy=False)
-        self.cv_results_ = cv_results(table, self.minima_, by, space, trials)
+        self.cv_results_ = cv_results(table, self.minima_, by, recipe.space, trials)
         self._set_best(int(self.minima_["trial"].iloc[0]))
 
     def _set_best(self, number: int) -> None:
@@ -915,58 +878,60 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
     def _refit(self, recipe: Recipe, trained: Mapping[int, Trained], interrupted: bool) -> None:
         """Set what the search predicts with.
 
-        Only the flattest is trained again, if an earlier session trained it, but not after Ctrl-C.
+        Only the best is trained again, if an earlier session trained it, but not after Ctrl-C.
         """
-        provide = partial(_provide, recipe, self.study_.get_trials(deepcopy=False), trained)
-        averages = self.refit in (MEAN, NEAREST) and has_mean(self.estimator, recipe.task.y)
+        trials, y = self.study_.get_trials(deepcopy=False), recipe.task.y
+        averages = self.refit in (MEAN, NEAREST) and has_mean(self.estimator, y)
         numbers = self._first_trials(None) if averages else []
-        members = {number: provide(number, retrain=False)[0] for number in numbers}
+        members = {}
+        for number in numbers:
+            estimator, _ = recipe.provide(trials[number], trained.get(number), retrain=False)
+            if estimator is not None:
+                members[number] = estimator
         if self.refit == NEAREST:
-            self._choose_nearest(members, recipe)
+            mean = self._mean_of(members, len(numbers), y)
+            if mean is not None:
+                self._set_best(nearest(mean, recipe.task.X, recipe.drawn))
         best = trial_at(self.minima_, self.best_index_)
         estimator, problem = members.get(best), ""
         if estimator is None:
-            estimator, problem = provide(best, retrain=not interrupted)
-        if problem:
-            warn(f"best_estimator_ is not the network of the table: {problem}")
+            again = not interrupted
+            estimator, problem = recipe.provide(trials[best], trained.get(best), retrain=again)
+        if best in numbers and estimator is not None:
+            members[best] = estimator
+        mean = self._mean_of(members, len(numbers), y) if self.refit == MEAN and members else None
+        self._set_predictors(best, estimator, problem, mean)
+
+    def _set_predictors(self, best: int, estimator: Any, problem: str, mean: Any) -> None:
+        """Set the attributes of what the search predicts with; warn if the best has a problem."""
+        if estimator is not None:
+            self.best_estimator_ = estimator
+        if mean is not None:
+            self.ensemble_ = mean
         if estimator is None:
             warn(
                 "the interrupted search has no best_estimator_: an earlier session trained trial "
-                f"{best}, and saved no weights. Fit again, or train it by get_estimator({best})."
+                f"{best}, and its weights cannot be read. {problem} Fit again, or train it by "
+                f"get_estimator({best})."
             )
-        else:
-            self.best_estimator_ = estimator
-        if self.refit == MEAN:
-            at_hand = members | {best: estimator} if best in members else members
-            mean = self._mean_of(at_hand, recipe.task.y)
-            if mean is not None:
-                self.ensemble_ = mean
-        model = getattr(self, "best_estimator_", getattr(self, "ensemble_", None))
+        elif problem:
+            warn(f"best_estimator_ is not the network of the table: {problem}")
         for name in _OF_PREDICTOR:
+            model = mean if estimator is None else estimator
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
 
-    def _choose_nearest(self, members: Mapping[int, Any], recipe: Recipe) -> None:
-        """Make the network that predicts most like the mean the best one."""
-        mean = self._mean_of(members, recipe.task.y)
-        if mean is not None:
-            seed = recipe.drawn if recipe.seed is None else recipe.seed
-            self._set_best(nearest(mean, add_noise(recipe.task.X, seed)))
-
-    def _mean_of(self, members: Mapping[int, Any], y: Any) -> Any:
-        """Average the networks that are at hand (not None); None if there is no mean."""
-        at_hand = {f"trial{n}": member for n, member in members.items() if member is not None}
-        if not at_hand and self.refit == MEAN:
-            return None
+    def _mean_of(self, members: Mapping[int, Any], n_wanted: int, y: Any) -> Any:
+        """Average networks by their trials; None, and a warning, if there is no mean."""
         try:
-            mean = average(at_hand, y)
+            mean = average({f"trial{number}": member for number, member in members.items()}, y)
         except ValueError as error:
             warn(f"the search predicts with the flattest minimum only: {error}")
             return None
-        if len(at_hand) < len(members):
+        if len(members) < n_wanted:
             what = "mean of" if self.refit == MEAN else "nearest to the mean of"
             warn(
-                f"the search predicts with the {what} {len(at_hand)} of {len(members)} networks: "
+                f"the search predicts with the {what} {len(members)} of {n_wanted} networks: "
                 "those of earlier sessions have no weights that can be read. Give the search an "
                 "artifact_store before it trains, or train them again by get_ensemble()."
             )

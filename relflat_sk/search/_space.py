@@ -1,17 +1,13 @@
 """The parameters that a search varies: choices, ranges of numbers, functions of a trial."""
 
-import copy
-import re
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
-from pickle import PicklingError
 from typing import Any
 
-import joblib
 import numpy as np
 import optuna
-import torch
 from optuna.distributions import (
     BaseDistribution,
     CategoricalDistribution,
@@ -19,12 +15,11 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.trial import FixedTrial, FrozenTrial
-from torch import Tensor
 
+from relflat_sk.search._describe import PLAIN, describe, plain_repr
 from relflat_sk.search._storage import quiet_log
 
-PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
-
+Range = FloatDistribution | IntDistribution
 Entry = CategoricalDistribution | FloatDistribution | IntDistribution | Callable[[Any], Any]
 
 
@@ -38,20 +33,22 @@ class Space:
     """
 
     def __init__(self, space: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]) -> None:
-        self.function = None if isinstance(space, type) or not callable(space) else space
-        space = {} if self.function is not None else space
+        # the function of the whole space has no name
+        self.entries: dict[str, Entry] = {}
+        # labels are made once: a class of a script has another `repr` in a worker process
+        self.choices: dict[str, dict[Any, Any]] = {}  # the value of each label
+        if callable(space) and not isinstance(space, type):
+            self.entries[""] = space
+            return
         if not isinstance(space, Mapping):
             raise TypeError(
                 "space must be a dict of parameters, see FlatMinimaSearch, or a function of a "
                 f"trial that returns one, got {type(space).__name__}."
             )
-        if not space and self.function is None:
+        if not space:
             raise ValueError(
                 "space is empty: name at least one parameter, as in {'batch_size': [16, 64]}."
             )
-        self.entries: dict[str, Entry] = {}
-        # labels are made once: a class of a script has another `repr` in a worker process
-        self.choices: dict[str, dict[Any, Any]] = {}  # the value of each label
         for name, values in space.items():
             self._read(str(name), values)
 
@@ -61,8 +58,7 @@ class Space:
             values = values.choices
         if hasattr(values, "tolist"):  # arrays, series, tensors
             values = values.tolist()
-        is_function = callable(values) and not isinstance(values, type)
-        if isinstance(values, FloatDistribution | IntDistribution) or is_function:
+        if isinstance(values, Range) or (callable(values) and not isinstance(values, type)):
             self.entries[name] = values
             return
         if not isinstance(values, Sequence) or isinstance(values, str | bytes):
@@ -78,11 +74,8 @@ class Space:
     def example(self) -> dict[str, Any]:
         """Return a value for each parameter: its first choice, or the least of its range."""
         choices = {name: next(iter(values.values())) for name, values in self.choices.items()}
-        return choices | {
-            name: entry.low
-            for name, entry in self.entries.items()
-            if isinstance(entry, FloatDistribution | IntDistribution)
-        }
+        entries = self.entries.items()
+        return choices | {name: entry.low for name, entry in entries if isinstance(entry, Range)}
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """Return the distributions that Optuna draws from."""
@@ -94,19 +87,23 @@ class Space:
 
         A range may change: its trials stay what they are.
         """
-        described: dict[str, Any] = {} if self.function is None else {"": self.function}
-        for name, entry in self.entries.items():
-            if isinstance(entry, FloatDistribution | IntDistribution):
-                described[name] = [type(entry), entry.log]
-            else:
-                described[name] = self.choices.get(name, entry)
-        return described
+        return {
+            name: [type(entry), entry.log]
+            if isinstance(entry, Range)
+            else self.choices.get(name, entry)
+            for name, entry in self.entries.items()
+        }
 
     def suggest(self, trial: Any) -> dict[str, Any]:
         """Draw one value for each parameter, from functions that can be called again."""
-        params = self._draw(trial)
-        _, errors = self.draw_again(FixedTrial(trial.params, trial.number))
-        for name, error in errors.items():
+        params = dict[str, Any]()
+        for name, entry in self.entries.items():
+            params |= self._draw(trial, name, entry)
+        again, name = FixedTrial(trial.params, trial.number), ""
+        try:
+            for name, entry in self.entries.items():
+                self._draw(again, name, entry)
+        except Exception as error:  # of a function of the user's
             raise ValueError(
                 f"the function of the space{f' for {name!r}' if name else ''} raises "
                 f"{type(error).__name__} when it is called again for the same trial: {error}. It "
@@ -114,91 +111,55 @@ class Space:
             ) from error
         return params
 
-    def _draw(self, trial: Any) -> dict[str, Any]:
-        """Draw one value for each parameter."""
-        if self.function is None:
-            return {name: self._suggest(trial, name) for name in self.entries}
-        params = self.function(trial)
-        if not isinstance(params, Mapping):
-            raise TypeError(f"the function space must return a dict of parameters, got {params!r}.")
-        return dict(params)
-
-    def _suggest(self, trial: Any, name: str) -> Any:
-        """Draw the value of one parameter."""
-        entry = self.entries[name]
+    def _draw(self, trial: Any, name: str, entry: Entry) -> Mapping[str, Any]:
+        """Draw the value of one parameter, or all of them by the function of the whole space."""
         if isinstance(entry, CategoricalDistribution):
             drawn = trial.suggest_categorical(name, entry.choices)
-            return list(self.choices[name].values())[int(entry.to_internal_repr(drawn))]
-        if isinstance(entry, IntDistribution):
-            return trial.suggest_int(name, entry.low, entry.high, step=entry.step, log=entry.log)
-        if isinstance(entry, FloatDistribution):
-            return trial.suggest_float(name, entry.low, entry.high, step=entry.step, log=entry.log)
-        return entry(trial)
+            return {name: list(self.choices[name].values())[int(entry.to_internal_repr(drawn))]}
+        if isinstance(entry, Range):
+            draw = trial.suggest_int if isinstance(entry, IntDistribution) else trial.suggest_float
+            return {name: draw(name, entry.low, entry.high, step=entry.step, log=entry.log)}
+        value = entry(trial)
+        if name:
+            return {name: value}
+        if not isinstance(value, Mapping):
+            raise TypeError(f"the function space must return a dict of parameters, got {value!r}.")
+        return value
 
     def computed(self, trial: Any, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that functions returned, as columns; without those that Optuna drew."""
-        functions = params if self.function is not None else self.entries
-        return {
-            name: label_of(params[name])
-            for name in functions
-            if callable(self.entries.get(name, self.function))
-            and name in params
-            and name not in trial.params
-        }
+        return {name: label_of(x) for name, x in params.items() if name not in trial.params}
 
     def values(self, trial: FrozenTrial) -> dict[str, Any]:
-        """Return the values that a finished trial had; of a failed one, those that it drew.
-
-        Ranges are those from which it drew.
-        """
-        then = copy.copy(self)
-        ranges = FloatDistribution | IntDistribution
-        then.entries = self.entries | {
-            name: distribution
-            for name, distribution in trial.distributions.items()
-            if isinstance(distribution, ranges) and isinstance(self.entries.get(name), ranges)
-        }
-        return then.draw_again(FixedTrial(trial.params, trial.number))[0]
-
-    def draw_again(self, trial: Any) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """Draw the values of a trial of which all or some are known, and return what fails.
-
-        A user's function may raise anything. The name of the function of a whole space is empty.
-        """
-        values, errors = dict[str, Any](), dict[str, Exception]()
-        if self.function is not None:
-            try:
-                values = self._draw(trial)
-            except Exception as error:
-                errors[""] = error
-        for name in self.entries:
-            try:
-                values[name] = self._suggest(trial, name)
-            except Exception as error:
-                errors[name] = error
-        return values, errors
+        """Return the values that a finished trial had; of a failed one, those that it drew."""
+        values, again = dict[str, Any](), FixedTrial(trial.params, trial.number)
+        for name, entry in self.entries.items():
+            then = trial.distributions.get(name)
+            if isinstance(entry, Range) and isinstance(then, Range):
+                entry = then  # noqa: PLW2901  (it drew from this range)
+            with suppress(Exception):  # a user's function may raise anything
+                values |= self._draw(again, name, entry)
+        return values
 
     def grid(self) -> list[dict[str, Any]] | None:
-        """List all combinations of the choices."""
+        """List all combinations of the choices; None if something else is drawn as well."""
         drawn = self.distributions()
         if not self.choices or len(self.choices) < len(drawn):
             return None
-        labels = product(*self.choices.values())
-        points = [dict(zip(self.choices, combination, strict=True)) for combination in labels]
-        draws_more = len(drawn) < len(self.entries) and self._draws_more(points)
-        return None if draws_more else points
-
-    def _draws_more(self, points: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether functions draw other parameters than the choices of a grid."""
-        with quiet_log():
-            study = optuna.create_study()
-        for point in points:
-            study.enqueue_trial(dict(point))
-            trial = study.ask()
-            self.draw_again(trial)
-            if trial.params.keys() - point.keys():
-                return True
-        return False
+        combinations = product(*self.choices.values())
+        points = [dict(zip(self.choices, labels, strict=True)) for labels in combinations]
+        if len(drawn) < len(self.entries):
+            with quiet_log():
+                study = optuna.create_study()
+            for point in points:
+                study.enqueue_trial(point)
+                trial = study.ask()
+                for name, entry in self.entries.items():
+                    with suppress(Exception):
+                        self._draw(trial, name, entry)
+                if trial.params.keys() - point.keys():
+                    return None
+        return points
 
 
 class _Label(str):
@@ -217,7 +178,10 @@ class _Label(str):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str):
             return str.__eq__(self, other)
-        return _is_copy(self.value, other)
+        # a study in memory copies what is enqueued, and a database stores tuples as lists
+        is_function = inspect.isroutine(self.value) or isinstance(self.value, type)
+        is_copy = not is_function and describe(self.value) == describe(other)
+        return self.value is other or is_copy
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -229,27 +193,6 @@ class _Label(str):
 
     def __deepcopy__(self, memo: Any) -> "_Label":
         return self
-
-
-def _is_copy(value: Any, other: Any) -> bool:
-    """Return whether two objects have the same contents.
-
-    A study in memory copies what is enqueued, and a database stores tuples as lists.
-    """
-    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
-        return len(value) == len(other) and all(map(_is_copy, value, other))
-    if value is other or type(value) is not type(other):
-        return value is other
-    if isinstance(value, Mapping):
-        return value.keys() == other.keys() and all(_is_copy(value[k], other[k]) for k in value)
-    if isinstance(value, Tensor):
-        return torch.equal(value, other)
-    is_equal = False
-    with suppress(AttributeError, PicklingError, TypeError):  # it holds a function without a name
-        is_equal = joblib.hash(value) == joblib.hash(other)
-    if not is_equal and getattr(value, "__dict__", None):
-        is_equal = _is_copy(vars(value), vars(other))
-    return is_equal
 
 
 def labels_of(trial: Any) -> dict[str, Any]:
@@ -272,9 +215,7 @@ def _label_each(values: Sequence[Any]) -> dict[Any, Any]:
         unique.setdefault(key, plain)
     labels = [label_of(value) for value in unique.values()]
     if len(set(labels)) < len(labels):
-        labels = [
-            _Label(f"{index}: {_name(value)}", value) for index, value in enumerate(unique.values())
-        ]
+        labels = [_Label(f"{i}: {_name(value)}", value) for i, value in enumerate(unique.values())]
     return dict(zip(labels, unique.values(), strict=True))
 
 
@@ -287,8 +228,3 @@ def label_of(value: Any) -> Any:
 
 def _name(value: Any) -> str:
     return getattr(value, "__name__", None) or plain_repr(value)
-
-
-def plain_repr(value: Any) -> str:
-    """Return the `repr` of a value without addresses, which differ in every process."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

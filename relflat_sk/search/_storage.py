@@ -1,20 +1,88 @@
-"""Open the storage of a study; keep Optuna's log silent, and passwords out of messages."""
+"""Where studies and weights are stored, and failures there, which are not the candidates'.
 
+A candidate that cannot be trained fails again when it is trained again, so its failure is a
+result. A full disk or a wrong test set is not: the next call may have mended it.
+
+A file of weights holds the `state_dict` of the network that is measured. For an estimator of
+scikit-learn, this is the module that `relflat_sk._models.sklearn_estimators.to_torch` makes of it.
+``torch.load(..., weights_only=True)`` reads the file without running code. The trial has a
+checksum of the weights, which tells of files that were truncated or overwritten.
+"""
+
+import io
 import os
 import re
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import joblib
 import optuna
+import torch
+from optuna.artifacts import FileSystemArtifactStore, upload_artifact
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.trial import FrozenTrial
+from torch import Tensor
 
-# how names of files end
-_OF_DATABASES = {".db", ".sqlite", ".sqlite3"}
-_OF_JOURNALS = {".log", ".journal"}
+from relflat_sk.minima._minimum import Minimum
+
+Weights = Mapping[str, Tensor]
+
+# -- failures ------------------------------------------------------------------------------------
+
+# the end of an error of the call, for a search
+KEPT = (
+    " The candidate is not recorded, and those that were finished before are kept: call fit again "
+    "with the same storage and study_name."
+)
+
+
+class CallError(RuntimeError):
+    """Training or measuring failed for a reason that is not the candidate's."""
+
+
+class StorageFailedError(CallError):
+    """The storage of a study failed."""
+
+
+class DamagedWeightsError(ValueError):
+    """A file of weights is gone, cannot be read, or holds other weights than were saved."""
+
+
+@contextmanager
+def blame_call(what: str, advice: str, kind: type[CallError] = CallError) -> Iterator[None]:
+    """Turn failures into errors of the call."""
+    try:
+        yield
+    except (CallError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {root_of(error)} {advice}{KEPT}") from error
+
+
+def blame_storage(study: Any) -> AbstractContextManager[None]:
+    """Explain failures in a block that only reads or writes a study."""
+    what = f"the storage of study {study.study_name!r} failed"
+    return blame_call(what, "Mend it.", StorageFailedError)
+
+
+def root_of(error: BaseException) -> str:
+    """Return the first line of the error that an error was raised from."""
+    root = error
+    while (cause := root.__cause__ or root.__context__) is not None and str(cause).strip("()"):
+        root = cause
+    first = (str(root).splitlines() or [repr(root)])[0]
+    return f"{type(root).__name__}: {first}".rstrip(".") + "."
+
+
+# -- studies -------------------------------------------------------------------------------------
+
+_OF_DATABASES, _OF_JOURNALS = {".db", ".sqlite", ".sqlite3"}, {".log", ".journal"}  # endings
 _LOG_LEVEL = threading.Lock()
 
 
@@ -40,10 +108,7 @@ def open_storage(storage: Any) -> BaseStorage:
 
 
 def _remove_half_line(file: Path) -> None:
-    """Remove half a line at the end of a journal, which nobody could read with another appended.
-
-    A process that was killed, and a full disk, leave one.
-    """
+    """Remove half a line, which a killed process or a full disk leaves at a journal's end."""
     if not file.exists():
         return
     lock = JournalFileSymlinkLock(str(file))
@@ -76,3 +141,84 @@ def without_password(storage: Any) -> str:
     if not isinstance(storage, str | Path):
         return type(storage).__name__
     return re.sub(r"(://[^:/@]*):[^/]*@", r"\1:***@", str(storage))
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+class _Folder(FileSystemArtifactStore):
+    """A folder of files, made if need be, and named in errors by its path."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def write(self, artifact_id: str, content_body: BinaryIO) -> None:
+        Path(self.path).mkdir(parents=True, exist_ok=True)
+        super().write(artifact_id, content_body)
+
+    def __repr__(self) -> str:
+        return repr(str(self.path))
+
+
+def as_store(store: Any) -> Any:
+    """Make an artifact store of a folder; return a store as it is."""
+    if isinstance(store, str | Path):
+        return _Folder(store)
+    if store is None or (hasattr(store, "open_reader") and hasattr(store, "write")):
+        return store
+    raise TypeError(
+        "artifact_store must be a folder, an optuna artifact store or None, got "
+        f"{store!r}. For files in a folder: artifact_store='minima'."
+    )
+
+
+def check_store(store: Any) -> None:
+    """Write a file to a store and remove it, so that it fails before anything is trained."""
+    if store is not None:
+        name = f"probe-{uuid.uuid4().hex}"
+        with blame_call(f"artifact_store={store!r} cannot be written to", "Give another."):
+            store.write(name, io.BytesIO(b"probe"))
+            store.remove(name)
+
+
+def save_weights(store: Any, trial: optuna.Trial, weights: Weights, minimum: Minimum) -> None:
+    """Save the weights of a network to a store, and record the name of their file."""
+    what = f"the weights of trial {trial.number} cannot be saved in {store!r}"
+    advice = "Free space there, or give another artifact_store."
+    with blame_call(what, advice), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"minimum_{trial.number}.pt"
+        torch.save(weights, path)
+        minimum.artifact_id = upload_artifact(
+            artifact_store=store, file_path=str(path), study_or_trial=trial
+        )
+    minimum.weights_hash = _checksum(weights)
+
+
+def load_weights(store: Any, trial: FrozenTrial) -> Weights:
+    """Load the weights of a finished trial."""
+    minimum = Minimum.from_trial(trial)
+    try:
+        with store.open_reader(minimum.artifact_id) as file:
+            content = io.BytesIO(file.read())
+        weights: Weights = torch.load(content, weights_only=True, map_location="cpu")
+        if minimum.weights_hash not in (None, _checksum(weights)):
+            raise ValueError("it holds other weights than were saved")
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever the damage makes of the file
+        raise DamagedWeightsError(
+            f"the weights of trial {trial.number} cannot be read from file "
+            f"{minimum.artifact_id!r} in artifact_store={store!r}: {root_of(error)}"
+        ) from error
+    return weights
+
+
+def _checksum(weights: Weights) -> str:
+    """Return a checksum as a text, so that the table of minima does not take it for a measure."""
+    tensors = {name: tensor.detach().cpu() for name, tensor in weights.items()}
+    arrays = {  # NumPy has no bfloat16
+        name: (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for name, tensor in tensors.items()
+    }
+    return str(joblib.hash(arrays))

@@ -1,40 +1,317 @@
-"""Train the candidates of a search, in this process or in workers that know no storage.
+"""The parent asks a study for candidates and tells it results; workers know no storage.
+
+A trial that is running, but whose process is gone, was killed: its candidate is free. So is that
+of a trial that failed without the attribute ``failed``: it was interrupted.
 
 If a worker dies, what was in training is trained again, each candidate alone, when no others are
 left. A candidate that its worker dies of again is recorded as failed.
 """
 
 import logging
+import os
+import socket
 import sys
+import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import joblib
 import optuna
 from joblib import Parallel, delayed
 from joblib.parallel import get_active_backend
-from optuna.trial import FrozenTrial
+from optuna.samplers import BaseSampler, RandomSampler
+from optuna.storages import BaseStorage
+from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._checks import is_integer
 from relflat_sk.fleet._fleet import Fleet, fleet_size
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.search._candidates import Candidate, Candidates
-from relflat_sk.search._failures import StorageFailedError, blame_storage
-from relflat_sk.search._fit import OnEpoch, isolated, nets_of
-from relflat_sk.search._task import Task, Trained, train
+from relflat_sk.search._recipe import Recipe
+from relflat_sk.search._space import labels_of
+from relflat_sk.search._storage import CallError, StorageFailedError, blame_storage
+from relflat_sk.search._task import STOPPED, OnEpoch, Task, Trained, isolated, nets_of, train
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
 _LOG = logging.getLogger("relflat_sk")
-_REPLACED = 120  # seconds in which a cluster is to replace workers that died
-KILLED = "the process that trained was killed twice, perhaps for lack of memory"
+Point = Mapping[str, Any]
+
+# -- the owner of a study ------------------------------------------------------------------------
+
+OWNER = "owner"  # user attribute of a study and of a trial
+
+
+def this_process() -> list[Any]:
+    """Describe the calling thread, so that other processes can tell whether it still exists."""
+    return [socket.gethostname(), os.getpid(), _start_time(os.getpid()), threading.get_ident()]
+
+
+def _start_time(process_id: int) -> str | None:
+    """Return when a process started, since ids are reused; None if unknown or a zombie."""
+    try:
+        stat = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state == "Z" else fields[18]
+
+
+def _is_gone(owner: Sequence[Any] | None) -> bool:
+    """Return whether a thread no longer exists, is the calling thread itself, or is not known."""
+    if not owner:
+        return True
+    host, process_id, started, thread_id = owner
+    if host != socket.gethostname():
+        return False
+    if started != _start_time(process_id):
+        return True
+    if process_id == os.getpid():
+        alive = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        return thread_id not in alive
+    try:
+        if os.name == "posix":  # it would end the process on Windows
+            os.kill(process_id, 0)
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
+    return False
+
+
+def _name(owner: Sequence[Any]) -> str:
+    return f"process {owner[1]} on {owner[0]}"
+
+
+@contextmanager
+def owned(study: optuna.Study) -> Iterator[list[Any]]:
+    """Own a study for a while, and free the trials whose process was killed.
+
+    A study, or a running trial, of a process that is alive is refused.
+    """
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    owners = [study.user_attrs.get(OWNER), *(trial.user_attrs.get(OWNER) for trial in running)]
+    alive = next((owner for owner in owners if not _is_gone(owner)), None)
+    if alive is not None:
+        raise ValueError(
+            f"study {study.study_name!r} belongs to {_name(alive)}, which is training. Wait until "
+            "it ends; processes share a study by study.optimize(MinimaObjective(...)). If another "
+            f"machine's process is gone: study.set_user_attr({OWNER!r}, None), and for each "
+            "running trial study.tell(number, state=TrialState.FAIL)."
+        )
+    owner = this_process()
+    study.set_user_attr(OWNER, owner)
+    for trial in running:
+        study.tell(trial.number, state=TrialState.FAIL)
+    try:
+        yield owner
+    except StorageFailedError:  # nothing can be written, and who comes next finds no owner
+        raise
+    except BaseException:
+        _release(study, owner)
+        raise
+    _release(study, owner)
+
+
+def _release(study: optuna.Study, owner: list[Any]) -> None:
+    with blame_storage(study):
+        if study.user_attrs.get(OWNER) == owner:
+            study.set_user_attr(OWNER, None)
+
+
+# -- candidates ----------------------------------------------------------------------------------
+
+
+class Candidate(NamedTuple):
+    """What a worker gets of a trial."""
+
+    number: int
+    params: dict[str, Any]
+    seed: int
+    problem: str = ""  # why there are no parameters
+
+
+class SearchStudy(optuna.Study):
+    """A second object for a study, whose `stop` says that a search is to end.
+
+    Callbacks and samplers call it outside of `Study.optimize`, where Optuna's own raises.
+    """
+
+    def __init__(self, study: optuna.Study, storage: BaseStorage) -> None:
+        super().__init__(study.study_name, storage, study.sampler, study.pruner)
+        self.stopped = False
+
+    def stop(self) -> None:
+        """End the search after the candidates that are in training."""
+        self.stopped = True
+
+
+class _Fixed(RandomSampler):
+    """Gives a trial the values of a point."""
+
+    def __init__(self, point: Point) -> None:
+        super().__init__()
+        self.point = point
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        if name in self.point:
+            return self.point[name]
+        return super().sample_independent(study, trial, name, distribution)
+
+
+def _key(point: Point) -> frozenset[tuple[str, Any]]:
+    """Return values in a form of which thousands are compared at once."""
+    return frozenset(point.items())
+
+
+def _is_interrupted(trial: FrozenTrial) -> bool:
+    """Return whether a trial was interrupted or killed, so that its candidate is free."""
+    return trial.state == TrialState.FAIL and not trial.user_attrs.get("failed")
+
+
+def without_superseded(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
+    """List finished trials, without those that were interrupted, or failed and were repeated."""
+    finished = [t for t in trials if t.state.is_finished() and not _is_interrupted(t)]
+    last = {_key(trial.params): trial.number for trial in finished if trial.params}
+    return [
+        trial
+        for trial in finished
+        if trial.state != TrialState.FAIL or last.get(_key(trial.params), -1) <= trial.number
+    ]
+
+
+class Candidates:
+    """Asks a study for the candidates that are left, and tells it what became of them."""
+
+    def __init__(
+        self,
+        study: SearchStudy,
+        recipe: Recipe,
+        *,
+        owner: list[Any],
+        points: Sequence[Point] | None,  # in this order, or None for draws
+        n_trials: int,
+        sampler_of: Callable[[int], BaseSampler],  # of a draw, by its number
+        retry_failed: bool,
+        deadline: float | None,
+    ) -> None:
+        self.study, self.recipe, self.owner = study, recipe, owner
+        self.sampler_of, self.deadline = sampler_of, deadline
+        self.sampler = study.sampler
+        self.trials: dict[int, tuple[optuna.Trial, dict[str, Any]]] = {}  # in training
+        self._lock = threading.Lock()  # joblib asks for candidates in threads
+        self._has_ended = False
+        trials = study.get_trials(deepcopy=False)
+        ended = [trial for trial in trials if trial.state.is_finished()]
+        free = [
+            trial
+            for trial in ended
+            if _is_interrupted(trial) or (retry_failed and trial.state == TrialState.FAIL)
+        ]
+        taken = {_key(trial.params) for trial in ended if trial not in free}
+        drawn = recipe.space.distributions().keys()
+        again = {
+            _key(trial.params): trial.params
+            for trial in free
+            if trial.params and drawn <= trial.params.keys() and _key(trial.params) not in taken
+        }
+        self._again = deque(again.values())  # the last: they may have killed a process
+        self._number = len(ended) - len(free) + len(again)
+        self._n_left = max(n_trials - self._number, 0)
+        self._points: deque[Point] = deque()
+        if points is not None:
+            taken |= again.keys()
+            left = [point for point in points if _key(point) not in taken]
+            self._points.extend(left[: self._n_left] if n_trials < len(points) else left)
+            self._n_left = 0
+        # by a user; Optuna asks for them first
+        self._n_enqueued = sum(trial.state == TrialState.WAITING for trial in trials)
+
+    def _count_left(self) -> int:
+        return len(self._points) + self._n_left + len(self._again) + self._n_enqueued
+
+    def __len__(self) -> int:
+        """Count the candidates left, and those in training."""
+        return self._count_left() + len(self.trials)
+
+    def __iter__(self) -> "Candidates":
+        return self
+
+    def __next__(self) -> Candidate:
+        with self._lock:
+            is_late = self.deadline is not None and time.time() >= self.deadline
+            if self._has_ended or self.study.stopped or is_late or not self._count_left():
+                raise StopIteration
+            with blame_storage(self.study):
+                owner = self.study.user_attrs.get(OWNER)
+                if owner is None or owner != self.owner:
+                    raise CallError(
+                        f"{_name(owner) if owner else 'Another program'} began to train study "
+                        f"{self.study.study_name!r} at the same moment. Fit again when it has "
+                        "ended."
+                    )
+                return self._ask(*self._choose())
+
+    def _choose(self) -> tuple[BaseSampler, Point | None]:
+        """Choose the next candidate: what draws it, and its values if they are known."""
+        if self._n_enqueued:
+            self._n_enqueued -= 1
+            self._n_left = max(self._n_left - 1, 0)
+            return self.sampler, None
+        if not self._points and self._n_left:
+            self._n_left -= 1
+            self._number += 1
+            return self.sampler_of(self._number - 1), None
+        point = (self._points or self._again).popleft()
+        return _Fixed(point), point
+
+    def _ask(self, sampler: BaseSampler, point: Point | None) -> Candidate:
+        """Begin a trial, which has an owner from then on."""
+        self.study.sampler = sampler
+        try:
+            trial = self.study.ask()
+            trial.set_user_attr(OWNER, self.owner)
+            params, problem = {}, ""
+            try:
+                params = self.recipe.space.suggest(trial)
+            except Exception as error:  # of a function of the user's
+                problem = f"{type(error).__name__}: {error}"
+        finally:
+            self.study.sampler = self.sampler
+        labels = labels_of(trial)
+        if point is None and labels in self._points:  # a user enqueued a point of the grid
+            self._points.remove(labels)
+        self.trials[trial.number] = trial, params
+        return Candidate(trial.number, params, self.recipe.seed_of(trial), problem)
+
+    def tell(self, candidate: Candidate, minimum: Minimum, trained: Trained | None) -> FrozenTrial:
+        """Store what became of a candidate."""
+        trial, params = self.trials[candidate.number]
+        state = TrialState.PRUNED if minimum.reason == STOPPED else TrialState.COMPLETE
+        state = TrialState.FAIL if minimum.failed else state
+        values = minimum.values if state == TrialState.COMPLETE else None
+        with blame_storage(self.study):
+            self.recipe.record(trial, params, minimum, trained)
+            told = self.study.tell(trial, values, state)
+        del self.trials[candidate.number]
+        return told
+
+    def give_up(self) -> None:
+        """Free the candidates that are in training, and ask for no others."""
+        with self._lock:
+            self._has_ended = True
+        self.study.sampler = RandomSampler()  # which does not learn of the trials' end
+        while self.trials:
+            number, _ = self.trials.popitem()
+            self.study.tell(number, state=TrialState.FAIL)
+
+
+# -- training in this process --------------------------------------------------------------------
 
 Result = tuple[Candidate, Minimum, Trained | None]
 OnFinished = Callable[[FrozenTrial, Trained | None], None]
@@ -52,18 +329,18 @@ def sweep(
     candidates: Candidates, n_jobs: int, fleet: int | str | None, on_finished: OnFinished
 ) -> bool:
     """Train all candidates left; return whether Ctrl-C ended it."""
-    task = candidates.recipe.task
 
     def tell(*result: Any) -> None:
         on_finished(candidates.tell(*result), result[-1])
 
+    def on_epoch(candidate: Candidate) -> OnEpoch | None:
+        return pruning(candidates.trials[candidate.number][0])
+
     try:
         if n_jobs:
-            _Workers(candidates, task, n_jobs, fleet, tell).train_all()
+            _Workers(candidates, n_jobs, fleet, tell).train_all()
         else:
-            _train_together(
-                task, candidates, fleet, tell, lambda c: pruning(candidates.trials[c.number][0])
-            )
+            _train_together(candidates.recipe.task, candidates, fleet, tell, on_epoch)
     except StorageFailedError:
         raise  # nothing more can be written; who comes next finds that this process has moved on
     except BaseException as error:
@@ -87,11 +364,10 @@ def _train_together(
         candidate = next(candidates, None)
         if candidate is None:
             return False
-        if candidate.problem:
-            on_trained(candidate, Minimum(failed=True, reason=candidate.problem), None)
-        else:
+        result: Any = Minimum(failed=True, reason=candidate.problem), None
+        if not candidate.problem:
             result = train(task, candidate.params, candidate.seed, on_epoch(candidate))
-            on_trained(candidate, *result)
+        on_trained(candidate, *result)
         return True
 
     size, nets = fleet_size(fleet), nets_of(task.estimator)
@@ -123,20 +399,23 @@ def pruning(trial: Any) -> OnEpoch | None:
     return on_epoch
 
 
-# -- processes -----------------------------------------------------------------------------------
+# -- training in workers -------------------------------------------------------------------------
+
+_REPLACED = 120  # seconds in which a cluster is to replace workers that died
+KILLED = "the process that trained was killed twice, perhaps for lack of memory"
 
 
 def _train_in_worker(
     task: Task, X: Any, y: Any, X_test: Any, y_test: Any, candidates: list[Candidate], fleet: Any
 ) -> list[Result]:
     """Train candidates in a worker, which has the data from arguments: dask sends those once."""
-    task = replace(task, X=X, y=y, X_test=X_test, y_test=y_test)
     results: list[Result] = []
 
     def keep(candidate: Candidate, minimum: Minimum, trained: Trained | None) -> None:
         minimum.error = None  # which perhaps cannot be pickled
         results.append((candidate, minimum, trained and trained.to_send()))
 
+    task = replace(task, X=X, y=y, X_test=X_test, y_test=y_test)
     _train_together(task, iter(candidates), fleet, keep, lambda candidate: None)
     return results
 
@@ -147,12 +426,12 @@ class _Workers:
     def __init__(
         self,
         candidates: Candidates,
-        task: Task,
         n_jobs: int,
         fleet: int | str | None,
         tell: Callable[..., None],
     ) -> None:
         self.candidates, self.n_jobs, self.fleet, self.tell = candidates, n_jobs, fleet, tell
+        task = candidates.recipe.task
         self.task = replace(task, X=None, y=None, X_test=None, y_test=None)
         self.data = task.X, task.y, task.X_test, task.y_test
         self.at_a_time = min(fleet_size(fleet) or 1, -(-len(candidates) // n_jobs)) or 1
@@ -161,30 +440,20 @@ class _Workers:
 
     def train_all(self) -> None:
         """Train all candidates; what a worker died of last, and alone."""
-        suspects: deque[Candidate] = deque()
-        while True:
-            n_before, death = self.n_finished, self._run(self.candidates, self.at_a_time)
-            suspects.extend(self.in_training.values())
-            if death is not None and not _are_workers_back(self.n_jobs):
-                raise death
-            if death is None or self.n_finished == n_before:
-                while suspects:
-                    self._try_alone(suspects.popleft())
-            if death is None:
-                return
-            if self.n_finished == n_before:  # no candidate comes through, not even alone
-                return
+        suspects: list[Candidate] = []
+        is_alive, n_before = False, -1
+        while not is_alive and self.n_finished > n_before:  # else none comes through, even alone
+            n_before = self.n_finished
+            is_alive = self._run(self.candidates, self.at_a_time)
+            suspects += self.in_training.values()
+            if is_alive or self.n_finished == n_before:
+                for candidate in suspects:
+                    if not self._run(iter([candidate]), 1):
+                        self.tell(candidate, Minimum(failed=True, reason=KILLED), None)
+                suspects.clear()
 
-    def _try_alone(self, candidate: Candidate) -> None:
-        """Train a candidate of which a worker may have died while nothing else trains."""
-        death = self._run(iter([candidate]), 1)
-        if death is not None:
-            self.tell(candidate, Minimum(failed=True, reason=KILLED), None)
-            if not _are_workers_back(self.n_jobs):
-                raise death
-
-    def _run(self, candidates: Iterator[Candidate], at_a_time: int) -> BaseException | None:
-        """Train candidates until there are none left or a worker dies; return of what it died."""
+    def _run(self, candidates: Iterator[Candidate], at_a_time: int) -> bool:
+        """Train candidates until there are none left or a worker dies; return whether none died."""
         self.in_training.clear()
         try:
             with closing(self._results(self._chunks(candidates, at_a_time))) as results:
@@ -192,9 +461,11 @@ class _Workers:
                     del self.in_training[result[0].number]
                     self.n_finished += 1
                     self.tell(*result)
-        except _deaths() as death:
-            return death
-        return None
+        except _deaths():
+            if not _are_workers_back(self.n_jobs):
+                raise
+            return False
+        return True
 
     def _chunks(self, candidates: Iterator[Candidate], n: int) -> Iterator[Any]:
         """Yield calls for n candidates each."""
@@ -202,7 +473,7 @@ class _Workers:
             self.in_training |= {candidate.number: candidate for candidate in chunk}
             yield delayed(_train_in_worker)(self.task, *self.data, chunk, self.fleet)
 
-    def _results(self, calls: Iterator[Any]) -> Generator[list[Result], None, None]:
+    def _results(self, calls: Iterable[Any]) -> Generator[list[Result], None, None]:
         """Yield what calls return as soon as they end, or in rounds if joblib's backend cannot."""
         backend, _ = get_active_backend()
         if not backend.supports_return_generator:  # multiprocessing, of which ray's is made

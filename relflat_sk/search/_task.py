@@ -1,34 +1,50 @@
 """Train and measure one candidate. Nothing here knows of Optuna, of a study or of its storage."""
 
-import inspect
-from collections.abc import Mapping, Sequence
+import re
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sklearn.base import clone, is_classifier
+from sklearn.exceptions import ConvergenceWarning
 from skorch import NeuralNet
+from skorch.callbacks import Callback
+from skorch.dataset import ValidSplit
+from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from relflat_sk._models.network_of import final_estimator
-from relflat_sk._random import seeded
-from relflat_sk.fleet._fleet import Fleet
+from relflat_sk._engine.epoch import EPOCH_TRAINER
+from relflat_sk._models.network_of import final_estimator, last_step
+from relflat_sk._network.borrowing import unwrapped
+from relflat_sk._network.layers import find_layer
+from relflat_sk._random import IN_TURN, seeded
+from relflat_sk.exceptions import LayerNotFoundError
+from relflat_sk.fleet._fleet import Fleet, seconds_used
 from relflat_sk.measures._results import Measured
+from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData, scale_lr, split_params, vary_data
-from relflat_sk.search._failures import CallError
-from relflat_sk.search._fit import OnEpoch, StoppedError, fit, in_fleet, isolated, nets_of
-from relflat_sk.search._goal import add_goal, record_verdict
-from relflat_sk.search._measure import Measuring, record_held_out, record_measures
+from relflat_sk.search._measure import Measuring, add_goal, assess, missing_layer
+from relflat_sk.search._storage import CallError
 from relflat_sk.training._after_fit import measured_later
 
 STOPPED = "stopped by the pruner"
-# what a net or solver knows of its training, beside its weights
-_OF_TRAINING = (
-    *("history_", "converged_", "_record"),
-    *("n_iter_", "loss_curve_", "loss_", "best_loss_", "t_"),
-)
+# the splits that skorch's own classes set without being asked
+_DEFAULT_SPLITS = [vars(ValidSplit(5, stratified=stratified)) for stratified in (False, True)]
+
+OnEpoch = Callable[[int, float], bool]  # of epoch and training loss; returns whether to stop
+
+
+class StoppedError(Exception):
+    """A pruner stopped the training."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,7 @@ class Task:
 
     def data(self, params: Mapping[str, Any]) -> TrainingData:
         """Choose the data that a candidate is trained and measured on."""
-        return vary_data(
+        data = vary_data(
             self.X,
             self.y,
             **split_params(params)[1],
@@ -57,6 +73,7 @@ class Task:
             fit_params=self.fit_params,
             sample_weight=self.sample_weight,
         )
+        return replace(data, held_out=(self.X_test, self.y_test))
 
     def prepare(self, params: Mapping[str, Any], seed: int) -> Any:
         """Make the estimator of a candidate."""
@@ -81,6 +98,12 @@ class Task:
             return self.measuring(self.measuring.networks(estimator, data), names, seed)
 
 
+def nets_of(estimator: Any) -> list[NeuralNet]:
+    """List the skorch nets among an estimator and its parameters."""
+    parts = [estimator, *estimator.get_params().values()]
+    return [part for part in parts if isinstance(part, NeuralNet)]
+
+
 def _train_on_all_data(estimator: Any) -> None:
     """Drop skorch's default split, and refuse estimators that hold out a part of their data."""
     for name, value in estimator.get_params().items():
@@ -90,21 +113,246 @@ def _train_on_all_data(estimator: Any) -> None:
                 f"{name}=False; candidates stop at the search's goal, or by their tolerance."
             )
     for net in nets_of(estimator):
-        if net.train_split is not None and not _is_default(net):
-            raise ValueError(
-                f"a search trains on all data: set train_split=None, got {net.train_split!r}."
-            )
+        split = net.train_split
+        is_default = type(split) is ValidSplit and vars(split) in _DEFAULT_SPLITS
+        if split is not None and not is_default:
+            raise ValueError(f"a search trains on all data: set train_split=None, got {split!r}.")
         net.set_params(train_split=None)
 
 
-def _is_default(net: NeuralNet) -> bool:
-    """Return whether the split of a net is what skorch's own class sets without being asked."""
-    for kind in type(net).__mro__:
-        parameter = inspect.signature(kind).parameters.get("train_split")
-        if kind.__module__.startswith("skorch.") and parameter is not None:
-            split = parameter.default
-            return type(net.train_split) is type(split) and vars(net.train_split) == vars(split)
-    return False
+# -- one network at a time, with a number of threads that is always the same ---------------------
+
+# Torch has one random state for all threads of a process, and the number of threads that compute
+# changes the order of floating-point sums. A network would therefore depend on what else is trained
+# at the same time, and on where.
+
+_LOCK = threading.RLock()
+
+
+def in_fleet() -> bool:
+    """Return whether the nets of this thread are trained together with others."""
+    return EPOCH_TRAINER.get() is not None
+
+
+@contextmanager
+def isolated(n_threads: int | None) -> Iterator[None]:
+    """Compute alone in this process, with a number of threads; None leaves it as it is.
+
+    A fleet computes alone as a whole: the trainings in it take turns. A search inside of a fit, as
+    by a callback, does not wait for a candidate in another thread, which may wait for that fit.
+    """
+    if in_fleet():
+        yield
+        return
+    with nullcontext() if IN_TURN.get() else _LOCK, ExitStack() as stack:
+        if n_threads is not None:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(n_threads)  # also of MKL inside torch, which has its own limit
+            stack.enter_context(threadpool_limits(limits=n_threads))
+        yield
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def train(
+    task: Task, params: Mapping[str, Any], seed: int, on_epoch: OnEpoch | None = None
+) -> "tuple[Minimum, Trained | None]":
+    """Train and measure one candidate; what it raises is recorded, unless it is the call's."""
+    minimum, trained = Minimum(seed=seed, in_fleet=in_fleet()), None
+    with isolated(task.n_threads):
+        try:
+            trained = _train(minimum, task, params, seed, on_epoch)
+        except CallError:
+            raise
+        except StoppedError:
+            minimum.reason = STOPPED
+        except Exception as error:
+            minimum.fail(error)
+            torch.cuda.empty_cache()  # the next candidate may fit, if this one needed too much
+    return minimum, trained
+
+
+def _train(
+    minimum: Minimum, task: Task, params: Mapping[str, Any], seed: int, on_epoch: OnEpoch | None
+) -> "Trained | None":
+    """Train and measure one candidate, and record what is found."""
+    rates = scale_lr(task.estimator, params)
+    minimum.params = {f"scaled_{name}": rate for name, rate in rates.items()}
+    with measured_later() as later:
+        estimator, data = task.prepare(params, seed), task.data(params)
+        fit(estimator, data, seed, minimum, task.measuring.layers, on_epoch)
+    with seeded(seed):  # data loaders draw from torch's random state
+        network = assess(
+            minimum, estimator, data, task.measuring, seed, ranking=task.ranking, goal=task.goal
+        )
+    for check in later:
+        check()
+    if np.isnan(minimum.values).any():
+        minimum.failed = True
+        return None
+    n_iter = getattr(final_estimator(estimator), "n_iter_", None)  # of a solver
+    minimum.n_iter = None if n_iter is None else np.ravel(n_iter).tolist()
+    return Trained.of(estimator, network.module)
+
+
+def train_again(task: Task, params: Mapping[str, Any], seed: int, *, together: bool) -> Any:
+    """Train a candidate with the same seed, in a fleet if it was in one, without measuring it."""
+    estimator = task.prepare(params, seed)
+    left = iter([estimator])
+
+    def train_next() -> bool:
+        if next(left, None) is None:
+            return False
+        fit(estimator, task.data(params), seed, Minimum(), task.measuring.layers)
+        return True
+
+    # the table of minima says already whether the goal was reached
+    with isolated(task.n_threads), measured_later() as later:
+        if together:
+            Fleet(1).run(train_next)
+        else:
+            train_next()
+        for check in later:
+            check()
+    return estimator
+
+
+def fit(
+    estimator: Any,
+    data: TrainingData,
+    seed: int | None,
+    minimum: Minimum,
+    layers: Sequence[Any] = (),
+    on_epoch: OnEpoch | None = None,
+) -> None:
+    """Fit an estimator, and note how long it took and how its losses went."""
+    started = seconds_used()
+    try:
+        with _interruptible(), seeded(seed), _watched(estimator, layers, on_epoch):
+            estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
+    except KeyError as error:
+        missing = re.search(r"\bvalid\w*", str(error))
+        if missing is None:
+            raise
+        raise ValueError(
+            f"{missing[0]!r} is missing: a callback reads it, but a search trains on all data. Let "
+            "it monitor the training loss, such as EarlyStopping('train_loss')."
+        ) from error
+    finally:
+        minimum.seconds = seconds_used() - started
+    minimum.curves = _curves(estimator)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the search: skorch would end only the training of one net."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    pressed = []
+
+    def remember(number: int, frame: Any) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+class _Watcher(Callback):
+    """Refuse a net without the layers to measure, and let a pruner stop it.
+
+    It stays itself in copies of its net, because what it calls belongs to the caller.
+    """
+
+    def __init__(self, layers: Sequence[Any], on_epoch: OnEpoch | None) -> None:
+        self.layers = layers
+        self.on_epoch = on_epoch
+
+    def __deepcopy__(self, memo: Any) -> "_Watcher":
+        return self
+
+    def __sklearn_clone__(self) -> "_Watcher":
+        return self
+
+    def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Look for the layers, which are there as soon as the net is initialised."""
+        module = unwrapped(net.module_)
+        if any(map(is_lazy, module.parameters())):
+            return  # the layers of a lazy module get their types from the first batch
+        for layer in self.layers:
+            try:
+                find_layer(module, layer)
+            except (LayerNotFoundError, TypeError) as error:
+                raise missing_layer(layer, error) from error
+
+    def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
+        """Report the training loss of the epoch."""
+        loss = net.history[-1, "train_loss"]
+        if self.on_epoch is not None and self.on_epoch(len(net.history), loss):
+            raise StoppedError
+
+
+@contextmanager
+def _watched(estimator: Any, layers: Sequence[Any], on_epoch: OnEpoch | None) -> Iterator[None]:
+    """Let nets be checked before their first epoch, and stopped after each."""
+    if not layers and on_epoch is None:
+        yield
+        return
+    watcher = _Watcher(layers, on_epoch)
+    nets = [net for net in nets_of(estimator) if net.callbacks != "disable"]
+    for net in nets:
+        net.set_params(callbacks=[*(net.callbacks or []), watcher])
+    yield
+    # a TransformedTargetRegressor fits a copy of its net
+    for net in [*nets, final_estimator(estimator)] if nets else []:
+        net.callbacks = [x for x in net.callbacks or [] if x is not watcher] or None
+        if hasattr(net, "callbacks_"):
+            net.callbacks_ = [pair for pair in net.callbacks_ if pair[1] is not watcher]
+
+
+MOST_EPOCHS = 200  # of longer trainings, epochs at equal distances, the first and the last
+
+
+def _curves(estimator: Any) -> dict[str, list[Any]] | None:
+    """Return the losses of the epochs, and their flatness if a `FlatnessScorer` recorded it."""
+    final = final_estimator(estimator)
+    signs = {"train_loss": 1.0, "valid_loss": 1.0}
+    if isinstance(final, NeuralNet):
+        history = list(final.history)
+        signs |= flatness_columns(final)  # small is flat
+    else:
+        history = [{"train_loss": loss} for loss in getattr(final, "loss_curve_", [])]
+    recorded = signs.keys() & {name for epoch in history for name in epoch}
+    if not recorded:
+        return None
+    kept = np.unique(np.linspace(0, len(history) - 1, MOST_EPOCHS).round().astype(int)).tolist()
+    return {"epoch": [row + 1 for row in kept]} | {
+        name: [_short(sign * history[row].get(name, np.nan)) for row in kept]
+        for name, sign in signs.items()
+        if name in recorded
+    }
+
+
+def _short(value: float) -> float | None:
+    """Return a value as JSON stores it: with six digits, None if it is not finite."""
+    return float(f"{value:.6g}") if np.isfinite(value) else None
+
+
+# -- trained networks ----------------------------------------------------------------------------
+
+# what a net or solver knows of its training, beside its weights
+_OF_TRAINING = (
+    *("history_", "converged_", "_record"),
+    *("n_iter_", "loss_curve_", "loss_", "best_loss_", "t_"),
+)
 
 
 @dataclass
@@ -135,73 +383,53 @@ class Trained:
         return replace(self, estimator=None, weights={n: x.cpu() for n, x in self.weights.items()})
 
 
-def train(
-    task: Task, params: Mapping[str, Any], seed: int, on_epoch: OnEpoch | None = None
-) -> tuple[Minimum, Trained | None]:
-    """Train and measure one candidate; what it raises is recorded, unless it is the call's."""
-    minimum, trained = Minimum(seed=seed, in_fleet=in_fleet()), None
-    with isolated(task.n_threads):
-        try:
-            trained = _train(minimum, task, params, seed, on_epoch)
-        except CallError:
-            raise
-        except StoppedError:
-            minimum.reason = STOPPED
-        except Exception as error:
-            minimum.fail(error)
-            torch.cuda.empty_cache()  # the next candidate may fit, if this one needed too much
-    return minimum, trained
+def restore(estimator: Any, trained: Trained, data: TrainingData, seed: int) -> Any:
+    """Fit an estimator without training its network, which gets the weights of a trained one.
 
-
-def _train(
-    minimum: Minimum, task: Task, params: Mapping[str, Any], seed: int, on_epoch: OnEpoch | None
-) -> Trained | None:
-    """Train and measure one candidate, and record what is found."""
-    rates = scale_lr(task.estimator, params)
-    minimum.params = {f"scaled_{name}": rate for name, rate in rates.items()}
-    with measured_later() as later:
-        estimator, data = task.prepare(params, seed), task.data(params)
-        fit(estimator, data, seed, minimum, task.measuring.layers, on_epoch)
-    with seeded(seed):  # data loaders draw from torch's random state
-        networks = task.measuring.networks(estimator, data)
-        measured = record_measures(minimum, networks, seed, task.measuring, task.ranking)
-        minimum.values = [np.nan] * len(task.ranking)
-        if measured:
-            record_held_out(minimum, estimator, data, task.X_test, task.y_test)
-    if measured:
-        minimum.values = record_verdict(minimum, estimator, task.goal, measured, task.ranking)
-    for check in later:
-        check()
-    if np.isnan(minimum.values).any():
-        minimum.failed = True
-        return None
-    minimum.n_iter = _iterations(estimator)
-    return Trained.of(estimator, next(iter(networks.values())).module)
-
-
-def _iterations(estimator: Any) -> list[int] | None:
-    """Return the iterations of a solver."""
-    n_iter: Any = getattr(final_estimator(estimator), "n_iter_", None)
-    return None if n_iter is None else np.ravel(n_iter).tolist()
-
-
-def train_again(task: Task, params: Mapping[str, Any], seed: int, *, together: bool) -> Any:
-    """Train a candidate with the same seed, in a fleet if it was in one, without measuring it."""
-    estimator = task.prepare(params, seed)
-    left = iter([estimator])
-
-    def train_next() -> bool:
-        if next(left, None) is None:
-            return False
-        fit(estimator, task.data(params), seed, Minimum(), task.measuring.layers)
-        return True
-
-    # the table of minima says already whether the goal was reached
-    with isolated(task.n_threads), measured_later() as later:
-        if together:
-            Fleet(1).run(train_next)
-        else:
-            train_next()
-        for check in later:
-            check()
+    The other steps of a pipeline are fitted, classes are learned and the network gets its size
+    from the data, as they were when the network was trained.
+    """
+    inner = last_step(estimator)
+    settings: dict[str, Any] = {"max_epochs": 0, "callbacks": []}
+    if not isinstance(inner, NeuralNet):  # one step of the solver gives all arrays their sizes
+        settings = {"max_iter": 1} if getattr(inner, "max_iter", None) is not None else {}
+    before = {name: getattr(inner, name) for name in settings}
+    vars(inner).update(settings)
+    with warnings.catch_warnings(), seeded(seed), measured_later() as later:
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
+    fitted = final_estimator(estimator)
+    if isinstance(fitted, NeuralNet):
+        unwrapped(fitted.module_).load_state_dict(trained.weights)
+    else:
+        _set_coefficients(fitted, [tensor.numpy() for tensor in trained.weights.values()])
+    for net in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
+        vars(net).update(before)
+    of_training = dict(trained.of_training)
+    if isinstance(of_training.get("n_iter_"), list):  # of a file
+        of_one_step, n_iter = fitted.n_iter_, of_training["n_iter_"]
+        as_array = isinstance(of_one_step, np.ndarray)
+        of_training["n_iter_"] = np.array(n_iter, of_one_step.dtype) if as_array else n_iter[0]
+    vars(fitted).update(of_training)
+    for measure in later if "_record" not in of_training else []:
+        measure()
     return estimator
+
+
+def _set_coefficients(estimator: Any, arrays: list[NDArray[Any]]) -> None:
+    """Set coefficients from pairs of (weight, bias), one pair per layer; the inverse of to_torch.
+
+    The weights of scikit-learn's MLPs are transposed.
+    """
+    if hasattr(estimator, "coefs_"):
+        held = [*estimator.coefs_, *estimator.intercepts_]
+        for old, new in zip(
+            held, [*(weight.T for weight in arrays[::2]), *arrays[1::2]], strict=True
+        ):
+            old[...] = new
+        return
+    weight, bias = arrays
+    estimator.coef_ = weight.astype(estimator.coef_.dtype).reshape(estimator.coef_.shape)
+    old = np.asarray(estimator.intercept_)
+    if old.size == bias.size:
+        estimator.intercept_ = bias.reshape(old.shape).astype(old.dtype)[()]

@@ -11,8 +11,7 @@ from optuna.artifacts import FileSystemArtifactStore
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
-from relflat_sk.search._failures import CallError
-from relflat_sk.search._storage import open_storage
+from relflat_sk.search._storage import CallError, open_storage
 from tests.search.examples import NO_MINIMA, X_TEST, Y_TEST, X, Y, attributes_of, load, logistic
 
 SPACE = {"C": [0.5, 1.0, 2.0]}
@@ -69,11 +68,18 @@ def test_weights_that_cannot_be_saved_end_the_search(stored, tmp_path, n_jobs):
     assert len(list(folder.iterdir())) == 3
 
 
-def test_held_out_data_that_cannot_be_evaluated_end_the_search(stored):
-    wrong = X.copy()
-    wrong[0, 0] = np.nan
-    with pytest.raises(CallError, match="X_test and y_test cannot be evaluated: ValueError: .*NaN"):
-        logistic(SPACE, **stored).fit(X, Y, wrong, Y)
+@pytest.mark.parametrize(
+    ("X_test", "y_test", "match"),
+    [
+        (np.full((9, 4), np.nan), Y[:9], "ValueError: .*NaN"),
+        (X[:9], Y[:8], "9 samples.* 8 labels"),
+        (X[:9, :2], Y[:9], "2 features"),
+        (X, Y + 1, "KeyError: 3"),
+    ],
+)
+def test_held_out_data_that_cannot_be_evaluated_end_the_search(stored, X_test, y_test, match):
+    with pytest.raises(CallError, match=f"X_test and y_test cannot be evaluated: .*{match}"):
+        logistic(SPACE, **stored).fit(X, Y, X_test, y_test)
     assert states(stored) == ["FAIL"]
     # the study belongs to nothing yet
     search = logistic(SPACE, **stored).fit(X, Y, X, Y)

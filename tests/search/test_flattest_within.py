@@ -1,4 +1,4 @@
-"""Tests for `_flattest_within`."""
+"""Tests for `flattest_within`."""
 
 import copy
 import pickle
@@ -14,7 +14,7 @@ from sklearn.model_selection import GridSearchCV, RandomizedSearchCV
 
 from relflat_sk import FlatnessScorer
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.search._flattest_within import flattest_within
+from relflat_sk.search._cross_validation import flattest_within
 from tests.search.examples import X, Y
 
 nan = np.nan

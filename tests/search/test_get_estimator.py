@@ -18,8 +18,7 @@ from relflat_sk import FlatnessWarning, StopAtLoss
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search import _search as search_module
 from relflat_sk.search import _sweep, _task
-from relflat_sk.search._average import average
-from relflat_sk.search._results import is_averaged
+from relflat_sk.search._results import average, is_averaged
 from relflat_sk.search._task import Task
 from tests.search.examples import (
     LABELS,

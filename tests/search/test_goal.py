@@ -26,7 +26,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.search._goal import _is_at_plateau
+from relflat_sk.search._measure import _is_at_plateau
 from relflat_sk.training._convergence import StopAtDepth
 from tests.search.examples import (
     TARGET,

@@ -14,7 +14,7 @@ from torch import nn
 
 from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
 from relflat_sk._random import alone
-from relflat_sk.search._fit import isolated
+from relflat_sk.search._task import isolated
 from tests.search.examples import attributes_of
 
 X, Y = load_digits(return_X_y=True)

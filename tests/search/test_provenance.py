@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from relflat_sk import FlatnessScorer, FlatnessWarning, MinimaObjective, StopAtLoss, rank_minima
-from relflat_sk.search._provenance import MADE_WITH, check_made_with, describe
+from relflat_sk.search._describe import describe
+from relflat_sk.search._recipe import MADE_WITH
 from relflat_sk.search._storage import open_storage
 from tests.search import examples
 from tests.search.examples import X_TEST, Y_TEST, X, Y, load, make_search
@@ -291,7 +292,7 @@ def record_of(data):
     net = make_net(module=Linear, module__n_features=4, module__n_outputs=3)
     study = optuna.create_study()
     objective = MinimaObjective(net, data, Y, {"lr": [0.1]})
-    check_made_with(study, objective.recipe)
+    objective.recipe.check_study(study)
     return study.user_attrs[MADE_WITH]["X"]
 
 

@@ -45,7 +45,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.minima._table import measure_columns
-from relflat_sk.search import _candidates, _search
+from relflat_sk.search import _search, _sweep
 from tests.search.examples import (
     NO_MINIMA,
     TARGET,
@@ -636,7 +636,7 @@ STOPPED = [0.5, 0.6, 0.7, 0.8]
 def test_no_candidate_begins_after_the_timeout_and_a_later_search_goes_on(monkeypatch, stored):
     ticks = iter([0.0, 1.0, 5.0, 9.0])
     clock = SimpleNamespace(time=lambda: next(ticks, 11.0), perf_counter=float)
-    monkeypatch.setattr(_candidates, "time", clock)
+    monkeypatch.setattr(_sweep, "time", clock)
     monkeypatch.setattr(_search, "time", clock)
     assert len(logistic({"C": STOPPED}, **stored).fit(X, Y, timeout=10).minima_) == 3
     assert len(logistic({"C": STOPPED}, **stored).fit(X, Y).minima_) == len(STOPPED)
