@@ -82,6 +82,14 @@ def test_lines_are_about_120_characters_long(page):
     assert not [line for line in lines if len(line) > 125 and not line.startswith("|")]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_have_headers(page):
+    """A blank line within a table makes text of its other rows."""
+    parts = page.read_text(encoding="utf-8").split("\n\n")
+    tables = [part.strip().splitlines() for part in parts if part.strip().startswith("|")]
+    assert not [table[0] for table in tables if not table[1:] or not table[1].startswith("|---")]
+
+
 # -- docs/papers.md names functions, measures and arguments that exist -----------------------------
 
 ITEMS = PAPERS.split("## Figures")[0]
