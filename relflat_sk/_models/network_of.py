@@ -34,7 +34,7 @@ from relflat_sk._checks import check_device, is_integer
 from relflat_sk._losses.loss import Loss, as_criterion, call_criterion, multiple_of
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
-from relflat_sk._network.batches import Batch, Batches, LoadedBatches, make_batches, split_labels
+from relflat_sk._network.batches import Batches, LoadedBatches, make_batches, split_labels
 from relflat_sk._network.borrowing import autocast_off, borrowed, uncompiled, unwrapped
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
@@ -90,12 +90,7 @@ def is_causal_language_model(module: nn.Module) -> bool:
 
 def next_tokens(batches: Batches) -> Batches:
     """Replace the labels of each token by those of the next one, as transformers does."""
-
-    def shifted() -> Iterator[Batch]:
-        for batch in batches():
-            yield replace(batch, y=next_labels(batch.y))
-
-    return shifted
+    return lambda: (replace(batch, y=next_labels(batch.y)) for batch in batches())
 
 
 def next_labels(labels: Tensor | None) -> Tensor:
@@ -183,7 +178,7 @@ def _own_loss(net: NeuralNet, network: Network) -> Any:
         return loss_of_net
     with borrowed(network.module), torch.no_grad():
         output = full_precision(network(batch.x))
-    y, factors, is_criterion = batch.y.to(output.device), [], True
+    y, multiples, is_criterion = batch.y.to(output.device), [], True
     for rows in (slice(0, None, 2), slice(1, None, 2)) if len(y) > 1 else (slice(None),):
         with torch.enable_grad():
             z = output[rows].detach().requires_grad_()
@@ -193,11 +188,13 @@ def _own_loss(net: NeuralNet, network: Network) -> Any:
                 reference = call_criterion(criterion, z, values, each=False)
             except (TypeError, ValueError):
                 return loss_of_net  # a criterion that the net does not use
-            factors.append(multiple_of(loss, reference, z))
-        scaled = (factors[-1] or 0.0) * float(reference.detach().mean())
+            multiple = multiple_of(loss, reference, z)
+        if multiple is None:
+            return loss_of_net
+        multiples.append(multiple)
+        scaled = multiple * float(reference.detach().mean())
         is_criterion &= math.isclose(float(loss.detach().mean()), scaled, rel_tol=_ROUNDING)
-    multiples = [multiple for multiple in factors if multiple is not None]
-    if len(multiples) < len(factors) or max(multiples) > (1 + _ROUNDING) * min(multiples):
+    if max(multiples) > (1 + _ROUNDING) * min(multiples):
         return loss_of_net
     factor = multiples[0]
     # weights of classes cannot be told from a factor where there is one class
@@ -302,7 +299,11 @@ def _of_net(model: NeuralNet, X: Any, y: Any, options: DataOptions) -> Network:
 def _of_pipeline(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
     for _name, step in model.steps[:-1]:
         if step not in {None, "passthrough"} and hasattr(step, "transform"):
-            X = transform(step, X, options.batch_size)
+            if isinstance(X, Dataset | DataLoader):
+                loader = X if isinstance(X, DataLoader) else DataLoader(X, options.batch_size)
+                X = DataLoader(_TransformedBatches(step, loader), batch_size=None)
+            else:
+                X = _transform(step, X)
         elif hasattr(step, "fit_resample"):  # as of imbalanced-learn
             warn(
                 f"the {type(step).__name__} of the pipeline resampled the rows in fit, and the "
@@ -311,6 +312,52 @@ def _of_pipeline(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Netwo
                 "X, y = step.fit_resample(X, y)."
             )
     return to_network(model.steps[-1][1], X, y, options)
+
+
+def _transform(step: Any, rows: Any) -> Any:
+    """Transform rows without the caller's mixed precision, which a step made of torch would see."""
+    with autocast_off():
+        return step.transform(rows)
+
+
+class _TransformedBatches(IterableDataset[Any]):
+    """The batches of a loader, whose inputs are transformed."""
+
+    def __init__(self, step: Any, loader: DataLoader[Any]) -> None:
+        self._step = step
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._loader):
+            x, y = split_labels(item)
+            rows = np.asarray(x)
+            if number == 0:
+                self._check_row_wise(rows[:_N_COMPARED])
+            yield self._transform(rows), y
+
+    def _transform(self, rows: NDArray[Any]) -> NDArray[Any]:
+        transformed = _transform(self._step, rows)
+        return np.asarray(transformed.toarray() if issparse(transformed) else transformed)
+
+    def _check_row_wise(self, rows: NDArray[Any]) -> None:
+        """Refuse a step that transforms rows together otherwise than two halves of them.
+
+        Most transformers treat each row by itself. A function of the user's may divide by the mean
+        of its input, for example, or give text for a later step.
+        """
+        together = self._transform(rows)
+        parts = [self._transform(part) for part in np.array_split(rows, 2) if len(part)]
+        try:
+            size = np.abs(together[np.isfinite(together)]).sum() / max(1, together.size)
+            np.testing.assert_allclose(np.concatenate(parts), together, 1e-4, 1e-4 * size)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self._step!r} does not transform each row by itself, so that the result "
+                "would depend on the batches of the data set. Give X as an array."
+            ) from error
+
+
+_N_COMPARED = 64
 
 
 @to_network.register
@@ -403,69 +450,6 @@ def name_layers(model: Any, layers: Any) -> list[Layer] | str:
             f"name or as the module itself, got {layers!r}."
         )
     return names
-
-
-# -- steps of a pipeline: arrays at once, the batches of data sets in turn -----------------
-
-
-def transform(step: Any, X: Any, batch_size: int) -> Any:
-    """Transform the inputs of a network by a step of its pipeline."""
-    if isinstance(X, Dataset | DataLoader):
-        loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
-        return DataLoader(_TransformedBatches(step, loader), batch_size=None)
-    return _transform(step, X)
-
-
-_N_COMPARED = 64
-
-
-def _is_row_wise(step: Any, rows: NDArray[Any]) -> bool:
-    """Compare rows that are transformed together with those of two halves.
-
-    Most transformers treat each row by itself. A function of the user's may divide by the mean of
-    its input, for example.
-    """
-    together = _transformed(step, rows)
-    if together.dtype.kind not in "biuf":
-        return False  # text, say, for a later step
-    parts = [part for part in np.array_split(rows, 2) if len(part)]
-    halves = [_transformed(step, part) for part in parts]
-    if {half.shape[1:] for half in halves} != {together.shape[1:]}:
-        return False
-    finite = np.abs(together[np.isfinite(together)])
-    rounding = 1e-4 * float(finite.mean()) if finite.size else 0.0
-    apart = np.concatenate(halves)
-    return bool(np.isclose(apart, together, rtol=1e-4, atol=rounding, equal_nan=True).all())
-
-
-class _TransformedBatches(IterableDataset[Any]):
-    """The batches of a loader, whose inputs are transformed."""
-
-    def __init__(self, step: Any, loader: DataLoader[Any]) -> None:
-        self._step = step
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, item in enumerate(self._loader):
-            x, y = split_labels(item)
-            rows = np.asarray(x)
-            if number == 0 and not _is_row_wise(self._step, rows[:_N_COMPARED]):
-                raise ValueError(
-                    f"{self._step!r} does not transform each row by itself, so that the result "
-                    "would depend on the batches of the data set. Give X as an array."
-                )
-            yield _transformed(self._step, rows), y
-
-
-def _transform(step: Any, rows: Any) -> Any:
-    """Transform rows without the caller's mixed precision, which a step made of torch would see."""
-    with autocast_off():
-        return step.transform(rows)
-
-
-def _transformed(step: Any, rows: NDArray[Any]) -> NDArray[Any]:
-    transformed = _transform(step, rows)
-    return np.asarray(transformed.toarray() if issparse(transformed) else transformed)
 
 
 # -- descriptions of models in warnings ----------------------------------------------------
