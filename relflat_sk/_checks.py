@@ -66,24 +66,16 @@ def _check(
 
 
 def check_device(device: Any) -> None:
-    """Refuse a device that torch cannot compute on."""
+    """Refuse a device that torch cannot compute on, or on which there are no values."""
     if device is None:
         return
     try:
-        kind = torch.device(device).type
-    except (RuntimeError, TypeError, ValueError):
-        raise ValueError(
-            f"device={device!r} is no device of torch, such as 'cpu' or 'cuda'."
-        ) from None
-    if kind == "meta":
-        raise ValueError("device='meta' holds no values to compute with. Pass 'cpu' or 'cuda'.")
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        torch.zeros(1, device=device).tolist()
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise ValueError(
-            f"device={device!r} cannot be used here: {reason}. Pass "
-            "device='cpu', or install a torch that supports the device."
+            f"device={device!r} cannot be used here: {reason}. Pass device='cpu', or install a "
+            "torch that supports the device."
         ) from error
 
 

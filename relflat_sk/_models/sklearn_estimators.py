@@ -224,8 +224,13 @@ def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
         criterion, encode = nn.CrossEntropyLoss(weights), partial(class_indices, classes=classes)
     else:
         # class i weighs c_i in its own problem, in which all other classes weigh 1
-        criterion = make(weight=_sum_of(len(classes)), pos_weight=weights)
+        criterion = make(weight=_sum_of_outputs(len(classes)), pos_weight=weights)
     return TorchModel(_to_module(estimator), criterion, encode)
+
+
+def _sum_of_outputs(n: int) -> Tensor:
+    """Return the weights by which torch's mean over outputs becomes their sum."""
+    return torch.full((n,), float(n), dtype=torch.float64)
 
 
 def _ridge_classifier(estimator: Any, y: Any) -> TorchModel:
@@ -239,11 +244,6 @@ def _ridge_classifier(estimator: Any, y: Any) -> TorchModel:
     return TorchModel(_to_module(estimator), nn.MSELoss(), encode)
 
 
-def _sum_of(n_outputs: int) -> Tensor:
-    """Return the weights by which torch's mean over outputs becomes their sum."""
-    return torch.full((n_outputs,), float(n_outputs), dtype=torch.float64)
-
-
 def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
     """Use softmax for classes, and one logit for two classes or for each of several labels."""
     module = _to_module(estimator)
@@ -253,7 +253,7 @@ def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
     encode = partial(class_columns, classes=estimator.classes_)
     if estimator.n_outputs_ > 1:
         encode = partial(label_indicators, n_labels=estimator.n_outputs_)
-    return TorchModel(module, nn.BCEWithLogitsLoss(_sum_of(estimator.n_outputs_)), encode)
+    return TorchModel(module, nn.BCEWithLogitsLoss(_sum_of_outputs(estimator.n_outputs_)), encode)
 
 
 _CLASSIFIERS: dict[type, Callable[[Any, Any], TorchModel]] = {
@@ -277,27 +277,22 @@ MLP_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _to_module(estimator: Any) -> nn.Sequential:
-    """Copy the layers of an MLP, or the single one of a linear model."""
-    if not hasattr(estimator, "coefs_"):
-        return _network([(estimator.coef_, estimator.intercept_)])
-    # scikit-learn multiplies from the right: its weights are torch's transposed
-    weights = [coef.T for coef in estimator.coefs_]
-    layers = list(zip(weights, estimator.intercepts_, strict=True))
-    return _network(layers, MLP_ACTIVATIONS[estimator.activation])
+    """Copy the layers of an MLP, or the single one of a linear model.
 
-
-def _network(
-    layers: list[tuple[Any, Any]], activation: Callable[[], nn.Module] = nn.Identity
-) -> nn.Sequential:
-    """Stack linear layers with these (weight, bias), an activation between any two.
-
-    The layers have the names of those in `relflat_sk.MLP`.
+    They have the names of those in `relflat_sk.MLP`.
     """
+    if hasattr(estimator, "coefs_"):
+        # scikit-learn multiplies from the right: its weights are torch's transposed
+        weights = [coef.T for coef in estimator.coefs_]
+        biases, activation = estimator.intercepts_, MLP_ACTIVATIONS[estimator.activation]
+    else:
+        weights, biases, activation = [estimator.coef_], [estimator.intercept_], nn.Identity
     modules: OrderedDict[str, nn.Module] = OrderedDict()
-    for i, (weight, bias) in enumerate(layers[:-1]):
-        modules[f"hidden{i}"] = _linear(weight, bias)
-        modules[f"activation{i}"] = activation()
-    modules["output"] = _linear(*layers[-1])
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if i == len(weights) - 1:
+            modules["output"] = _linear(weight, bias)
+        else:
+            modules |= {f"hidden{i}": _linear(weight, bias), f"activation{i}": activation()}
     return nn.Sequential(modules).eval()
 
 

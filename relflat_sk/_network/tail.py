@@ -72,9 +72,9 @@ def find_factor(output: Tensor, node: Any) -> float | None:
     # a number on a device would have to be waited for
     if number.numel() > 1 or not number.is_cpu:
         return None
-    is_behind = _first_other(step.next_functions[0][0], _SAME_NUMBERS, node) is node
-    factor = float(number) if kind_of(step) == "Mul" else 1 / float(number)
-    return factor if is_behind and node is not None else None
+    if node is None or _first_other(step.next_functions[0][0], _SAME_NUMBERS, node) is not node:
+        return None
+    return float(number if kind_of(step) == "Mul" else 1 / number)  # a tensor: 1 / 0 is infinite
 
 
 def find_ending(output: Tensor) -> str | None:
