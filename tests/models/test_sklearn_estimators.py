@@ -20,7 +20,6 @@ from sklearn.linear_model import (
     Lasso,
     LinearRegression,
     LogisticRegression,
-    LogisticRegressionCV,
     PoissonRegressor,
     Ridge,
     RidgeClassifier,
@@ -34,9 +33,8 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.utils import compute_sample_weight
 from torch import nn
 
-from relflat_sk import FlatnessScorer, relative_flatness
+from relflat_sk import relative_flatness
 from relflat_sk._models.sklearn_estimators import to_torch
-from tests.oracles import TABLE_1, weight_hessian
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 
@@ -127,16 +125,7 @@ def mlp(kind, activation="relu", **parameters):
 
 
 HAS_POISSON = "loss" in signature(MLPRegressor).parameters
-# what scikit-learn 1.8 warns of if it is left out, and earlier versions do not know
-NEW_ATTRIBUTES = (
-    {"l1_ratios": (0.0,), "use_legacy_attributes": False}
-    if "use_legacy_attributes" in signature(LogisticRegressionCV).parameters
-    else {}
-)
-
-
 MULTINOMIAL = THREE, linear, cross_entropy, per_class
-LOGISTIC_CV = LogisticRegressionCV(Cs=[0.1, 1.0], cv=3, scoring="neg_log_loss", **NEW_ATTRIBUTES)
 RIDGES = Ridge(alpha=np.array([1.0, 2.0, 3.0]))
 # name -> (estimator, y, its linear predictor, its loss of (z, t), t of y)
 CASES = {
@@ -157,7 +146,6 @@ CASES = {
     "logistic-two": (LogisticRegression(), TWO, linear, logistic, per_class),
     "logistic-three": (LogisticRegression(), *MULTINOMIAL),
     "logistic-no-intercept": (LogisticRegression(fit_intercept=False), *MULTINOMIAL),
-    "logistic-cv": (LOGISTIC_CV, *MULTINOMIAL),
     "mlp-two": (mlp(MLPClassifier), TWO, layered, logistic, per_class),
     "mlp-three": (mlp(MLPClassifier, "tanh"), THREE, layered, cross_entropy, per_class),
     "mlp-labels": (mlp(MLPClassifier, "logistic"), LABELS, layered, of_all(logistic), columns),
@@ -299,17 +287,18 @@ def test_balanced_weights_ignore_classes_that_the_labels_lack():
     assert_allclose(model.criterion.weight, [4 / (2 * 3), 1.0, 4 / (2 * 1)], rtol=1e-12)
 
 
+OBJECTS = np.array(["x", "y", "z"], dtype=object)
+
+
 @pytest.mark.parametrize(
-    "classes",
-    [["a", "b", "c"], [-1, 5, 7], [0.0, 1.0, 7.0], np.array(["x", "y", "z"], dtype=object)],
-    ids=["strings", "integers", "floats", "objects"],
+    "classes", [["a", "b", "c"], [-1, 5, 7], [0.0, 1.0, 7.0], OBJECTS], ids=str
 )
 def test_labels_of_any_type_become_class_indices(classes):
     indices = SCORES.argmax(axis=1)
     labels = np.asarray(classes)[indices]
     encode = to_torch(LogisticRegression().fit(X, labels)).encode_target
-    for given in (labels, list(labels), pd.Series(labels), pd.Series(labels, dtype="category")):
-        encoded = encode(given)
+    for same in (labels, list(labels), pd.Series(labels), pd.Series(labels, dtype="category")):
+        encoded = encode(same)
         assert_array_equal(encoded, indices)
         assert encoded.dtype == np.int64
 
@@ -317,8 +306,8 @@ def test_labels_of_any_type_become_class_indices(classes):
 def test_booleans_columns_and_a_single_class():
     positive = SCORES[:, 0] > 0
     encode = to_torch(LogisticRegression().fit(X, positive)).encode_target
-    assert_array_equal(encode(positive[:, None]), positive[:, None].astype(float))
-    assert encode(positive).dtype == np.float64
+    for same in (positive, positive[:, None]):
+        assert_array_equal(encode(same), positive[:, None].astype(float), strict=True)
     single = mlp(MLPClassifier).fit(X, np.full(60, "only"))
     assert_array_equal(to_torch(single).encode_target(["only"]), [[0.0]])  # the negative class
 
@@ -365,6 +354,8 @@ def of(estimator, y=TWO, **parameters):
     ("name", "curvature"),
     [
         ("linear", lambda z, t: np.full_like(z, 2.0)),
+        ("RidgeClassifier-three", lambda z, t: np.full_like(z, 2.0 / 3)),
+        ("RidgeClassifierCV-labels", lambda z, t: np.full_like(z, 2.0 / 3)),
         ("poisson", lambda z, t: np.exp(z)),
         ("sgd-three", lambda z, t: expit(z) * expit(-z)),
     ],
@@ -377,19 +368,6 @@ def test_flatness_is_the_papers_sum(name, curvature):
     assert_allclose(relative_flatness(estimator, X, y), each.mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("y", [TWO, THREE, LABELS], ids=["two", "three", "labels"])
-def test_a_ridge_classifier_is_measured_as_the_regression_that_it_is(y):
-    model = RidgeClassifier().fit(X, y)
-    target = 2 * (columns(y) if y is LABELS else per_class(y)) - 1
-    net = nn.Sequential(nn.Linear(5, target.shape[1])).double()
-    with torch.no_grad():
-        net[0].weight.copy_(tensor(np.atleast_2d(model.coef_)))
-        net[0].bias.copy_(tensor(np.ravel(model.intercept_)))
-    H, W = weight_hessian(net, "0", nn.MSELoss(), tensor(X), tensor(target))
-    assert_allclose(relative_flatness(model, X, y), TABLE_1["relative_flatness"](H, W), rtol=1e-9)
-    assert_allclose(FlatnessScorer()(model, X, y), -TABLE_1["relative_flatness"](H, W), rtol=1e-9)
-
-
 def test_a_frozen_estimator_is_the_one_inside():
     model = LogisticRegression().fit(X, THREE)
     expected = relative_flatness(model, X, THREE)
@@ -400,49 +378,30 @@ def test_a_frozen_estimator_is_the_one_inside():
 
 LISTED = "ElasticNet, .*LogisticRegression, .*SGDClassifier, SGDRegressor"
 BALANCED = r'"balanced"\) weighs .* which takes labels: pass y'
-REFUSED = {
-    **{
-        f"SGD with {loss}": (
-            lambda loss=loss: of(sgd(SGDClassifier, loss)), TypeError,
-            rf"SGDClassifier\(loss='{loss}'\) .* work: log_loss\.",
-        )
-        for loss in ("hinge", "squared_error")
-    },
-    "regression": (
-        lambda: of(sgd(SGDRegressor, "epsilon_insensitive"), ONE_TARGET), TypeError,
+NO_NETWORK = rf"type {{}} is not a network .* are: {LISTED}\."
+REFUSED = [
+    (lambda: of(sgd(SGDClassifier, "hinge")), r"SGDClassifier\(loss='hinge'\) .*: log_loss\."),
+    (
+        lambda: of(sgd(SGDRegressor, "epsilon_insensitive"), ONE_TARGET),
         r"loss='epsilon_insensitive'\) .* work: huber, squared_error\.",
     ),
-    "balanced": (lambda: of(LogisticRegression(), class_weight="balanced"), ValueError, BALANCED),
-    "balanced SGD": (
-        lambda: of(sgd(SGDClassifier, "log_loss"), class_weight="balanced"), ValueError, BALANCED,
-    ),
-    "ridge of weighted classes": (
-        lambda: of(RidgeClassifier(class_weight="balanced")), ValueError,
+    (lambda: of(LogisticRegression(), class_weight="balanced"), BALANCED),
+    (lambda: of(sgd(SGDClassifier, "log_loss"), class_weight="balanced"), BALANCED),
+    (
+        lambda: of(RidgeClassifier(class_weight="balanced")),
         r"RidgeClassifier\(class_weight='balanced'\) .* sample_weight",
     ),
-    **{
-        type(model).__name__: (
-            lambda model=model: of(model), TypeError,
-            rf"type {type(model).__name__} is not a network .* are: {LISTED}\.",
-        )
-        for model in (
-            OneVsRestClassifier(LogisticRegression()),
-            RandomForestClassifier(2),
-        )
-    },
-    "none": (lambda: None, TypeError, "type NoneType is not a network"),
-    "class": (
-        lambda: LogisticRegression, TypeError,
-        "a fitted instance, not the class LogisticRegression.$",
-    ),
-    "weights": (lambda: nn.Linear(5, 1).state_dict(), TypeError, "type OrderedDict is not a net"),
-}  # fmt: skip
+    (lambda: of(OneVsRestClassifier(LogisticRegression())), NO_NETWORK.format("OneVsRestCl.*")),
+    (lambda: of(RandomForestClassifier(2)), NO_NETWORK.format("RandomForestClassifier")),
+    (lambda: None, "type NoneType is not a network"),
+    (lambda: LogisticRegression, "a fitted instance, not the class LogisticRegression.$"),
+    (lambda: nn.Linear(5, 1).state_dict(), "type OrderedDict is not a net"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_without_one_loss_are_refused(name):
-    make, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_models_without_one_loss_are_refused(make, message):
+    with pytest.raises(ValueError if "weigh" in message else TypeError, match=message):
         relative_flatness(make(), X)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from threading import Thread
 
 import pytest
 import torch
@@ -154,28 +153,20 @@ def test_a_criterion_keeps_its_reduction():
     assert (divergence.reduction, loss.reduction) == ("batchmean", "mean")
 
 
-def test_threads_may_measure_two_networks_with_a_part_in_common():
-    """Where one is in its forward pass when the other begins."""
+def test_threads_may_measure_networks_with_a_part_in_common():
     torch.manual_seed(0)
     common, X, y = nn.Linear(6, 4), torch.randn(50, 6), torch.arange(50) % 3
-    found = []
+    heads = [nn.Sequential(nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)) for _ in range(2)]
+    nets = [nn.Sequential(common, head) for head in heads]
 
-    class First(nn.Sequential):
-        def forward(self, x):
-            if thread.ident is None:
-                thread.start()
-                thread.join(0.5)
-            return super().forward(x)
+    def value(net, name):
+        return measure(name, net, X, y, criterion=CE, random_state=0)
 
-    first, second = First(common, nn.Linear(4, 3)), nn.Sequential(common, nn.Linear(4, 3))
-
-    def measured(module):
-        return relative_flatness(module, X, y, criterion=CE, layer=0, random_state=0)
-
-    thread = Thread(target=lambda: found.append(measured(second)))
-    value = measured(first)
-    thread.join()
-    assert [value, *found] == [measured(first), measured(second)]
+    names = ["relative_flatness", "expected_sharpness", "fisher_rao_norm"]
+    jobs = [(net, name) for name in names for net in [*nets, *nets]]
+    in_order = [value(*job) for job in jobs]
+    assert Parallel(4, backend="threading")(delayed(value)(*job) for job in jobs) == in_order
+    assert all(net.training for net in nets)
 
 
 class LowRank(nn.Linear):
@@ -282,6 +273,15 @@ KINDS = {
 }
 
 
+def with_head(layer):
+    dtype = next(layer.parameters()).dtype
+    return nn.Sequential(layer, nn.ReLU(), nn.Linear(6, 3, dtype=dtype)).train()
+
+
+def data():
+    return torch.randn(8, 5), torch.arange(8) % 3
+
+
 def named_tensors(net):
     named = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     return {
@@ -295,8 +295,7 @@ def named_tensors(net):
 @pytest.mark.parametrize("name", ["relative_flatness", "expected_sharpness"])
 def test_every_kind_of_module_comes_back_as_it_was(kind, modes, name):
     torch.manual_seed(0)
-    net = nn.Sequential(KINDS[kind](), nn.ReLU(), nn.Linear(6, 3)).train()
-    X, y = torch.randn(8, 5), torch.arange(8) % 3
+    net, (X, y) = with_head(KINDS[kind]()), data()
     if modes != "training":
         net[0 if modes.startswith("first") else 2].eval()
     before, of_parts = named_tensors(net), [part.training for part in net.modules()]
@@ -319,27 +318,23 @@ def test_every_kind_of_module_comes_back_as_it_was(kind, modes, name):
 
 def test_the_weight_of_evaluation_mode_is_measured():
     torch.manual_seed(0)
-    net = nn.Sequential(LowRank(5, 6), nn.ReLU(), nn.Linear(6, 3)).double().train()
-    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
-    merged = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    merged[2].load_state_dict(net[2].state_dict())
+    net, (X, y) = with_head(LowRank(5, 6).double()), data()
+    merged = with_head(nn.Linear(5, 6).double())
+    merged.load_state_dict(net.state_dict(), strict=False)
     with torch.no_grad():
-        merged[0].weight.copy_(net[0].weight + net[0].B @ net[0].A)
-        merged[0].bias.copy_(net[0].bias)
-    expected = oracles.relative_flatness(merged, "0", CE, X, y)
-    assert relative_flatness(net, X, y, criterion=CE, layer=0) == pytest.approx(expected, rel=1e-9)
+        merged[0].weight += net[0].B @ net[0].A
+    expected = oracles.relative_flatness(merged, "0", CE, X.double(), y)
+    found = relative_flatness(net, X.double(), y, criterion=CE, layer=0)
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_modules_that_switch_come_back_after_an_exception():
     torch.manual_seed(0)
-    net, X, y = LowRank(5, 3).train(), torch.randn(8, 5), torch.arange(8) % 3
+    net, (X, y) = LowRank(5, 3).train(), data()
     before = net.weight.detach().clone()
-    with pytest.raises(ValueError, match="batch_size"):
-        relative_flatness(net, X[:, :4], y, criterion=CE, batch_size=0)
     with pytest.raises(RuntimeError, match="shapes"):
         relative_flatness(net, X[:, :4], y, criterion=CE)
-    assert net.training
-    assert not net.merged
+    assert (net.training, net.merged) == (True, False)
     assert torch.equal(net.weight, before)
 
 
@@ -353,37 +348,18 @@ def test_mixed_precision_comes_back_after_an_exception():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_threads_may_measure_one_module():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 3))
-    X, y = torch.randn(200, 6), torch.arange(200) % 3
-    found = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
-
-    def values(name):
-        return measure(name, module, X, y, **found)
-
-    names = ["relative_flatness", "expected_sharpness", "fisher_rao_norm"] * 4
-    in_order = [values(name) for name in names]
-    assert Parallel(4, backend="threading")(delayed(values)(name) for name in names) == in_order
-    assert module.training
+SAME_IN_BOTH_MODES = [
+    "expected_sharpness", "fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness",
+    "pac_bayes_flatness",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "expected_sharpness",
-        "fisher_rao_norm",
-        "joint_eigenvalue_flatness",
-        "keskar_sharpness",
-        "pac_bayes_flatness",
-    ],
-)
+@pytest.mark.parametrize("name", SAME_IN_BOTH_MODES)
 def test_the_mode_of_a_network_that_merges_weights_does_not_matter(name):
     torch.manual_seed(0)
-    net = nn.Sequential(LowRank(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
+    net, (X, y) = with_head(LowRank(5, 6).double()), data()
     found = [
-        measure(name, module, X, y, criterion=CE, random_state=0)
+        measure(name, module, X.double(), y, criterion=CE, random_state=0)
         for module in (net.train(), copy.deepcopy(net).eval())
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-6)
