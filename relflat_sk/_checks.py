@@ -70,7 +70,7 @@ def check_device(device: Any) -> None:
     if device is None:
         return
     try:
-        torch.zeros(1, device=device).tolist()
+        torch.zeros((), device=device).item()
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise ValueError(
