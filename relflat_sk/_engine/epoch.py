@@ -14,11 +14,12 @@ from torch.nn.functional import pad
 
 from relflat_sk._engine.chain import Chain, find_chain
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
-from relflat_sk._engine.step import Own, Settings, Step, StepBatch, hand_back, settings_of
-from relflat_sk._losses.array_losses import ArrayLoss, find_array_loss
+from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
+from relflat_sk._losses.array_losses import ArrayLoss, find_array_loss, namespace
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._numerics import or_one
+from relflat_sk._penalty.capture import find_names
 
 # what trains the epochs of all nets that are fitted in this context, for instance of many nets
 # together: its `train_epoch(job)` returns an `Epoch`, or raises `NeedsOwnLoop`; None if each net
@@ -102,7 +103,7 @@ def find_chain_of(job: Job) -> tuple[Chain, ArrayLoss, Tensor]:
         names = [layer.name for layer in chain.linear]
         if job.penalty.normalize or d >= MANY:
             raise NeedsOwnLoop("its penalty is no plain sum over few classes")
-        if job.penalised(names) != {names[-1]}:
+        if find_names(job.module, job.penalty._asked(), names) != names[-1:]:
             raise NeedsOwnLoop("its penalty is at earlier layers")
     _, weight = job.parts.parameters[0]
     targets = job.read_targets(weight.new_zeros(1, d))
@@ -141,6 +142,7 @@ def train_chain(jobs: Sequence[Job], stack: Any) -> list[Epoch]:
         {name: convert(weight) for name, weight in stack.weights.items()},
         {name: convert(gradient) for name, gradient in stack.gradients.items()},
         convert(stack.slopes),
+        convert(like.new_ones(1, 1, jobs[0].batch_size)),
     )
     for layer in chain.dropout:
         layer.seed(make_generators(jobs, like.device), like, small=small)
@@ -160,8 +162,8 @@ def train_epoch(
 
     `like` is an array of the kind that the steps take.
     """
-    settings = settings_of(jobs, like)
-    recorded = []
+    penalties = [job.penalty for job in jobs if job.penalty is not None]
+    settings, recorded = settings_of(penalties, like), []
     with torch.no_grad():
         for batch in _cut_batches(jobs, targets, next(iter(stack.weights.values())), as_arrays):
             if settings is None or settings.limit.begin_step(settings.every):
@@ -170,7 +172,8 @@ def train_epoch(
                 (loss,) = step(batch, None)
                 recorded.append((loss, 0 * loss, 0 * loss + 1))
             stack.step()
-    hand_back(settings, jobs)
+    if settings is not None and len(penalties) > 1:
+        settings.limit.unstack([penalty.limit for penalty in penalties])
     stack.hand_over()
     return _read_epochs(jobs, recorded)
 
@@ -180,15 +183,23 @@ def make_generators(jobs: Sequence[Job], device: torch.device) -> list[torch.Gen
     return [torch.Generator(device).manual_seed(job.seed) for job in jobs]
 
 
-# made once, in the first epoch, because it searches the process for its libraries
-_controller = cache(ThreadpoolController)
+@cache  # in the first epoch, because it searches the process for its libraries
+def _blas_libraries() -> list[Any]:
+    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
 @contextmanager
 def _one_blas_thread() -> Iterator[None]:
     """Let NumPy multiply on one thread, which small matrices do not share among several."""
-    with _controller().limit(limits=1, user_api="blas"), np.errstate(all="ignore"):
-        yield
+    before = [(library, library.num_threads) for library in _blas_libraries()]
+    try:
+        for library, _ in before:
+            library.set_num_threads(1)
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        for library, n_threads in before:
+            library.set_num_threads(n_threads)
 
 
 def _read_epochs(jobs: Sequence[Job], recorded: Sequence[tuple[Any, ...]]) -> list[Epoch]:
@@ -198,13 +209,10 @@ def _read_epochs(jobs: Sequence[Job], recorded: Sequence[tuple[Any, ...]]) -> li
     """
     n, size = len(jobs[0].order), jobs[0].batch_size
     sizes = [min(size, n - first) for first in range(0, n, size)]
-    if recorded and isinstance(recorded[0][0], Tensor):
-        steps: Any = torch.stack([torch.stack(step) for step in recorded]).cpu().numpy()
-    else:
-        steps = np.array(recorded)
+    numbers = [quantity for step in recorded for quantity in step]
+    joined = namespace(numbers[0]).concatenate(numbers)
+    if isinstance(joined, Tensor):
+        joined = joined.cpu().numpy()
     without = [0.0] * len(sizes), [1.0] * len(sizes)
-    epochs = []
-    for parts in np.moveaxis(steps, -1, 0).swapaxes(1, 2):
-        losses, *penalty = parts.tolist()
-        epochs.append(Epoch(sizes, losses, *(penalty or without)))
-    return epochs
+    steps = joined.reshape(len(recorded), -1, len(jobs)).transpose(2, 1, 0).tolist()
+    return [Epoch(sizes, losses, *(penalty or without)) for losses, *penalty in steps]

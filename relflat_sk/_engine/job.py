@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,16 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as of_all_optimizers
 
 from relflat_sk._losses.loss import Loss
-from relflat_sk._network.layers import Layer, find_layer
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
+from relflat_sk._penalty.quiet import has_forward_hooks, has_hooks
 
-# where torch keeps code of others that passes through a module, and steps, would call
-_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
-_OF_STEPS = ("pre_hooks", "post_hooks")
 # optimizers that treat every number alike, and need no second pass through the network
 _OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+# where torch keeps code of others that all modules would call, and all steps
+_OF_ALL = [
+    f"_global_{kind}_hooks" for kind in ("backward", "backward_pre", "forward", "forward_pre")
+]
+_OF_STEPS = ("pre_hooks", "post_hooks")
 
 
 class NeedsOwnLoop(Exception):
@@ -87,9 +89,10 @@ class Job:
 
     def start_epoch(self) -> None:
         """Set the mode of training; draw what is random from torch's global random state."""
-        for part in (self.module, self.criterion):
-            if isinstance(part, nn.Module):
-                part.train()
+        if not all(part.training for _, part in self.parts.modules):  # which is dear to set
+            self.module.train()
+        if isinstance(self.criterion, nn.Module) and not self.criterion.training:
+            self.criterion.train()
         order = self.draw_order()
         n = len(order)
         self.order = order[: n - n % self.batch_size] if self.drop_last else order
@@ -107,15 +110,6 @@ class Job:
         """Return the weights of some samples, those of their classes included."""
         parts = [part[rows] for part in (self.weights, self.class_weights) if part is not None]
         return torch.stack(parts).prod(0) if len(parts) > 1 else parts[0]
-
-    def penalised(self, names: list[str]) -> set[str]:
-        """Return which layers, of some in the order of the forward pass, are penalised."""
-        assert self.penalty is not None
-        layer: Layer | str | list[Layer] | tuple[Layer, ...] = self.penalty.layer  # type: ignore[assignment]
-        if layer == "all":
-            return set(names)
-        asked = layer if isinstance(layer, list | tuple) else [layer]
-        return {find_layer(self.module, one, names) for one in asked}
 
 
 @dataclass(frozen=True)
@@ -138,8 +132,8 @@ def qualify(job: Job) -> str | None:
 
 def _obstacles(job: Job) -> Iterator[str]:
     """Yield the reasons why a network needs its own loop."""
-    parameters = [cast(nn.Parameter, parameter) for _, parameter in job.parts.parameters]
-    if _runs_hooks(job.parts, parameters):
+    parameters = [parameter for _, parameter in job.parts.parameters]
+    if _runs_hooks(job.parts):
         yield "its network has hooks"
     if len({(p.dtype, p.device) for p in parameters}) != 1:
         yield "its network has no parameters, or parameters of several types"
@@ -165,19 +159,17 @@ def _obstacles_of_criterion(parts: Parts) -> Iterator[str]:
     """Yield the reasons why a criterion needs a network's own loop."""
     if parts.parameters:
         yield "its criterion has parameters"
-    if _runs_hooks(parts, []):
+    if _runs_hooks(parts):
         yield "its criterion has hooks"
 
 
-def _runs_hooks(parts: Parts, parameters: list[nn.Parameter]) -> bool:
+def _runs_hooks(parts: Parts) -> bool:
     """Return whether passes through modules, or gradients of parameters, run code of others."""
     return (
-        any("forward" in vars(part) or _has_hooks(part, "") for _, part in parts.modules)
-        or _has_hooks(of_all_modules, "_global")
-        or any(one._backward_hooks or one._post_accumulate_grad_hooks for one in parameters)
+        any(
+            "forward" in vars(part) or has_forward_hooks(part) or has_hooks(part)
+            for _, part in parts.modules
+        )
+        or any(getattr(of_all_modules, name) for name in _OF_ALL)
+        or any(p._backward_hooks or p._post_accumulate_grad_hooks for _, p in parts.parameters)
     )
-
-
-def _has_hooks(owner: Any, prefix: str) -> bool:
-    """Return whether there is code of others that a pass through a network would call."""
-    return any(getattr(owner, f"{prefix}{name}") for name in _HOOKS)

@@ -1,7 +1,7 @@
 """A training step of several networks: losses, penalties with their limits, gradients."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -64,40 +64,20 @@ class Settings(NamedTuple):
     clips: Any  # (k,), or a number
     limit: PenaltyLimit
     every: int  # steps from one penalty to the next
-    # whether `limit` is the one of a single network, whose numbers need no wait for a device
-    is_single: bool
-
-    def share(self, losses: tuple[Any, Any], penalty: Any, measured: Measured | None) -> Any:
-        """Return the shares of the penalties that the limits leave: (k,)."""
-        limit, clips, (loss, of_constant) = self.limit, self.clips, losses
-        if not self.is_single:
-            return limit.share(loss, of_constant, penalty, clips, measured)
-        if measured is not None:
-            of_loss, of_penalty, weights = measured
-            measured = Measured(of_loss.item(), of_penalty.item(), weights[0])
-        share = limit.share(loss.item(), of_constant.item(), penalty.item(), clips, measured)
-        return as_kind([share], penalty)
 
 
-def settings_of(jobs: Sequence[Job], like: Any) -> Settings | None:
+def settings_of(penalties: Sequence[Any], like: Any) -> Settings | None:
     """Read the penalties of networks of one kind, as arrays of the kind of another one."""
-    penalties = [job.penalty for job in jobs if job.penalty is not None]
     if not penalties:
         return None
     first, clips = penalties[0], [penalty.clip for penalty in penalties]
     factors = as_kind([first.every * penalty.weight for penalty in penalties], like)
-    on_host = not isinstance(like, Tensor) or like.device.type == "cpu"
-    if len(penalties) == 1 and (on_host or first.clip is None):
-        return Settings(factors, first.clip, first.limit, first.every, is_single=True)
+    if len(penalties) == 1:
+        return Settings(factors, first.clip, first.limit, first.every)
     limit = PenaltyLimit.stack([penalty.limit for penalty in penalties], like)
-    shared = None if first.clip is None else as_kind(clips, like)
-    return Settings(factors, shared, limit, first.every, is_single=False)
-
-
-def hand_back(settings: Settings | None, jobs: Iterable[Job]) -> None:
-    """Give the limits of the networks' penalties what the steps have shown."""
-    if settings is not None and not settings.is_single:
-        settings.limit.unstack([job.penalty.limit for job in jobs if job.penalty is not None])
+    return Settings(
+        factors, None if first.clip is None else as_kind(clips, like), limit, first.every
+    )
 
 
 class Body(Protocol):
@@ -150,9 +130,9 @@ class Step:
             graph = self._earlier(batch, factors)
             penalty = penalty + graph.detach()
         if self._at_last:
-            scale = batch.shares * (factors / (2 * phi.shape[-1]))[:, None]
-            term = self._loss.trace_term(p, phi, weight, scale[..., None])
-            penalty = penalty + term.value
+            factors = factors / (2 * phi.shape[-1])
+            term = self._loss.trace_term(p, phi, weight, batch.shares[..., None])
+            penalty = penalty + factors * term.value
 
         def differentiate(of_z: Any, shares: Any) -> None:
             """Write the gradients of losses, given those in outputs, and of shares of penalties."""
@@ -160,24 +140,25 @@ class Step:
             if term is None:
                 body.backward(of_z, None, None, *others)
                 return
-            each = shares[:, None, None]
+            each = (shares * factors)[:, None, None]
             of_phi = (each * term.of_phi) * phi
             body.backward(of_z + each * term.z, of_phi, each * term.weight, *others)
 
-        ones = namespace(penalty).ones_like(penalty)
+        limit = settings.limit
         if settings.clips is None:
-            differentiate(of_z, ones)
-            return loss, penalty, ones
-        losses = loss, self._loss.of_constant(z, batch.targets, batch.shares)
-        if not settings.limit.needs_measurement:
-            share = settings.share(losses, penalty, None)
+            share = namespace(penalty).ones_like(penalty)
             differentiate(of_z, share)
             return loss, penalty, share
-        differentiate(0 * of_z, ones)
+        of_constant = self._loss.of_constant(z, batch.targets, batch.shares)
+        if not limit.needs_measurement:
+            share = limit.share(loss, of_constant, penalty, settings.clips)
+            differentiate(of_z, share)
+            return loss, penalty, share
+        differentiate(0 * of_z, namespace(penalty).ones_like(penalty))
         of_penalty = 1 * body.slopes
         body.backward(of_z)
         measured = Measured(_norm(body.slopes), _norm(of_penalty), _rows(body.weights))
-        share = settings.share(losses, penalty, measured)
+        share = limit.share(loss, of_constant, penalty, settings.clips, measured)
         body.slopes += share[:, None] * of_penalty
         return loss, penalty, share
 

@@ -95,7 +95,8 @@ class CrossEntropy(ArrayLoss):
 
     def each(self, z: Any, target: Any) -> tuple[Any, Any]:
         xp = namespace(z)
-        shifted = z - xp.amax(z, -1)[..., None]
+        top = z.amax(-1) if isinstance(z, Tensor) else z.max(-1)
+        shifted = z - top[..., None]
         p = xp.exp(shifted)
         total = p.sum(-1)[..., None]
         return xp.log(total)[..., 0] - dots(target, shifted), p / total

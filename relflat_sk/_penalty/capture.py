@@ -99,7 +99,7 @@ class Survey:
         self._named = dict(module.named_modules())
         layers = weight_layers(module)
         self._all = list(layers)
-        names = _find_names(module, self.asked, self._all)
+        names = find_names(module, self.asked, self._all)
         # behind the last layer, attention is hardly ever to be differentiated twice
         twice = names if self.asked == (-1,) else self._all
         before = torch.get_rng_state()
@@ -137,7 +137,7 @@ class Survey:
     def _find_penalised(self, order: list[str]) -> list[str]:
         """Find the names of the layers that are asked for, once the order of the calls is known."""
         if self._penalised is None:
-            self._penalised = _find_names(self.parts[0], self.asked, order)
+            self._penalised = find_names(self.parts[0], self.asked, order)
             refuse_layers(why_shared(name, self._named) for name in self._penalised)
         return self._penalised
 
@@ -231,10 +231,12 @@ class Survey:
         self._rows.clear()
 
 
-def _find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
+def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
     """Return the dotted names of the layers that the user asked for, each once."""
     if asked is None:
         return order
+    if asked == (-1,) and order:  # without a walk through the network, in every epoch
+        return order[-1:]
     return list(dict.fromkeys(find_layer(module, layer, order) for layer in asked))
 
 

@@ -47,6 +47,7 @@ There is one formula for one net or several, over numbers, or arrays of NumPy or
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,9 +95,9 @@ class _Numbers:
         return dividend / divisor if divisor else dividend * math.inf
 
     @staticmethod
-    def clip(number: float, low: float | None, high: float) -> float:
+    def clip(number: float, low: float, high: float) -> float:
         """Limit a number; nan stays nan."""
-        return min(number if low is None else max(number, low), high)
+        return min(max(number, low), high)
 
 
 class PenaltyLimit:
@@ -131,16 +132,15 @@ class PenaltyLimit:
         for name in _MEASURED:
             numbers = [float(getattr(limit, name)) for limit in limits]
             setattr(stacked, name, as_kind(numbers, like))
-        weights = {i: limit._weights for i, limit in enumerate(limits)}
-        # the rows of nets that were copied are on the host
-        rows = {
-            i: torch.as_tensor(row).to(like.device if isinstance(like, Tensor) else "cpu")
-            for i, row in weights.items()
-            if row is not None
-        }
-        if rows:
-            unknown = torch.full_like(next(iter(rows.values())), torch.nan)
-            stack = torch.stack([rows.get(i, unknown) for i in weights])
+        rows = [limit._weights for limit in limits]
+        known = [torch.as_tensor(row) for row in rows if row is not None]
+        if known:
+            # the rows of nets that were copied are on the host
+            place = like.device if isinstance(like, Tensor) else "cpu"
+            unknown = torch.full_like(known[0], torch.nan)
+            stack = torch.stack([
+                (unknown if row is None else torch.as_tensor(row)).to(place) for row in rows
+            ])
             stacked._weights = stack.to(like) if isinstance(like, Tensor) else stack.numpy()
         return stacked
 
@@ -156,12 +156,6 @@ class PenaltyLimit:
         if self._weights is not None:
             for limit, row in zip(limits, torch.as_tensor(self._weights), strict=True):
                 limit._weights = row.clone()  # a view would keep the weights of all nets
-
-    def copy(self) -> "PenaltyLimit":
-        """Copy the limit, for steps that are no part of the training."""
-        copied = PenaltyLimit()
-        vars(copied).update(vars(self))  # arrays are replaced, and never changed
-        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in (*_COUNTED, *_MEASURED)}
@@ -211,19 +205,8 @@ class PenaltyLimit:
         due = self._due
         return due if isinstance(due, bool) else bool(due.any())
 
-    def _due_like(self, numbers: Any) -> Any:
-        """Return which nets are due, as an array where the numbers are arrays."""
-        if isinstance(numbers, Tensor):
-            return torch.as_tensor(self._due).to(numbers.device)
-        return self._due
-
     def share(
-        self,
-        loss: Any,
-        of_constant: Any,
-        penalty: Any,
-        clip: Any,
-        measured: Measured | None = None,
+        self, loss: Any, of_constant: Any, penalty: Any, clip: Any, measured: Measured | None = None
     ) -> Any:
         """Make a step: return the share of each weighted penalty that the limit leaves.
 
@@ -231,8 +214,16 @@ class PenaltyLimit:
         `measured` are the norms of the gradients of loss and weighted penalty, and the weights, in
         a step that needs them.
         """
-        with np.errstate(all="ignore"):
+        if not isinstance(self.steps, int):
             return self._share(loss, of_constant, penalty, clip, measured)
+        # one net: plain numbers on the host, and elsewhere tensors, for which nobody waits
+        on_host = not isinstance(penalty, Tensor) or penalty.device.type == "cpu"
+        read = methodcaller("item") if on_host else methodcaller("reshape", ())
+        if measured is not None:
+            norms = read(measured.of_loss), read(measured.of_penalty)
+            measured = Measured(*norms, measured.weights.reshape(-1))
+        share = self._share(read(loss), read(of_constant), read(penalty), clip, measured)
+        return as_kind(share, penalty).reshape(penalty.shape)
 
     def _share(
         self, loss: Any, of_constant: Any, penalty: Any, clip: Any, measured: Measured | None
@@ -240,7 +231,7 @@ class PenaltyLimit:
         """Compute what `share` returns."""
         xp, size, due = _module_of(penalty), abs(penalty), None
         if measured is not None:
-            due = self._due_like(penalty)
+            due = torch.as_tensor(self._due).to(size.device) if xp is torch else self._due
             self._measure(measured, size, due)
         self.steps = self.steps + 1
         mean = self._mean + _NEWEST * (size - self._mean)
@@ -260,25 +251,26 @@ class PenaltyLimit:
     def _measure(self, measured: Measured, size: Any, due: Any) -> None:
         """Update what past steps have shown by a measurement of the nets that are due."""
         xp, counts = _module_of(size), _module_of(self.steps)
+
+        def remember(sums: Any, newest: Any, usable: Any) -> Any:
+            return xp.where(usable, _MEMORY * sums + newest, sums)
+
         ratio = xp.divide(measured.of_penalty, size)
         usable = xp.isfinite(ratio) & due
-        self._ratios = xp.where(usable, _MEMORY * self._ratios + ratio, self._ratios)
-        self._n_ratios = xp.where(usable, _MEMORY * self._n_ratios + 1.0, self._n_ratios)
+        self._ratios = remember(self._ratios, ratio, usable)
+        self._n_ratios = remember(self._n_ratios, 1.0, usable)
         last, weights = self._weights, measured.weights
         if last is not None and last.shape == weights.shape:
             is_tensor = isinstance(weights, Tensor)
             last = torch.as_tensor(last).to(weights) if is_tensor else np.asarray(last)
             moved = weights - last
             squares = (moved * moved).sum(-1)
-            n_steps = as_kind(counts.maximum(self.steps - self._measured_at, 1), size)
+            n_steps = counts.maximum(self.steps - self._measured_at, 1)
+            n_steps = n_steps if counts is _Numbers else as_kind(n_steps, size)
             movement = (squares.item() if xp is _Numbers else squares) / n_steps
             usable = xp.isfinite(movement + self._gradient) & due
-            self._movements = xp.where(
-                usable, _MEMORY * self._movements + movement, self._movements
-            )
-            self._gradients = xp.where(
-                usable, _MEMORY * self._gradients + self._gradient, self._gradients
-            )
+            self._movements = remember(self._movements, movement, usable)
+            self._gradients = remember(self._gradients, self._gradient, usable)
             per_penalty = xp.divide(self._n_ratios, self._ratios)
             slowness = xp.sqrt(xp.divide(self._gradients, self._movements))
             most = slowness * per_penalty * per_penalty
@@ -289,11 +281,10 @@ class PenaltyLimit:
 
 
 def as_kind(values: Any, like: Any) -> Any:
-    """Return numbers as an array of the kind of another one; a single number as it is."""
-    if np.ndim(values) == 0:
-        return values
+    """Return numbers as an array of the kind of another one."""
     if isinstance(like, Tensor):
-        return torch.as_tensor(values, dtype=torch.float64).to(like)
+        is_tensor = isinstance(values, Tensor)
+        return (values if is_tensor else torch.as_tensor(values, dtype=torch.float64)).to(like)
     return np.asarray(values, dtype=like.dtype)
 
 

@@ -335,7 +335,6 @@ class RelativeFlatnessPenalty:
         if self.clip is None:
             return penalty, None
         of_constant = constant_loss(batch, output, batch.counts(output))
-        losses: list[Any] = [value.detach(), of_constant, penalty.detach()]
         measured = None
         if self.limit.needs_measurement:
             parameters = [p for p in self._capture.module.parameters() if p.requires_grad]
@@ -343,15 +342,11 @@ class RelativeFlatnessPenalty:
                 norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
             weights = torch.cat([p.detach().flatten().to(value) for p in parameters])
             measured = Measured(*norms, weights)
-        if output.device.type == "cpu":  # floats are faster; an accelerator's would be waited for
-            losses = [number.item() for number in losses]
-            if measured is not None:
-                measured = Measured(norms[0].item(), norms[1].item(), weights)
         with without_autocast(output):
-            share = self.limit.share(losses[0], losses[1], losses[2], self.clip, measured)
-        if not isinstance(share, Tensor):
-            share = torch.tensor(share, dtype=penalty.dtype)
-        return penalty, share.to(penalty.dtype)
+            share: Tensor = self.limit.share(
+                value.detach(), of_constant, penalty.detach(), self.clip, measured
+            )
+        return penalty, share
 
 
 def _gradient_norm(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:

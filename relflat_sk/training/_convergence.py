@@ -1,5 +1,6 @@
 """Callbacks that stop training at convergence, for any skorch net."""
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -252,7 +253,7 @@ def _between_steps(net: Any) -> Iterator[None]:
         yield
         return
     every, net.flatness_every = net.flatness_every, 1
-    net._limit = limit.copy()
+    net._limit = copy.copy(limit)
     try:
         yield
     finally:

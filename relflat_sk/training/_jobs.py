@@ -105,10 +105,13 @@ def _whole(data: Any, name: str) -> Tensor:
     if isinstance(data, Tensor):
         return data
     if isinstance(data, np.ndarray):
-        with warnings.catch_warnings(), suppress(ValueError):  # such as negative strides
-            # torch warns of arrays that it may not write to, and nobody writes to these
-            warnings.filterwarnings("ignore", "The given NumPy array is not writ")
-            return torch.from_numpy(data)
+        with suppress(ValueError):  # such as negative strides
+            if data.flags.writeable:
+                return torch.from_numpy(data)
+            with warnings.catch_warnings():
+                # torch warns of arrays that it may not write to, and nobody writes to these
+                warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+                return torch.from_numpy(data)
     raise NeedsOwnLoop(f"its {name} are not one array")
 
 

@@ -185,8 +185,8 @@ def test_several_nets_at_once_have_the_limits_of_each(kind):
         for _ in range(n_steps):
             numbers = draw()
             *losses, norms = (number[..., j] for number in numbers)
-            measured = Measured(*norms.tolist(), torch.tensor(weights[j]))
-            share = alone[j].share(*(loss.item() for loss in losses), clips[j], measured)
+            measured = Measured(*torch.tensor(norms), torch.tensor(weights[j]))
+            share = alone[j].share(*map(torch.tensor, losses), clips[j], measured).item()
             assert share == pytest.approx(expected(j, *numbers), rel=1e-12)
     to_kind = np.asarray if kind == "NumPy" else torch.as_tensor
     together = PenaltyLimit.stack(alone, to_kind(np.zeros(3)))
@@ -216,7 +216,8 @@ def test_steps_without_a_penalty_move_the_weights_as_well():
         for _ in range(6):
             while not limit.begin_step(every):
                 weights[axis], axis = 1.0, axis + 1
-            share = limit.share(1.0, 9.0, 2.0, 0.5, Measured(3.0, 4.0, weights.clone()))
+            measured = Measured(*torch.tensor([3.0, 4.0]), weights.clone())
+            share = limit.share(*torch.tensor([1.0, 9.0, 2.0]).double(), 0.5, measured).item()
             weights[axis], axis = 1.0, axis + 1
         assert axis == 5 * every + 1
         shares.append(share)
@@ -224,38 +225,51 @@ def test_steps_without_a_penalty_move_the_weights_as_well():
     assert shares[1] == pytest.approx(shares[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["numbers", "torch"])
+def limit_of_one(kind):
+    """A limit that computes with plain numbers, or with arrays, as that of several nets."""
+    limit, to_kind = PenaltyLimit(), np.asarray if kind == "NumPy" else torch.as_tensor
+    if kind != "numbers":
+        limit = PenaltyLimit.stack([limit], to_kind(np.zeros(1)))
+
+    def share(numbers, norms=None, weights=None):
+        measured = None
+        if norms is not None:
+            norms = (to_kind(np.array([norm], dtype=float)) for norm in norms)
+            measured = Measured(*norms, to_kind(np.array([weights], dtype=float)))
+        numbers = (to_kind(np.array([number], dtype=float)) for number in numbers)
+        with np.errstate(all="ignore"):
+            return limit.share(*numbers, 0.5, measured).item()
+
+    return share
+
+
+@pytest.mark.parametrize("kind", ["numbers", "NumPy", "torch"])
 def test_what_overflows_is_left_out(kind):
-    limits = [PenaltyLimit(), PenaltyLimit()]
-    tensors = torch.tensor([1.0, 9.0, 2.0, 3.0, np.inf])
-    values = tensors.tolist() if kind == "numbers" else tensors.unbind()
-    loss, of_constant, penalty, norm, huge = values
-    zeros, ones = torch.zeros(4), torch.ones(4)
-    for limit in limits:
-        limit.share(loss, of_constant, penalty, 0.5, Measured(norm, norm, zeros))
-        limit.share(loss, of_constant, penalty, 0.5, Measured(norm, norm, ones))
-    limits[0].share(loss, of_constant, penalty, 0.5, Measured(huge, huge, ones * huge))
-    limits[0].share(loss, of_constant, penalty, 0.5, Measured(huge, huge, ones))
-    shares = [limit.share(loss, of_constant, penalty, 0.5) for limit in limits]
+    numbers, zeros, ones = (1, 9, 2), np.zeros(4), np.ones(4)
+    shares = []
+    for overflows in (False, True):
+        share = limit_of_one(kind)
+        share(numbers, (3, 3), zeros)
+        share(numbers, (3, 3), ones)
+        if overflows:
+            share(numbers, (np.inf, np.inf), ones * np.inf)
+            share(numbers, (np.inf, np.inf), ones)
+        shares.append(share(numbers))
     assert 0 < shares[0] == shares[1] < 1
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_numbers_and_tensors_have_the_same_limits_whatever_comes(seed):
-    rng, limits = np.random.default_rng(seed), [PenaltyLimit(), PenaltyLimit()]
+def test_numbers_and_arrays_have_the_same_limits_whatever_comes(seed):
+    rng, limits = (
+        np.random.default_rng(seed),
+        [limit_of_one(k) for k in ("numbers", "NumPy", "torch")],
+    )
     for _ in range(12):
         norms = rng.choice([0, 2, 1e-200, 1e200, np.inf, np.nan], 2)
-        weights = torch.tensor(rng.choice([0, 1, 1e200, np.inf], 4, p=[0.5, 0.4, 0.05, 0.05]))
-        numbers = rng.choice([0, 1, -3, 1e-200, 1e200, np.inf, np.nan], 3).tolist()
-        tensors = torch.tensor(numbers, dtype=torch.float64)
-        shares = (
-            limits[0].share(*numbers, 0.5, Measured(*norms.tolist(), weights)),
-            limits[1].share(*tensors, 0.5, Measured(*torch.tensor(norms), weights)),
-        )
-        assert isinstance(shares[0], float)
-        assert shares[0] == pytest.approx(shares[1].item(), nan_ok=True)
-    most = [limit.state_dict()["most"] for limit in limits]
-    assert most[0] == pytest.approx(most[1], nan_ok=True)
+        weights = rng.choice([0, 1, 1e200, np.inf], 4, p=[0.5, 0.4, 0.05, 0.05])
+        numbers = rng.choice([0, 1, -3, 1e-200, 1e200, np.inf, np.nan], 3)
+        share, *others = (limit(numbers, norms, weights) for limit in limits)
+        assert others == pytest.approx([share] * 2, nan_ok=True)
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 3, 4), (6, 3, 4, 2)])
