@@ -25,14 +25,18 @@ def test_coefficients_are_those_of_scipy(name, ties):
     np.testing.assert_allclose(value, SCIPY[name](x, y)[0], **ROUNDING)
 
 
+@pytest.mark.filterwarnings("ignore:An input array is constant")
+@pytest.mark.parametrize("n", [6, 24], ids=["constant resamples", "all"])
 @pytest.mark.parametrize("name", SCIPY)
-def test_resamples_agree_with_repeating_the_minima(name):
+def test_resamples_agree_with_repeating_the_minima(name, n):
     _, x, y = arrays_of(make_minima(ties=True))
-    counts = resample(len(x), 25, seed=1)
+    x, y = (x, y) if n == 24 else (np.repeat([0.1, 0.7], [4, 2]), y[:6])
+    counts = resample(n, 50, seed=1)
     expected = [
         SCIPY[name](np.repeat(x, row.astype(int)), np.repeat(y, row.astype(int)))[0]
         for row in counts
     ]
+    assert np.isnan(expected).any() == (n == 6)
     np.testing.assert_allclose(_COEFFICIENTS[name](x, y, counts), expected, **ROUNDING)
 
 
