@@ -77,25 +77,7 @@ def nets(draw):
     return net, torch.randn(3, widths[0], *[4] * n_axes).double()
 
 
-def layers_of(net):
-    kinds = (nn.Linear, *CONVS.values(), *TRANSPOSED.values())
-    return {name: layer for name, layer in net.named_modules() if isinstance(layer, kinds)}
-
-
-def width(layer):
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-
-
-def draw_layer_factors(data, net):
-    factors = draw_factors(data, len(layers_of(net)) - 1)
-    return [*factors, 1 / np.prod(factors)]
-
-
-def draw_neuron_factors(data, net):
-    chosen = list(layers_of(net).items())[:-1]
-    return {
-        name: draw_factors(data, width(layer)) for name, layer in chosen if data.draw(st.booleans())
-    }
+KINDS = (nn.Linear, *CONVS.values(), *TRANSPOSED.values())
 
 
 def draw_factors(data, n):
@@ -117,51 +99,42 @@ def snapshot(net):
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-def reparameterized(net, X, factors, kind):
-    """A new net of the same function, relative flatness and original."""
+@pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
+@pytest.mark.parametrize("kind", ["layer", "neuron"])
+@FEW
+@given(nets(), st.data())
+def test_factors_leave_function_and_flatness(kind, case, data):
+    net, X = case
+    layers = {name: layer for name, layer in net.named_modules() if isinstance(layer, KINDS)}
+    *hidden, _ = layers.items()
+    if kind == "layer":
+        factors = draw_factors(data, len(hidden))
+        factors = dict(zip(layers, [*factors, 1 / factors.prod()], strict=True))
+    else:
+        chosen = [(name, layer) for name, layer in hidden if data.draw(st.booleans())]
+        sizes = {n: getattr(m, "out_features", getattr(m, "out_channels", 0)) for n, m in chosen}
+        factors = {name: draw_factors(data, size) for name, size in sizes.items()}
     before = snapshot(net)
     new = reparameterize(net, factors, X=X, kind=kind)
     check_same_function(net, new, X)
     y, options = torch.arange(len(X)) % 2, {"normalize": kind == "neuron"}
     expected, found = (
-        relative_flatness(one, X, y, criterion=nn.CrossEntropyLoss(), **options)
-        for one in (net, new)
+        relative_flatness(which, X, y, criterion=nn.CrossEntropyLoss(), **options)
+        for which in (net, new)
     )
     assert found == pytest.approx(expected, rel=1e-6)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name]), name
-    return new
-
-
-@pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
-@FEW
-@given(nets(), st.data())
-def test_layer_factors(case, data):
-    net, X = case
-    factors = draw_layer_factors(data, net)
-    new = reparameterized(net, X, factors, "layer")
     so_far = 1.0
-    for (name, layer), factor in zip(layers_of(net).items(), factors, strict=True):
-        rescaled = new.get_submodule(name)
-        torch.testing.assert_close(rescaled.weight, factor * layer.weight, rtol=1e-15, atol=0)
-        so_far *= factor
-        if layer.bias is not None:
-            torch.testing.assert_close(rescaled.bias, so_far * layer.bias, rtol=1e-13, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
-@FEW
-@given(nets(), st.data())
-def test_neuron_factors(case, data):
-    net, X = case
-    factors = draw_neuron_factors(data, net)
-    new = reparameterized(net, X, factors, "neuron")
-    for at, (name, factor) in enumerate(factors.items()):
-        layer, rescaled = net.get_submodule(name), new.get_submodule(name)
-        if layer.bias is not None:
-            assert torch.equal(rescaled.bias, layer.bias * torch.tensor(factor))
-        if at == 0 and not isinstance(layer, tuple(TRANSPOSED.values())):  # nothing is undone in it
-            rows = layer.weight.flatten(1) * torch.tensor(factor)[:, None]
+    for at, name in enumerate(factors):
+        old, rescaled, factor = layers[name], new.get_submodule(name), torch.tensor(factors[name])
+        so_far = so_far * factor if kind == "layer" else factor
+        if old.bias is not None:
+            torch.testing.assert_close(rescaled.bias, old.bias * so_far, rtol=1e-13, atol=0)
+        if kind == "layer":
+            torch.testing.assert_close(rescaled.weight, factor * old.weight, rtol=1e-15, atol=0)
+        elif at == 0 and not isinstance(old, tuple(TRANSPOSED.values())):  # nothing is undone in it
+            rows = old.weight.flatten(1) * factor[:, None]
             assert torch.equal(rescaled.weight.flatten(1), rows)
 
 
