@@ -76,10 +76,6 @@ class SelectedMinima:
                 table.append({"measure": measure} | row)
         return pd.DataFrame(table, columns=["measure", *names, "n", "n_left_out"])
 
-    def of_group(self, rows: NDArray[np.bool_]) -> "SelectedMinima":
-        """Select some of the minima."""
-        return SelectedMinima(self.table[rows], self.target[rows], self.usable[rows], self.measures)
-
     def pairs(self, measure: str) -> tuple[NDArray[np.intp], Floats, Floats]:
         """Return the usable minima with a finite measure.
 
@@ -148,7 +144,7 @@ def signs(values: Floats, first: NDArray[np.intp], second: NDArray[np.intp]) -> 
 
 def ratio(numerator: NDArray[Any], denominator: NDArray[Any]) -> Floats:
     """Return a ratio, nan where the denominator is 0."""
-    quotient: Floats = np.full(len(numerator), np.nan)
+    quotient: Floats = np.full(numerator.shape, np.nan)
     np.divide(numerator, denominator, out=quotient, where=denominator > 0)
     return quotient
 
@@ -251,12 +247,12 @@ def correlate_measures(
     seed = draw_seed(random_state)
     columns = [c for name in _COEFFICIENTS for c in with_ends(name)]
 
-    def resampled(x: Floats, y: Floats, seed: Any = seed) -> dict[str, Floats]:
-        """Return each coefficient of the minima, followed by those of the resamples."""
-        if len(x) < FEWEST_MINIMA:
-            return {}
+    def resampled(x: Floats, y: Floats, seed: Any = seed) -> Floats:
+        """Return each coefficient of the minima, and then of the resamples: (3, 1 + b)."""
         counts = np.vstack([np.ones((1, len(x))), resample(len(x), int(n_bootstrap), seed)])
-        return {name: coefficient(x, y, counts) for name, coefficient in _COEFFICIENTS.items()}
+        if len(x) < FEWEST_MINIMA:
+            return np.full((len(_COEFFICIENTS), len(counts)), np.nan)
+        return np.stack([coefficient(x, y, counts) for coefficient in _COEFFICIENTS.values()])
 
     def coefficients(_: Any, x: Floats, y: Floats) -> dict[str, float]:
         return _with_intervals(resampled(x, y))
@@ -271,64 +267,43 @@ def correlate_measures(
 
     def within(rows: NDArray[np.intp], x: Floats, y: Floats) -> dict[str, float]:
         parts = [groups[rows] == group for group in range(len(labels))]
-        by_group = [
-            (part.sum(), resampled(x[part], y[part], seed_of_group))
-            for part, seed_of_group in zip(parts, seeds, strict=True)
-        ]
-        defined = [(n, row) for n, row in by_group if row and np.isfinite(row["kendall"][0])]
-        if not defined:
-            return {"n": 0}
-        sizes = np.array([[n] for n, _ in defined], dtype=np.float64)
-        means = {}
-        for name in _COEFFICIENTS:
-            values = np.array([row[name] for _, row in defined])
-            weights = np.where(np.isfinite(values), sizes, 0.0)
-            means[name] = ratio((weights * np.nan_to_num(values)).sum(axis=0), weights.sum(axis=0))
-        return {**_with_intervals(means), "n": int(sizes.sum())}
+        values = np.stack([
+            resampled(x[part], y[part], seed) for part, seed in zip(parts, seeds, strict=True)
+        ])
+        sizes = np.sum(parts, axis=1) * np.isfinite(values[:, -1, 0])  # of groups with a tau
+        weights = np.where(np.isfinite(values), sizes[:, None, None], 0)
+        means = ratio((weights * np.nan_to_num(values)).sum(axis=0), weights.sum(axis=0))
+        return _with_intervals(means) | {"n": int(sizes.sum())}
 
     tables = {
         "pooled": selected.tabulate(columns, coefficients, without=axes),
         "within": selected.tabulate(columns, within, without=axes),
     }
     for group, label in enumerate(labels):
-        part = selected.of_group(groups == group)
+        rows = groups == group
+        part = SelectedMinima(
+            selected.table[rows], selected.target[rows], selected.usable[rows], selected.measures
+        )
         tables[", ".join(label)] = part.tabulate(columns, coefficients, without=axes)
     every = pd.concat(tables, names=["stratum", "row"]).reset_index("stratum")
     every = every.sort_index(kind="stable").reset_index(drop=True)
     return every[["measure", "stratum", *columns, "n", "n_left_out"]]
 
 
-def _with_intervals(coefficients: dict[str, Floats]) -> dict[str, float]:
+def _with_intervals(coefficients: Floats) -> dict[str, float]:
     """Return coefficients with the ends of their intervals, by column."""
     row: dict[str, float] = {}
-    for name, (value, *resamples) in coefficients.items():
+    for name, (value, *resamples) in zip(_COEFFICIENTS, coefficients, strict=True):
         row |= interval(name, value, np.array(resamples))
     return row
 
 
-def _pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
-    """Return Pearson's r of x and y in each resample, shape (b,), nan where undefined."""
-    x, y = (np.broadcast_to(_standardize(values), counts.shape) for values in (x, y))
-    return _weighted_pearson(x, y, counts)
-
-
-def _spearman(x: Floats, y: Floats, counts: Floats) -> Floats:
-    """Return Spearman's rho of x and y in each resample, shape (b,), nan where undefined."""
-    return _weighted_pearson(_ranks(x, counts), _ranks(y, counts), counts)
-
-
 def _kendall(x: Floats, y: Floats, counts: Floats) -> Floats:
-    """Return Kendall's tau-b of x and y in each resample, shape (b,), nan where undefined."""
+    """Return Kendall's tau-b of x and y in each resample."""
     sign_x, sign_y = (np.sign(values[:, None] - values) for values in (x, y))
-    concordant_minus_discordant = _quadratic_form(sign_x * sign_y, counts)
-    untied = _quadratic_form(sign_x**2, counts) * _quadratic_form(sign_y**2, counts)
-    return ratio(concordant_minus_discordant, np.sqrt(untied)).clip(-1.0, 1.0)
-
-
-def _quadratic_form(matrix: Floats, counts: Floats) -> Floats:
-    """Return ``c @ matrix @ c`` for every row c of counts, shape (b,)."""
-    form: Floats = ((counts @ matrix) * counts).sum(axis=1)
-    return form
+    matrices = np.stack([sign_x * sign_y, sign_x**2, sign_y**2])
+    concordant_minus_discordant, *untied = ((counts @ matrices) * counts).sum(axis=2)
+    return ratio(concordant_minus_discordant, np.sqrt(np.prod(untied, axis=0))).clip(-1.0, 1.0)
 
 
 def _ranks(values: Floats, counts: Floats) -> Floats:
@@ -348,8 +323,8 @@ def _standardize(values: Floats) -> Floats:
     return (values - middle) / reach if reach > 0 else np.zeros_like(values)
 
 
-def _weighted_pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
-    """Return Pearson's r of the rows of x and y, weighted by the rows of counts."""
+def _pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
+    """Return Pearson's r of x and y, or of their rows, weighted by the rows of counts."""
     total = counts.sum(axis=1, keepdims=True)
     x = x - (counts * x).sum(axis=1, keepdims=True) / total
     y = y - (counts * y).sum(axis=1, keepdims=True) / total
@@ -358,8 +333,9 @@ def _weighted_pearson(x: Floats, y: Floats, counts: Floats) -> Floats:
     return ratio(covariance, np.where(defined, np.sqrt(np.prod(spreads, axis=0)), 0)).clip(-1, 1)
 
 
+# from measure (n,), target (n,) and counts (b, n) to the coefficients (b,), nan where undefined
 _COEFFICIENTS: dict[str, Callable[[Floats, Floats, Floats], Floats]] = {
-    "pearson": _pearson,
-    "spearman": _spearman,
+    "pearson": lambda x, y, counts: _pearson(_standardize(x), _standardize(y), counts),
+    "spearman": lambda x, y, counts: _pearson(_ranks(x, counts), _ranks(y, counts), counts),
     "kendall": _kendall,
 }

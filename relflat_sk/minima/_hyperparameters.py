@@ -353,7 +353,8 @@ def conditional_mutual_information(
 
     def information(rows: Integers, x: Floats, y: Floats) -> dict[str, Any]:
         pairs = _Pairs.of(levels[rows], sets, y, [values[rows] for values in numbers])
-        shares = pairs.shares(x, np.ones((1, len(x))))[0]
+        all_once = np.ones((1, len(x)))
+        shares = pairs.shares(x, all_once)[0]
         smallest = int(np.argmin(np.where(np.isnan(shares), np.inf, shares)))
         resampled = pairs.shares(x, resample(len(x), int(n_bootstrap), seed))
         row: dict[str, Any] = interval("cmi", shares[smallest], _least(resampled))
@@ -362,17 +363,12 @@ def conditional_mutual_information(
         for size in sizes:
             of_size = [len(chosen) == size for chosen in sets]
             row[f"cmi_given_{size}"] = float(_least(shares[None, of_size])[0])
-        return row | {"chance": _chance(pairs, x, seed)}
+        shuffled = np.random.default_rng(seed).permuted(np.tile(x, (N_SHUFFLES, 1)), axis=1)
+        of_shuffled = [_least(pairs.shares(copy, all_once))[0] for copy in shuffled]
+        return row | {"chance": float(np.mean(of_shuffled))}
 
     names = [*with_ends("cmi"), "given", *(f"cmi_given_{size}" for size in sizes), "chance"]
     return selected.tabulate(names, information, without=[*columns, *names_given])
-
-
-def _chance(pairs: "_Pairs", x: Floats, seed: int) -> float:
-    """Return the mean smallest share over shuffled copies of a measure."""
-    shuffled = np.random.default_rng(seed).permuted(np.tile(x, (N_SHUFFLES, 1)), axis=1)
-    all_once = np.ones((1, len(x)))
-    return float(np.mean([_least(pairs.shares(copy, all_once))[0] for copy in shuffled]))
 
 
 def _least(shares: Floats) -> Floats:

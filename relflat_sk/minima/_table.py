@@ -165,7 +165,9 @@ def _varied_axes(table: pd.DataFrame) -> list[str]:
     partitions: dict[Any, str] = {}
     for column in parameter_columns(table):
         levels = number_levels(table, [column])[:, 0]
-        if levels.any() and not _is_seed(column):
+        # the values of a random seed are repeats of an experiment
+        is_seed = column.lower().endswith(("random_state", "_seed"))
+        if levels.any() and not is_seed:
             # two parameters drawn at random never repeat a value: both divide the minima into
             # groups of one, but were not varied together
             all_differ = column if levels.max() + 1 == len(levels) else None
@@ -176,12 +178,6 @@ def _varied_axes(table: pd.DataFrame) -> list[str]:
             "columns of the hyper-parameters as axes."
         )
     return list(partitions.values())
-
-
-def _is_seed(column: str) -> bool:
-    """Return whether a parameter is a random seed, whose values are repeats of an experiment."""
-    name = plain_name(column).lower()
-    return name.endswith("random_state") or name.split("_")[-1] == "seed"
 
 
 def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:
