@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._losses.array_losses import namespace
+from relflat_sk._losses.curvature import namespace
 from relflat_sk._numerics import transposed
 
 Arrays = Mapping[str, Any]

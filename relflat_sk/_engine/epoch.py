@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from relflat_sk._engine.chain import Chain, find_chain
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
-from relflat_sk._losses.array_losses import ArrayLoss, find_array_loss, namespace
+from relflat_sk._losses.curvature import ArrayLoss, find_array_loss, namespace
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._numerics import or_one

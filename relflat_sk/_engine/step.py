@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from relflat_sk._engine.job import Job
-from relflat_sk._losses.array_losses import ArrayLoss, namespace
+from relflat_sk._losses.curvature import ArrayLoss, namespace
 from relflat_sk._numerics import dots
 from relflat_sk._penalty.limit import Measured, PenaltyLimit, as_kind
 

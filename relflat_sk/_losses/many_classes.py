@@ -31,7 +31,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from relflat_sk._losses.curvature import Factor, Slopes, Softmax, chunks
+from relflat_sk._losses.curvature import Factor, SlopesOf, Softmax, chunks
 from relflat_sk._numerics import full_precision, without_autocast
 
 # number of classes from which on they are read in chunks
@@ -158,7 +158,7 @@ class ManyClasses(Softmax):
     @staticmethod
     def total_with_slopes(
         z: Tensor, features: Tensor, factor: Tensor, each: float | Tensor
-    ) -> tuple[Tensor, Slopes]:
+    ) -> tuple[Tensor, SlopesOf]:
         rows = Factor(factor)
         sums = _Sums.over(z, rows)
         variances = sums.variances()

@@ -15,7 +15,7 @@ from relflat_sk._engine.chain import draw_mask
 from relflat_sk._engine.epoch import make_generators, train_epoch
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop, Parts
 from relflat_sk._engine.step import Settings, Step, StepBatch
-from relflat_sk._losses.array_losses import ArrayLoss, find_array_loss
+from relflat_sk._losses.curvature import ArrayLoss, find_array_loss
 from relflat_sk._losses.loss import Loss, explain_ending, name_criterion, weighted_loss
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from relflat_sk import _numerics
-from relflat_sk._losses.array_losses import CrossEntropy, find_array_loss
+from relflat_sk._losses.curvature import CrossEntropy, find_array_loss
 from relflat_sk._losses.loss import Loss
 
 N, D, M, K = 6, 4, 5, 3
