@@ -262,7 +262,6 @@ class EstimatorDisplay(Display):
         ImportError
             If matplotlib is not installed.
         """
-        require_matplotlib()
         self.axes_ = self._draw(ax, loss_unit, kwargs)
         return self
 

@@ -158,7 +158,8 @@ class LayerFlatnessDisplay(EstimatorDisplay):
         measures = list(dict.fromkeys(self.report["measure"]))
         # values of the whole network have no layer; they come last
         layers = sorted(dict.fromkeys(self.report["layer"]), key=lambda name: name == "")
-        names = self._name_layers(layers)
+        position = dict(zip(self.report["layer"], self.report["position"], strict=True))
+        names = [f"{position[x]:.0f}: {shorten(x)}" if x else WHOLE_NETWORK for x in layers]
         panels = _layer_panels(ax, len(measures), names)
         style = curve_style(0) | {"linestyle": "none", "markersize": 6, "capsize": 3} | kwargs
         for measure, panel in zip(measures, panels, strict=True):
@@ -174,15 +175,6 @@ class LayerFlatnessDisplay(EstimatorDisplay):
             label = measure_label if len(panels) == 1 else label_of  # room for a long one
             panel.set_xlabel(label(measure, loss_unit))
         return panels
-
-    def _name_layers(self, layers: Sequence[str]) -> list[str]:
-        """Return a label for each layer: its position, if the report has it, and its name."""
-        prefixes = dict.fromkeys(layers, "")
-        if "position" in self.report:
-            placed = self.report.dropna(subset="position")
-            for name, position in zip(placed["layer"], placed["position"], strict=True):
-                prefixes[name] = f"{position:.0f}: "
-        return [prefixes[name] + shorten(name) if name else WHOLE_NETWORK for name in layers]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

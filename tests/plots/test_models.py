@@ -109,10 +109,11 @@ def test_arguments_of_the_measures_have_their_place(display, params):
 def test_long_names_are_shortened_and_missing_values_leave_a_gap():
     names = ["encoder." + "block." * 12 + "weight", "head"]
     columns = {"measure": "kappa", "layer": names, "value": [np.nan, 2.0], "stderr": np.nan}
+    columns["position"] = [0, 1]
     ax = LayerFlatnessDisplay(report=pd.DataFrame(columns)).plot().ax_
     label = ticks(ax.yaxis)[0]
-    assert len(label) < 45
-    assert label.startswith("encoder.block")
+    assert len(label) < 48
+    assert label.startswith("0: encoder.block")
     assert label.endswith("block.weight")
     assert_allclose(values(ax), [np.nan, 2.0])
 
