@@ -287,22 +287,15 @@ def _check_labels(network: Network, labels: float) -> int:
 
 def _squared_distance(network: Network, before: Mapping[str, Any]) -> float:
     """Sum the squared differences between the weights and the mean of the prior."""
-    weights = parameters_of(network)
-    unfit = [
-        name
-        for name, value in weights.items()
-        if name not in before or tuple(before[name].shape) != tuple(value.shape)
-    ]
-    if unfit:
-        raise ValueError(
-            f"the initial weights do not fit the network: {', '.join(unfit)} is missing or of "
-            "another shape. Pass a copy of the same module, or of its state dict, from before "
-            "training."
-        )
-    square = sum(
-        square_norm(value.double() - torch.as_tensor(before[name]).detach().to(value.device))
-        for name, value in weights.items()
-    )
+    square = 0.0
+    for name, value in parameters_of(network).items():
+        if name not in before or tuple(before[name].shape) != tuple(value.shape):
+            raise ValueError(
+                f"the initial weights do not fit the network: {name} is missing or of another "
+                "shape. Pass a copy of the same module, or of its state dict, from before training."
+            )
+        initial = torch.as_tensor(before[name]).detach().to(value.device)
+        square += square_norm(value.double() - initial)
     if square == 0:
         raise ValueError(
             "the initial weights are those of the trained network. Training changes a module and "

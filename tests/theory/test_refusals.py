@@ -113,7 +113,7 @@ REFUSED = {
         ({"n_draws": 0}, "n_draws must be a positive integer, got 0"),
         ({"sigmas": []}, "sigmas must hold at least one standard deviation"),
         ({"sigmas": [0.1, -1]}, "sigmas must be a finite positive number, got -1"),
-        ({"initial": nn.Linear(2, 2)}, r"do not fit the network: 0.weight, 0.bias, .* is missing"),
+        ({"initial": nn.Linear(2, 2)}, "do not fit the network: 0.weight is missing"),
         (
             {"criterion": nn.MSELoss(), "y": torch.randn(40, 4)},
             "needs a classifier",
