@@ -235,8 +235,8 @@ def test_the_example_of_data_on_disk_runs(tmp_path, capsys):
 def test_the_example_of_several_devices_runs(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
-    measured = dedent(re.search(r"    if dist.get_rank.*?\n\n", page, re.DOTALL)[0])
-    script = f"{DISTRIBUTED}{measured}dist.destroy_process_group()\n"
+    measured = dedent(re.search(r"^    if dist.get_rank.*(\n    .*)*", page, re.MULTILINE)[0])
+    script = f"{DISTRIBUTED}{measured}\ndist.destroy_process_group()\n"
     (line,) = run_as_script(script, tmp_path, *torchrun)  # of the process of rank 0
     mean, stderr = map(float, line.split())
     torch.manual_seed(0)
