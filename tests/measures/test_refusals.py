@@ -135,17 +135,28 @@ def in_loss(name, **own):
 LAYER_WISE = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", "neuron_flatness_max"]
 WHOLE = ["joint_eigenvalue_flatness", "fisher_rao_norm"]
 TWICE = [*LAYER_WISE, "joint_eigenvalue_flatness", "hessian_trace", "hessian_max_eigenvalue"]
+# values that an argument cannot have
+BAD = {
+    "relative_flatness": {"n_probes": 1, "rtol": 0, "atol": -1, "max_passes": 2, "batch_size": 0},
+    "hessian_trace": {"weight_decay": -1, "layer": 1.5},
+    "inverse_margin": {"percentile": 101},
+    "group_norm_product": {"p": 0.5, "q": math.nan},
+    "expected_sharpness": {"alpha": 0, "n_draws": 1.0},
+    "adaptive_sharpness": {"rho": np.inf, "kind": "best", "n_steps": 0},
+    "pac_bayes_flatness": {"target": 0.0, "risk": "margin", "n_draws": 1, "random_state": "seed"},
+    "pac_bayes_magnitude_flatness": {"eps": -1},
+}
 METHODS = r"\('auto', 'exact', 'hutchinson'\)"
 CHOICES = r"\['adaptive_sharpness', 'comparable_flatness'"
 COLUMN = "is a measure or a column of relflat_sk"
 REFUSED = [
+    *[
+        (named(name, **{argument: value}), (V, T), f"{argument} must be .*got {value!r}")
+        for name, values in BAD.items()
+        for argument, value in values.items()
+    ],
     # arguments of the measures of layers
     (flat(method="guess"), V, rf"method must be one of {METHODS}, got 'g"),
-    (flat(n_probes=1), V, "n_probes must be an integer of at least 2"),
-    (flat(rtol=0), V, "rtol must be a finite positive number, got 0"),
-    (flat(atol=-1), V, "atol must be a finite .*number.*, got -1"),
-    (flat(max_passes=2), V, "max_passes must be an integer of at least 3"),
-    (flat(batch_size=0), V, "batch_size must be a positive integer, got 0"),
     (flat(method="hutchinson", random_state="a"), V, "random_state must be an int"),
     (flat(criterion=None), V, "criterion is needed for a bare module"),
     (flat(criterion="mse"), T, "criterion must be a torch loss .* got 'mse'"),
@@ -160,7 +171,6 @@ REFUSED = [
     ),
     # at equal loss
     (flat(at_loss=1.5), V, "between 0 and 1"),
-    (flat(at_loss="low"), V, "between 0 and 1"),
     (flat(y=None, at_loss=0.1), V, "y is needed"),
     (named("l2_norm", at_loss=0.1), V, "no effect on l2_norm"),
     (line("adaptive_sharpness", at_loss=0.1, normalize_logits=True), V, "pass one of the two"),
@@ -174,11 +184,9 @@ REFUSED = [
     ),
     (report(per_sample=True), T, "multiple values .*'per_sample'"),
     # sensitivity
-    (sensitive(bits=1), V, "bits must be an integer of at least 2"),
     (sensitive(bits=(8, 4.5)), V, "bits must be an integer of at least 2"),
     (sensitive(bits="8"), T, "bits must be a number of bits or a list of them, got '8'"),
     (sensitive(bits=[]), T, r"bits must be a number of bits or a list of them, got \[\]"),
-    (sensitive(n_probes=0), V, "n_probes must be a positive integer"),
     (sensitive(layers=9), V, "there is no layer 9"),
     (sensitive(y=None), V, "y is needed"),
     # a function that torch differentiates once only is never taken for flat
@@ -187,22 +195,17 @@ REFUSED = [
     *[(in_loss(name), V, "once_differentiable") for name in TWICE],
     # names
     (named("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}.* function of model, X and y"),
-    (named("hessian_trace", layers=0), T, "multiple values for argument 'layers'"),
     (named("hessian_trace", aggregate="mean"), V, "aggregate must be 'max', 'sum' or None, got"),
     (lambda: measure(LOGISTIC, "relative_flatness", *IRIS), V, "no measure LogisticRegression"),
     # reports
     (report(measures=[]), T, r"measures must be a name, .* got \[\]"),
     (report(measures=1), T, "measures must be a name, .* got 1"),
     (report(measures=[["l2_norm"]]), V, r"there is no measure \['l2_norm'\]"),
-    (report(weight_decay=-1), V, "weight_decay must be a finite number of at least 0, got -1"),
     (
         report(weight_decay=0.1, measures=["normalized_relative_flatness"]), V,
         "weight_decay=0.1 has no effect on normalized",
     ),
     (report(layers=[]), V, r'layers must be "all", a layer or a list .* got \[\]'),
-    (report(layers=None), V, 'layers must be "all", a layer or a list .* got None'),
-    (report(layers=1.5), V, "got 1.5"),
-    (report(layers=True), V, "got True"),
     (report(layers=[[0]]), T, r"layer must be an int, .* got \[0\] of type list"),
     (report(layers=7), L, "there is no layer 7"),
     (report(layer=0), T, "'layer' is no argument"),
@@ -215,10 +218,6 @@ REFUSED = [
         )
     ],
     # norms, margin and robustness
-    (named("inverse_margin", percentile=-1), V, "percentile must be a finite number of at least 0"),
-    (named("inverse_margin", percentile=101), V, "percentile must be between 0 and 100, got 101"),
-    (named("group_norm_product", p=0.5), V, "p must be a number of at least 1, .*inf, got 0.5"),
-    (named("group_norm_product", q=math.nan), V, "q must be a number of at least 1, .* got nan"),
     (margin(1, MSE, torch.ones(4, 1)), V, "MSELoss is not known as a class"),
     (margin(2, lambda z, y: z.sum(dim=1).mean(), torch.ones(4)), V, "<lambda> is not known"),
     (margin(2, CE, None), V, "y is needed: the margin is that of the true class"),
@@ -240,12 +239,6 @@ REFUSED = [
         lambda: keskar_sharpness(network(nn.Identity(), MSE, [[1.0]], [[1.0]])), V,
         "Identity has no parameters whose disturbance",
     ),
-    (line("expected_sharpness", alpha=0), V, "alpha must be a finite positive number, got 0"),
-    (line("keskar_sharpness", alpha=-1.0), V, "alpha must be a finite positive number, got -1.0"),
-    (line("adaptive_sharpness", rho=np.inf), V, "rho must be a finite positive number, got inf"),
-    (line("adaptive_sharpness", kind="best"), V, "kind must be 'worst' or 'average', got 'best'"),
-    (line("adaptive_sharpness", n_steps=0), V, "n_steps must be a positive integer, got 0"),
-    (line("expected_sharpness", n_draws=1.0), V, "n_draws must be an integer .*got 1.0"),
     (
         line("adaptive_sharpness", normalize_logits=True), V,
         "normalize_logits needs a classifier .* got MSELoss",
@@ -258,12 +251,7 @@ REFUSED = [
         r"needs outputs of shape .n, n_classes., got .5, 3, 4.",
     ),
     (named("fisher_rao_norm", y=None), V, "y is needed to compute a loss"),
-    (line("pac_bayes_flatness", target=0.0), V, "target must be a finite positive number, got 0"),
-    (line("pac_bayes_flatness", risk="margin"), V, "risk must be 'auto', 'error' or 'loss', got"),
     (line("pac_bayes_flatness", risk="error"), V, "a share of errors needs a classifier"),
-    (line("pac_bayes_flatness", n_draws=1), V, "n_draws must be an integer of at least 2, got 1"),
-    (line("pac_bayes_flatness", random_state="seed"), V, "random_state must be an int, .*'seed'"),
-    (line("pac_bayes_magnitude_flatness", eps=-1), V, "eps must be a finite positive number"),
     (line("pac_bayes_magnitude_flatness", eps=10.0, random_state=0), V, "Use a smaller eps"),
     # measures of the user's own
     *[
