@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import re
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -293,7 +292,7 @@ def test_a_search_warns_of_the_first_model_without_a_score(filters):
         warnings.simplefilter(filters)
         search.fit(X, Y)
     (found,) = [one for one in caught if "not at a minimum" in str(one.message)]
-    assert re.search(r"Classifier\((.|\n)*lr=0.01", str(found.message))
+    assert "Of further models" in str(found.message)
     assert found.filename == __file__
     with pytest.warns(FlatnessWarning, match="not at a minimum"):  # at another line
         search.fit(X, Y)
