@@ -112,16 +112,14 @@ def _make_forward_pass(
     chosen = choose_curvatures(tail, records)
     if target is None and (unknown := chosen.linear + chosen.others):
         raise _labels_missing(loss, unknown[0].name)
-    known: dict[str, dict[str, Any]] = {
-        record.name: {"features": features, "curvature": curvature}
+    shared = None if chosen.base is None else Gradients(*chosen.base)
+    passes = {
+        record.name: _layer_pass(record, losses, features, curvature=curvature)
         for record, features, curvature in chosen.closed
     }
-    if chosen.base is not None:
-        shared = Gradients(*chosen.base)
-        known |= {record.name: {"gradients": shared} for record in chosen.linear}
-    layers = {
-        record.name: _layer_pass(record, losses, **known.get(record.name, {})) for record in records
-    }
+    for some, gradients in ((chosen.linear, shared), (chosen.others, None)):
+        for record in some:
+            passes[record.name] = _layer_pass(record, losses, gradients=gradients)
     weights = sample_weight(batch, len(output), output.device)
 
     def total(each: float | Tensor) -> float | Tensor:
@@ -134,7 +132,7 @@ def _make_forward_pass(
 
     each_divisor = loss.each_divisor(output, tail.relevant)
     return ForwardPass(
-        layers=layers,
+        layers={record.name: passes[record.name] for record in records},
         sample_weight=weights,
         each_divisor=each_divisor,
         divisor=total(each_divisor),
