@@ -22,8 +22,13 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.layers import LayerMap, check_real, layer_map, weight_kind
 from relflat_sk._network.network import Network
-from relflat_sk._network.recording import LayerRecord, Recorder, graph_alone, layer_input
-from relflat_sk._network.tail import nodes_behind
+from relflat_sk._network.recording import (
+    LayerRecord,
+    Recorder,
+    graph_alone,
+    layer_input,
+    nodes_behind,
+)
 
 BATCH_NORMS = (_BatchNorm, nn.SyncBatchNorm)
 

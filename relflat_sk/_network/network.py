@@ -15,8 +15,7 @@ from relflat_sk._losses.loss import Loss, constant_risk, lowest_risk, name_crite
 from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import find_layer
-from relflat_sk._network.recording import record_order
-from relflat_sk._network.tail import nodes_behind
+from relflat_sk._network.recording import nodes_behind, record_order
 from relflat_sk._numerics import full_precision, read_numbers, without_autocast
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn

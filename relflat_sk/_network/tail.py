@@ -17,272 +17,40 @@ gradients
 products
     Anything else: products ``B_i v_i`` by differentiating twice.
 
-The measures and the penalty both choose here.
+The measures and the penalty both choose here, and refuse layers at which the curvature would not be
+that of one weight and single samples.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
+from torch.nn.modules.dropout import _DropoutNd
 
 from relflat_sk._losses.curvature import ClosedForm, Softmax
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.table import Target
-from relflat_sk._network.borrowing import is_explicit_batch_norm
-from relflat_sk._network.recording import LayerRecord
-
-# -- what autograd's graph of a forward pass tells ---------------------------------------------
-# whatever modules or functions computed it. A layer is given by the node at which its output
-# entered the graph, `LayerRecord.node`. Unknown nodes count as computing anything.
-
-# nodes whose output holds the same numbers as their input, in the same order
-_SAME_NUMBERS = {
-    "AliasBackward0", "CloneBackward0", "ReshapeAliasBackward0", "SqueezeBackward0",
-    "SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0", "UnsafeViewBackward0",
-    "UnsqueezeBackward0", "ViewBackward0",
-}  # fmt: skip
-SAME_BUT_FOR_AXES = _SAME_NUMBERS | {"TransposeBackward0", "PermuteBackward0"}
-_LINKS = {
-    "SigmoidBackward0": "sigmoid",
-    "SoftmaxBackward0": "softmax",
-    "LogSoftmaxBackward0": "log_softmax",
-}
-
-
-def find_link(output: Tensor, node: Any) -> str | None:
-    """Return the function that turned a layer's output into the network's."""
-    link, step = "identity", _first_other(output.grad_fn, _SAME_NUMBERS, node)
-    if step is not None and step is not node and step.name() in _LINKS and _over_outputs(step):
-        link = _LINKS[step.name()]
-        step = _first_other(step.next_functions[0][0], _SAME_NUMBERS, node)
-    return link if step is node and node is not None else None
-
-
-def find_factor(output: Tensor, node: Any) -> float | None:
-    """Return the constant number by which a layer's output was multiplied to be the network's."""
-    step = _first_other(output.grad_fn, _SAME_NUMBERS, node)
-    if step is None or kind_of(step) not in {"Mul", "Div"} or step.next_functions[1][0] is not None:
-        return None
-    number = step._saved_other
-    # a number on a device would have to be waited for
-    if number.numel() > 1 or not number.is_cpu:
-        return None
-    if node is None or _first_other(step.next_functions[0][0], _SAME_NUMBERS, node) is not node:
-        return None
-    return float(number if kind_of(step) == "Mul" else 1 / number)  # a tensor: 1 / 0 is infinite
-
-
-def find_ending(output: Tensor) -> str | None:
-    """Return the function that a network ends in, if it makes probabilities or their logarithms."""
-    step = _first_other(output.grad_fn, SAME_BUT_FOR_AXES)
-    return None if step is None else _LINKS.get(step.name())
-
-
-def _first_other(step: Any, names: Collection[str], node: Any = None) -> Any:
-    """Return the first step, from a result back, that is `node` or has none of the names."""
-    while step is not None and step is not node and step.name() in names:
-        step = step.next_functions[0][0]
-    return step
-
-
-def _over_outputs(step: Any) -> bool:
-    """Return whether a softmax runs along axis 1 of an (n, d) array; true for a sigmoid."""
-    dim = getattr(step, "_saved_dim", None)
-    # autograd hands negative axes out as unsigned 64-bit integers
-    return dim is None or (step._saved_result.ndim == 2 and (dim + 2) % 2**64 % 2 == 1)
-
-
-def only_moves_axes(output: Tensor, node: Any, z: Tensor) -> bool:
-    """Return whether the network's output is the layer's, with axes moved at most."""
-    # the graph shows that the numbers are the same, a comparison that they are in order
-    return (
-        node is not None
-        and _first_other(output.grad_fn, SAME_BUT_FOR_AXES, node) is node
-        and output.ndim > 2
-        and torch.equal(output.detach().movedim(1, -1).flatten(0, -2), z)
-    )
-
-
-# nodes that are linear, or piecewise linear, in all their inputs together
-_PIECEWISE_LINEAR = {
-    "Add", "Sub", "Neg", "Mean", "Sum", "Cat", "Stack", "Relu", "LeakyRelu", "RreluWithNoise",
-    "Threshold", "Hardtanh", "Hardsigmoid", "Clamp", "ClampMin", "ClampMax", "Abs", "Maximum",
-    "Minimum", "Max", "Amax", "Where", "MaxPool2DWithIndices", "MaxPool3DWithIndices",
-    "AdaptiveMaxPool2D", "AdaptiveMaxPool3D", "AvgPool2D", "AvgPool3D", "AdaptiveAvgPool2D",
-    "AdaptiveAvgPool3D",
-    "MkldnnAdaptiveAvgPool2D", "MkldnnMaxPool2D", "MkldnnMaxPool3D", "UpsampleNearest2D",
-    "UpsampleBilinear2D", "ConstantPadNd", "ReflectionPad1D", "ReflectionPad2D",
-    "ReplicationPad1D", "ReplicationPad2D", "T", "Transpose", "Permute", "Expand", "Slice",
-    "Select", "Index", "Gather", "Split", "SplitWithSizes", "Unbind", "Repeat", "Flip", "Roll",
-    "PixelShuffle", "AsStrided", "MaskedFill",
-}  # fmt: skip
-# linear in each of their inputs, so that only one of them may depend on the layer
-_MULTILINEAR = {"Mul", "Mm", "Addmm", "Bmm", "Baddbmm", "Convolution", "MkldnnConvolution",
-                "PreluKernel", "Mv", "Dot"}  # fmt: skip
-_BATCH_NORMS = {"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"}
-# linear in the first input as long as the others do not depend on the layer
-_LINEAR_IN_FIRST = _BATCH_NORMS | {"Div"}
-
-
-def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
-    """Return whether a value is a piecewise linear function of the layers' outputs.
-
-    Batch norm that `relflat_sk._network.borrowing` takes apart counts as linear, with the
-    statistics that it divides by as constants.
-    """
-    for step, reached in steps_behind(base, *nodes):
-        kind = kind_of(step)
-        if step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
-            continue
-        fused = getattr(step, "_saved_training", False)  # see `check_thrice`
-        if not (
-            (kind in _MULTILINEAR and sum(reached) == 1)
-            or (
-                (kind in _LINEAR_IN_FIRST or is_explicit_batch_norm(step))
-                and not any(reached[1:])
-                and not fused
-            )
-        ):
-            return False
-    return True
-
-
-# torch's second derivatives of these take statistics of the input for constants
-_STATISTICS = _BATCH_NORMS | {"NativeLayerNorm", "NativeGroupNorm", "FusedRmsNorm"}
-
-
-def check_thrice(base: Tensor, *nodes: Any) -> None:
-    """Refuse a network with operations whose third derivative torch gets silently wrong."""
-    for step, _ in steps_behind(base, *nodes):
-        if kind_of(step) in _STATISTICS and getattr(step, "_saved_training", True):
-            raise ValueError(
-                f"a normalisation behind the layer ({step.name()}) is called as a function, or is "
-                "a module that is defined before the last layer. The gradient of the penalty needs "
-                "its third derivative, which torch gets wrong. Use a module such as nn.LayerNorm "
-                "or nn.BatchNorm2d behind the last layer, or penalise the last layer."
-            )
-
-
-def normalises_batch(node: Any) -> bool:
-    """Return whether a node is a batch norm of torch by the statistics of the batch."""
-    return kind_of(node) in _BATCH_NORMS and bool(getattr(node, "_saved_training", True))
-
-
-def nodes_behind(
-    *starts: Any, until: Collection[Any] = (), enters: Callable[[Any], bool] = lambda step: True
-) -> list[Any]:
-    """List the nodes that some nodes follow from, with these; not those that follow from others."""
-    stack, seen = list(starts), dict.fromkeys([None, *until])
-    while stack:
-        step = stack.pop()
-        if step not in seen:
-            seen[step] = None
-            if enters(step):
-                stack.extend(source for source, _ in step.next_functions)
-    return [step for step in seen if step is not None and step not in until]
-
-
-# products with a matrix, whose biases are vectors; those without biases
-_WITHOUT_BIAS = {"Mm", "Bmm", "Mv", "Dot"}
-_PRODUCTS = _WITHOUT_BIAS | {
-    "Addmm", "Baddbmm", "Convolution", "MkldnnConvolution", "Trilinear",
-}  # fmt: skip
-
-
-def find_multiplier(output: Tensor, node: Any) -> nn.Parameter | None:
-    """Return a parameter that multiplies a layer's output as a matrix, on the way to `output`."""
-    for step, reached in steps_behind(output, node):
-        kind = kind_of(step)
-        if kind not in _PRODUCTS:
-            continue
-        sources = zip(step.next_functions, reached, strict=True)
-        for source in nodes_behind(*(source for (source, _), behind in sources if not behind)):
-            parameter = getattr(source, "variable", None)
-            if isinstance(parameter, nn.Parameter) and (
-                parameter.ndim > 1 or kind in _WITHOUT_BIAS
-            ):
-                return parameter
-    return None
-
-
-def kind_of(step: Any) -> str:
-    """Return a node's name without its number: "Relu" for "ReluBackward0"; none for Python's."""
-    if isinstance(step, BackwardCFunction):  # a user's function may be named as one of torch's
-        return ""
-    name: str = step.name()
-    kind = name.removesuffix("0").removesuffix("1").removesuffix("2")
-    return kind.removesuffix("Backward")
-
-
-def steps_behind(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
-    """List the nodes between layers and `base`, each with which inputs depend on the layers."""
-    starts = set(nodes)
-    depends: dict[Any, bool] = {None: False}
-    stack: list[Any] = [base.grad_fn]
-    found = []
-    while stack:  # depth first without recursion: networks are deep
-        step = stack[-1]
-        if step in depends:
-            stack.pop()
-            continue
-        # with one layer, the graph before it does not matter
-        inputs = [] if starts == {step} else [source for source, _ in step.next_functions]
-        missing = [source for source in inputs if source not in depends]
-        if missing:
-            stack.extend(missing)
-            continue
-        stack.pop()
-        reached = [depends[source] for source in inputs]
-        depends[step] = step in starts or any(reached)
-        if any(reached):
-            found.append((step, reached))
-    return found
-
-
-# -- how fast the outputs change between the layers ----------------------------------------
-
-_AFFINE = {"Addmm", "Mm", "Convolution", "MkldnnConvolution"}
-
-# steps whose outputs change at most as fast as their inputs, in the maximum norm
-_SLOW: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        ("ConstantPadNd", "Hardtanh", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Mean",
-         "Relu", "Select", "Sigmoid", "Slice", "Softplus", "Tanh"),
-        lambda step: True,
-    ),
-    # the weights of whose windows add up to 1 or less
-    **dict.fromkeys(
-        ("AvgPool2D", "AvgPool3D"), lambda step: step._saved_divisor_override is None
-    ),
-    "LeakyRelu": lambda step: abs(step._saved_negative_slope) <= 1,
-}  # fmt: skip
-
-
-def find_faster_step(output: Tensor, x: Tensor, n_layers: int, n_folded: int = 0) -> str | None:
-    """Return a step by which the outputs may change faster than the layers' norms allow.
-
-    The product of the layers' norms limits the changes of the outputs if the network is a chain
-    of the layers, and all steps between them change at most as fast as their inputs.
-    """
-    n_affine = n_norms = 0
-    for step, reached in steps_behind(output, get_gradient_edge(x).node):
-        kind = kind_of(step)
-        if sum(reached) > 1:
-            return f"{step.name()} joins {sum(reached)} branches"
-        if kind in _AFFINE:
-            n_affine += 1
-        elif kind in _BATCH_NORMS:
-            n_norms += 1
-        elif not (step.name() in SAME_BUT_FOR_AXES or (kind in _SLOW and _SLOW[kind](step))):
-            return f"{step.name()} may change faster than its input"
-    if (n_affine, n_norms) != (n_layers, n_folded):
-        return "matrices or batch norms are applied by functions, outside of layers"
-    return None
+from relflat_sk._network.borrowing import requiring_grad
+from relflat_sk._network.layers import adapted_layer
+from relflat_sk._network.recording import (
+    LayerRecord,
+    Recorder,
+    find_factor,
+    find_link,
+    find_multiplier,
+    graph_alone,
+    is_piecewise_linear,
+    kind_of,
+    nodes_behind,
+    normalises_batch,
+    only_moves_axes,
+)
+from relflat_sk._numerics import without_autocast
+from relflat_sk._warnings import warn
 
 
 @dataclass(frozen=True)
@@ -403,3 +171,249 @@ def choose_curvatures(
         is_linear = one_by_one and is_piecewise_linear(base[0], record.node)
         (linear if is_linear else curved).append(record)
     return Curvatures(closed, linear, base, curved)
+
+
+# -- layers at which the curvature would not be that of one weight and single samples -------
+
+# multiplications by which it is checked what a layer computes
+_CHECKED = 2**24
+_FEW = 8
+
+# pulls a vector of the output's shape back to layers, see `relflat_sk._losses.pull_back`
+Pull = Callable[[Sequence[Tensor], Sequence[Any], Sequence[Tensor]], Sequence[Tensor | None]]
+
+
+def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Select inputs and outputs of a layer that suffice for `is_linear`."""
+    layer = record.map
+    if layer.channels_last:
+        features, z = (array.reshape(-1, array.shape[-1]) for array in (features, z))
+    few = max(1, min(_FEW, _CHECKED // (layer.n_inputs * layer.n_outputs * layer.n_offsets)))
+    return features[:few].detach(), z[:few].detach()
+
+
+def is_linear(record: LayerRecord, features: Tensor, z: Tensor) -> bool:
+    """Return whether a layer computes ``W x + b`` with its weight."""
+    layer, bias = record.map, getattr(record.layer, "bias", None)
+    with torch.no_grad():
+        rows = layer.apply(features, layer.weight.to(features.dtype))
+        expected = rows if bias is None else rows + bias[:, None]
+        found, scale = layer.to_rows(z), expected.abs().max()
+        # an output_size that is given in the call makes another shape
+        error = (found - expected).abs().max() if found.shape == expected.shape else torch.inf
+    return bool(error <= 0.01 * scale) or not bool(torch.isfinite(scale))
+
+
+def why_not_linear(record: LayerRecord, features: Tensor, z: Tensor) -> str:
+    """Say that a layer does not compute ``W x + b`` with its weight; nothing if it does."""
+    if is_linear(record, features, z) or _is_linear_without_noise(record, features):
+        return ""
+    return (
+        f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
+        "with another forward, as of DoRA, or an output_size?), so the curvature in its weight "
+        "is not that of a linear layer. Measure another layer."
+    )
+
+
+def why_no_samples(record: LayerRecord, output: Tensor) -> str:
+    """Say that the network does not give one output for each row of a layer; nothing if it does."""
+    n = len(record.check()[1])
+    if len(output) == n:
+        return ""
+    return (
+        f"the network turned {n} rows at layer {record.name!r} into outputs of shape "
+        f"{tuple(output.shape)}; expected one output for each sample."
+    )
+
+
+def _is_linear_without_noise(record: LayerRecord, features: Tensor) -> bool:
+    """Return whether a layer computes ``W x + b`` but for dropout in its adapters.
+
+    What dropout changes there counts as noise that is added to the layer's output.
+    """
+    layer, base = record.layer, adapted_layer(record.layer)
+    inside = set() if base is None else set(layer.modules()) - set(base.modules())
+    dropouts = [part for part in inside if isinstance(part, _DropoutNd) and part.training]
+    if not dropouts:
+        return False
+    try:
+        for dropout in dropouts:
+            dropout.training = False
+        with torch.no_grad(), without_autocast(features):
+            features = features.to(record.map.weight)
+            return is_linear(record, features, layer.forward(features))
+    finally:
+        for dropout in dropouts:
+            dropout.training = True
+
+
+def find_mixed_rows(
+    output: Tensor, records: Sequence[LayerRecord], pull: Pull, *, in_order: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Find layers whose rows are no samples, and those that the output does not depend on.
+
+    The curvature at a layer is computed for all samples together, as if each row of the network's
+    output depended on one row of the layer's. Backward passes show whether some rows do. Return
+    which rows of the other layers have had slopes: without them, nothing was seen.
+    """
+    unknown = [record for record in records if find_link(output, record.node) is None]
+    behind = nodes_behind(output.grad_fn) if unknown else []
+    reasons = {
+        record.name: (
+            f"the criterion does not depend on the output of layer {record.name!r}, or not in a "
+            "way that gradients follow: the network returns it beside its first output, for "
+            "example. Name another layer."
+        )
+        for record in unknown
+        if record.node not in behind
+    }
+    unknown = [record for record in unknown if record.name not in reasons]
+    seen, wrong = (_out_of_order if in_order else _mixed)(output, unknown, pull)
+    for record in wrong:
+        reasons[record.name] = (
+            f"rows of the network's output, of shape {tuple(output.shape)}, depend on other rows "
+            f"of what layer {record.name!r} puts out, of shape {tuple(record.check()[1].shape)}. "
+            "Rows must be samples, in the order of the data, that do not depend on each other. "
+            "Use batch_first=True, for example, or name another layer."
+        )
+        if any(map(normalises_batch, behind)):
+            reasons[record.name] = (
+                f"behind layer {record.name!r}, batch norm mixes the samples of the batch: it is "
+                "called as a function, or has no running statistics. Use a layer such as "
+                "nn.BatchNorm2d with track_running_stats=True, or name a layer behind it."
+            )
+    return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}, reasons
+
+
+def warn_of_other_head(
+    output: Tensor, last: LayerRecord, module: nn.Module, called: Iterable[nn.Module]
+) -> None:
+    """Warn if the last layer, which was asked for by its position, is no head.
+
+    The graph also shows the weights of other layers that were `called`.
+    """
+    head = find_multiplier(output, last.node)
+    if head is None or any(head is one for layer in called for one in layer.parameters()):
+        return
+    names = {id(one): name for name, one in module.named_parameters()}
+    warn(
+        f"layer=-1 is {last.name!r}, the last layer with a weight matrix, but the network "
+        f"multiplies its output by the parameter {names.get(id(head), '')!r}, which is no layer. "
+        "If you mean the head, make it an nn.Linear; if you mean the layer before it, name it: "
+        f"{last.name!r}."
+    )
+
+
+# which rows of some layers have had slopes, and the layers whose rows are no samples
+Seen = tuple[list[Tensor], list[LayerRecord]]
+
+
+def _out_of_order(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Seen:
+    """Find layers of which other rows than every second one are used for every second sample."""
+    n = len(output)
+    sizes = [len(record.check()[1]) for record in records]
+    used: dict[str, Tensor] = {}
+    for size in set(sizes):
+        same = [record for record, rows in zip(records, sizes, strict=True) if rows == size]
+        sample = torch.arange(n, device=output.device) * size // n
+        slopes = _used(output, same, pull, sample % 2 == 0)
+        used |= {record.name: rows for record, rows in zip(same, slopes, strict=True)}
+    wrong = [
+        record
+        for record, size in zip(records, sizes, strict=True)
+        if n % size or bool(used[record.name][1::2].any())
+    ]
+    return [used[record.name][::2] for record in records], wrong
+
+
+def _mixed(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Seen:
+    """Find layers of which several rows are used for one row of the output.
+
+    That is the first one, one in the middle, or the one for which most rows seem to be used.
+    """
+    n = len(output)
+    numbers = torch.arange(n, device=output.device)
+    seen = _used(output, records, pull, numbers >= 0)
+    counts = torch.zeros(n, device=output.device)
+    for rows in seen:
+        position = torch.arange(len(rows), device=output.device) * n // max(1, len(rows))
+        counts.index_add_(0, position, rows.to(counts))
+    wrong = []
+    for row in {0, n // 2, int(counts.argmax())}:
+        used = _used(output, records, pull, numbers == row)
+        wrong += [r for r, rows in zip(records, used, strict=True) if int(rows.sum()) > 1]
+    return seen, wrong
+
+
+def _used(output: Tensor, records: Sequence[LayerRecord], pull: Pull, rows: Tensor) -> list[Tensor]:
+    """Return which rows of layers some rows of the output depend on."""
+    if not records:
+        return []
+    # slopes of a sum over the classes of a softmax would cancel
+    vector = torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device)
+    vector = (vector.reshape(len(output), -1) * rows[:, None]).reshape(output.shape)
+    edges = [GradientEdge(record.node, record.output_nr) for record in records]
+    # a slope of zero times infinity, of another sample, is nan
+    return [
+        rows.new_zeros(len(record.check()[1]))
+        if slopes is None
+        else slopes.flatten(1).nan_to_num(nan=0.0).any(dim=1)
+        for record, slopes in zip(records, pull([output], edges, [vector]), strict=True)
+    ]
+
+
+# -- uses of a weight outside of the calls of its layer ------------------------------------
+# An autoencoder whose decoder is ``F.linear(h, encoder.weight.T)`` calls its encoder once, and no
+# other module has the weight. The curvature in the weight is not that of the layer's call then.
+
+
+def _parameters_of_weight(layer: nn.Module) -> list[nn.Parameter]:
+    """List the parameters that a weight is, or is computed from."""
+    weight = layer._parameters.get("weight")
+    if weight is not None:
+        return [weight]
+    computed = getattr(layer, "parametrizations", {})
+    if "weight" in computed:
+        return list(computed["weight"].parameters())
+    # hooks of torch compute it before each call: weight_g, weight_v; weight_orig
+    named = layer._parameters.items()
+    return [one for name, one in named if name.startswith("weight_") and one is not None]
+
+
+def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
+    """Return whether a network's output depends on a layer's weight other than by its call."""
+    parameters = {id(parameter) for parameter in _parameters_of_weight(record.layer)}
+    starts = [value.grad_fn for value in (output, record.features) if value is not None]
+    behind = nodes_behind(
+        *starts, until=[record.node], enters=lambda step: not kind_of(step).startswith("Embedding")
+    )
+    # where the gradient in a parameter is added up
+    return any(id(getattr(step, "variable", None)) in parameters for step in behind)
+
+
+def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Module]) -> set[str]:
+    """Find the layers, of those called once, whose weights a network uses outside of the call.
+
+    A head that is tied to an embedding counts as if it had a copy of the weight to itself.
+    """
+    weights = [weight for layer in layers.values() for weight in _parameters_of_weight(layer)]
+    with requiring_grad(weights), torch.enable_grad(), Recorder(layers) as recorder, graph_alone():
+        output = run()
+    once = [recorder[name] for name in layers if recorder[name].calls == 1]
+    return {record.name for record in once if uses_elsewhere(output, record)}
+
+
+def why_used_elsewhere(name: str) -> str:
+    """Say that the weight of a layer is used outside of the layer's call."""
+    return (
+        f"the network uses the weight of layer {name!r} outside of the layer's call, as a tied "
+        "autoencoder does with F.linear(h, encoder.weight.T); the curvature in a shared weight "
+        "is not that of one layer. Measure another layer; or detach the weight there, if it is "
+        "only read, as for a log."
+    )
+
+
+def refuse_layers(reasons: Iterable[str]) -> None:
+    """Refuse layers for the first of some reasons, if there is one."""
+    for reason in filter(None, reasons):
+        raise ValueError(reason)

@@ -28,8 +28,8 @@ from relflat_sk._losses.many_classes import ManyClasses
 from relflat_sk._losses.table import Target
 from relflat_sk._network.borrowing import ExplicitLayers
 from relflat_sk._network.layers import LayerMap, select_channels
-from relflat_sk._network.recording import LayerRecord
-from relflat_sk._network.tail import Tail, check_thrice, choose_curvatures
+from relflat_sk._network.recording import LayerRecord, check_thrice
+from relflat_sk._network.tail import Tail, choose_curvatures
 from relflat_sk._numerics import full_precision, inverse_spread, or_one, safe_root, varies
 from relflat_sk._random import rademacher
 

@@ -16,7 +16,22 @@ from relflat_sk._network.borrowing import (
     find_fused,
     is_compiled,
 )
-from relflat_sk._network.layer_checks import (
+from relflat_sk._network.layers import (
+    Layer,
+    find_layer,
+    weight_kind,
+    weight_layers,
+    why_shared,
+)
+from relflat_sk._network.recording import (
+    LayerRecord,
+    Recorder,
+    features_of,
+    find_link,
+    keep_graph,
+    nodes_behind,
+)
+from relflat_sk._network.tail import (
     few_rows,
     find_mixed_rows,
     refuse_layers,
@@ -25,15 +40,6 @@ from relflat_sk._network.layer_checks import (
     why_not_linear,
     why_used_elsewhere,
 )
-from relflat_sk._network.layers import (
-    Layer,
-    find_layer,
-    weight_kind,
-    weight_layers,
-    why_shared,
-)
-from relflat_sk._network.recording import LayerRecord, Recorder, features_of, keep_graph
-from relflat_sk._network.tail import find_link, nodes_behind
 from relflat_sk._numerics import without_autocast
 from relflat_sk._warnings import warn
 

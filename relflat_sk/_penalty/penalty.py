@@ -25,7 +25,7 @@ from relflat_sk._network.network import (
     warn_of_weights,
     warn_unless_mean,
 )
-from relflat_sk._network.tail import find_ending
+from relflat_sk._network.recording import find_ending
 from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture, Plan

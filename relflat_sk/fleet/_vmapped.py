@@ -21,8 +21,14 @@ from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.borrowing import find_fused
 from relflat_sk._network.network import primary_output
-from relflat_sk._network.recording import LayerRecord, Recorder, keep_graph
-from relflat_sk._network.tail import find_ending, find_link, is_piecewise_linear
+from relflat_sk._network.recording import (
+    LayerRecord,
+    Recorder,
+    find_ending,
+    find_link,
+    is_piecewise_linear,
+    keep_graph,
+)
 from relflat_sk._penalty.batch_flatness import changes_of_rows, n_shared, slopes_of_rows
 from relflat_sk._penalty.capture import Plan
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty

@@ -43,7 +43,7 @@ from relflat_sk._checks import check_number, is_number
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.folding import AffineLayer, fold_layers
 from relflat_sk._network.network import Network, layer_names
-from relflat_sk._network.tail import find_faster_step
+from relflat_sk._network.recording import find_faster_step
 from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._path_norms import sum_over_paths

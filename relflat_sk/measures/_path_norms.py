@@ -32,8 +32,15 @@ from torch import Tensor, nn
 from relflat_sk._network.borrowing import ReplacedForwards
 from relflat_sk._network.folding import AffineLayer
 from relflat_sk._network.network import Network, primary_output
-from relflat_sk._network.recording import LayerRecord, Recorder, layer_input
-from relflat_sk._network.tail import SAME_BUT_FOR_AXES, find_link, kind_of, steps_behind
+from relflat_sk._network.recording import (
+    SAME_BUT_FOR_AXES,
+    LayerRecord,
+    Recorder,
+    find_link,
+    kind_of,
+    layer_input,
+    steps_behind,
+)
 from relflat_sk.measures._results import NotApplicableError
 
 # steps that return nonnegative values unchanged, some of them, their sums or means

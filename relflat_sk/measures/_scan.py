@@ -18,7 +18,23 @@ from relflat_sk._losses.curvature import pull_back
 from relflat_sk._losses.loss import Loss, has_hooks, warn_of_ending
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import requiring_grad
-from relflat_sk._network.layer_checks import (
+from relflat_sk._network.layers import (
+    Layer,
+    find_layer,
+    weight_layers,
+    why_shared,
+)
+from relflat_sk._network.network import Network, sample_weight, warn_of_weights
+from relflat_sk._network.recording import (
+    LayerRecord,
+    find_ending,
+    find_link,
+    record_order,
+    record_tail,
+)
+from relflat_sk._network.tail import (
+    Tail,
+    choose_curvatures,
     few_rows,
     find_mixed_rows,
     find_uses_elsewhere,
@@ -27,20 +43,6 @@ from relflat_sk._network.layer_checks import (
     why_no_samples,
     why_not_linear,
     why_used_elsewhere,
-)
-from relflat_sk._network.layers import (
-    Layer,
-    find_layer,
-    weight_layers,
-    why_shared,
-)
-from relflat_sk._network.network import Network, sample_weight, warn_of_weights
-from relflat_sk._network.recording import LayerRecord, record_order, record_tail
-from relflat_sk._network.tail import (
-    Tail,
-    choose_curvatures,
-    find_ending,
-    find_link,
 )
 from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn

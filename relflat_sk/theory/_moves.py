@@ -36,8 +36,7 @@ from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import ReplacedForwards, borrowed
 from relflat_sk._network.layers import Layer, LayerMap, weight_layers
 from relflat_sk._network.network import Network, outcome_of, sample_weight
-from relflat_sk._network.recording import LayerRecord, Recorder, layer_input, record_tail
-from relflat_sk._network.tail import find_link
+from relflat_sk._network.recording import LayerRecord, Recorder, find_link, layer_input, record_tail
 from relflat_sk._warnings import warn
 from relflat_sk.measures._scan import find_measured_layer
 

@@ -35,8 +35,7 @@ from relflat_sk._models.network_of import open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.folding import fold_layers
 from relflat_sk._network.network import Network, mean_loss
-from relflat_sk._network.recording import LayerRecord, Recorder, keep_graph
-from relflat_sk._network.tail import is_piecewise_linear
+from relflat_sk._network.recording import LayerRecord, Recorder, is_piecewise_linear, keep_graph
 from relflat_sk._warnings import warn
 from relflat_sk.theory._moves import counting
 

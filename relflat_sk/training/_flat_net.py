@@ -38,7 +38,7 @@ from relflat_sk._network.batches import (
 )
 from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.network import Network, check_part, primary_output
-from relflat_sk._network.tail import find_ending
+from relflat_sk._network.recording import find_ending
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty

@@ -23,7 +23,7 @@ from relflat_sk._losses.loss import Loss, explain_ending
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.network_of import IGNORED
 from relflat_sk._network.borrowing import unwrapped
-from relflat_sk._network.tail import find_ending
+from relflat_sk._network.recording import find_ending
 from relflat_sk._warnings import warn
 
 Array = npt.NDArray[Any]

@@ -16,8 +16,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk._network.layers import find_layer
-from relflat_sk._network.recording import record_tail
-from relflat_sk._network.tail import find_link
+from relflat_sk._network.recording import find_link, record_tail
 from tests import cases, oracles
 from tests.cases import published_penalty
 from tests.penalty.every_draw import assert_right_on_average, evaluate
