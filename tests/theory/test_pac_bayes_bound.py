@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
 from sklearn.frozen import FrozenEstimator
-from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
@@ -152,19 +152,13 @@ def estimator():
     return LogisticRegression(C=0.1), X, y
 
 
-def test_estimators_and_pipelines_that_are_not_fitted_to_data():
+def test_pipelines_count_as_their_last_step_if_they_were_not_fitted_to_data():
     model, X, y = estimator()
     arguments = {"sigmas": GRID, "n_draws": 50, "random_state": 0}
     expected = pac_bayes_bound(model.fit(X, y), X, y, **arguments)
     assert expected.bound < 0.5
     pipe = make_pipeline(FunctionTransformer(), "passthrough", model).fit(X, y)
     assert pac_bayes_bound(pipe, X, y, **arguments) == expected
-
-
-def test_refuses_regressions_and_preprocessing_that_was_fitted():
-    model, X, y = estimator()
-    with pytest.raises(ValueError, match="needs a classifier"):
-        pac_bayes_bound(LinearRegression().fit(X, X[:, 0]), X, X[:, 0])
     pipe = make_pipeline(StandardScaler(), model)
     search = GridSearchCV(pipe, {"logisticregression__C": [0.1]}, cv=2)
     wrapped = FixedThresholdClassifier(pipe), FrozenEstimator(pipe.fit(X, y))
@@ -181,18 +175,7 @@ def test_buffers_that_training_did_not_change_are_no_statistics():
     arguments = {"criterion": CE, "sigmas": [0.05], "n_draws": 5, "random_state": 0}
     for initial in (before, before.state_dict()):
         assert pac_bayes_bound(net, X, y, initial=initial, **arguments).bound <= 1
-    with pytest.raises(ValueError, match="the buffer 'scale' of the network may depend"):
-        pac_bayes_bound(net, X, y, **arguments)
-
-
-def batch_norm():
-    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-
-
-@pytest.mark.parametrize("initial", [None, batch_norm(), batch_norm().state_dict()])
-def test_refuses_statistics_of_the_sample(initial):
-    net = batch_norm()
-    net(torch.randn(20, 2))
-    with pytest.raises(ValueError, match="the buffer '1.running_mean' .* may depend on the sam"):
-        pac_bayes_bound(net, torch.randn(20, 2), torch.zeros(20).long(), initial=initial,
-                        criterion=CE)  # fmt: skip
+    for changed in ({}, {"initial": nn.Sequential(*before)}):
+        net.scale *= 2
+        with pytest.raises(ValueError, match="the buffer 'scale' of the network may depend"):
+            pac_bayes_bound(net, X, y, **changed, **arguments)
