@@ -6,14 +6,14 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.nn import functional as F
 
 from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from tests import oracles
-from tests.measures.nets import best_constant, constant_loss, count_runs, evaluate, measure_all
+from tests.measures.nets import best_constant, count_runs, evaluate, measure_all
 
 RNG = torch.Generator().manual_seed(0)
 X = torch.randn(30, 4, generator=RNG, dtype=torch.float64)
@@ -188,18 +188,6 @@ def test_the_scale_of_the_logits_does_not_matter(case):
                 for some in (net, scaled)
             )
             assert other == pytest.approx(one, rel=1e-9)
-
-
-def test_a_scale_of_the_targets_does_not_matter_for_squares():
-    # kappa over the loss is what a normal likelihood with the residuals' variance has
-    y = VALUES.numpy()
-    model = LinearRegression().fit(X, y)
-    found = evaluate("relative_flatness", model, X, y, at_loss=0.1)
-    plain = evaluate("relative_flatness", model, X, y)
-    expected = plain.value * 0.1 * constant_loss(model, X, y) / plain.passes.risk
-    assert found.value == pytest.approx(expected, rel=1e-12)
-    larger = relative_flatness(LinearRegression().fit(X, 7 * y), X, 7 * y, at_loss=0.1)
-    assert larger == pytest.approx(49 * found.value, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["relative_flatness", "comparable_flatness"])

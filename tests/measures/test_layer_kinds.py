@@ -280,33 +280,3 @@ def test_measures_of_the_whole_network_need_no_pass_beside_their_own(name):
     own = count_passes(at, lambda: NETWORK_WIDE[name](at))
     both = count_passes(at, lambda: measure_network(at, [name, *TRACES], [-1]))
     assert both == pytest.approx(own + 1 + FIRST_BATCH)
-
-
-class Alternating(nn.Module):
-    """Has a closed form at its layer for the first batch, and none for the second."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3).double()
-        self.other = nn.Linear(10, 10).double()
-
-    def forward(self, x):
-        z = self.layer(x)
-        return z if len(x) == 4 else z.tanh()
-
-
-def test_a_network_may_change_from_batch_to_batch():
-    X, y = torch.randn(7, 4).double(), torch.arange(7) % 3
-    at = network(Alternating(), CE, X, y, batch_size=4)
-    names = ["normalized_relative_flatness", "relative_flatness"]
-    found = measure_network(at, names, ["layer"])
-    spread = X.std(dim=0, correction=0)
-    scaled = Alternating()
-    scaled.load_state_dict(at.module.state_dict())
-    with torch.no_grad():
-        scaled.layer.weight *= spread
-    at = network(scaled, CE, X / spread, y, batch_size=4)
-    expected = measure_network(at, ["relative_flatness"], ["layer"])
-    assert found["layer", names[0]].value == pytest.approx(
-        expected["layer", "relative_flatness"].value, rel=1e-10
-    )

@@ -18,18 +18,15 @@ from relflat_sk import (
 )
 from tests import cases, oracles
 from tests.cases import published_penalty
-from tests.measures.nets import count_runs
 from tests.penalty.every_draw import assert_right_on_average
 from tests.penalty.every_draw import evaluate as penalty_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 
 
-class GaussianLoss(nn.Module):
+def gaussian_loss(output, y):
     """Takes both heads by their index, which a tensor has as well."""
-
-    def forward(self, output, y):
-        return (0.5 * (output[1] + (y - output[0]) ** 2 / output[1].exp())).mean()
+    return (0.5 * (output[1] + (y - output[0]) ** 2 / output[1].exp())).mean()
 
 
 def squared_error_of_the_mean(output, y):
@@ -48,12 +45,11 @@ def data():
 @pytest.fixture
 def two_heads():
     """A network of a mean and a variance."""
-
-    def run(net, x):
-        h = torch.relu(net.body(x))
-        return net.mean(h), net.log_variance(h)
-
-    return cases.Net(run, body=nn.Linear(4, 8), mean=nn.Linear(8, 1), log_variance=nn.Linear(8, 1))
+    heads = {"mean": nn.Linear(8, 1), "log_variance": nn.Linear(8, 1)}
+    body = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    return cases.Net(
+        lambda net, x: (net.mean(net.body(x)), net.log_variance(net.body(x))), body=body, **heads
+    )
 
 
 WHOLE = "takes the module's whole output, but {} a criterion of one tensor"
@@ -65,10 +61,10 @@ def test_penalty_and_measures_refuse_a_criterion_of_both_heads(data, two_heads):
     with penalty.capture(two_heads):
         output = two_heads(data[0])
     with pytest.raises(ValueError, match=WHOLE.format("the flatness penalty needs")):
-        penalty(GaussianLoss(), output, data[1])
+        penalty(gaussian_loss, output, data[1])
     for name, params in (("relative_flatness", {"layer": "mean"}), ("expected_sharpness", {})):
         with pytest.raises(ValueError, match=WHOLE.format("measures need")):
-            measure(name, two_heads, *data, criterion=GaussianLoss(), **params)
+            measure(name, two_heads, *data, criterion=gaussian_loss, **params)
 
 
 def test_a_criterion_that_takes_the_first_head_as_well_is_measured(data, two_heads):
@@ -159,63 +155,35 @@ class Summed(nn.Module):
     [lambda z, y: ((z - y) ** 2).mean(), lambda z, y: (z - y).abs().square(), Summed()],
     ids=["mean", "of each", "sum"],
 )
-def test_means_and_sums_over_samples_do_not_warn(data, chain, criterion):
-    n = 63  # halves of different size
-    found = relative_flatness(chain, *(one[:n] for one in data), criterion=criterion)
-    assert found == pytest.approx(
-        relative_flatness(chain, *(one[:n] for one in data), criterion=nn.MSELoss()), rel=1e-4
-    )
-
-
-def test_a_criterion_is_not_changed_by_the_check(data, chain):
-    criterion = Summed()
-    state = torch.get_rng_state()
-    relative_flatness(chain, *data, criterion=criterion)
-    once = criterion.n_calls
-    relative_flatness(chain, data[0][:1], data[1][:1], criterion=criterion)  # nothing to check
-    assert criterion.n_calls == 2 * once
+def test_means_and_sums_over_samples_do_not_warn_and_are_not_changed(data, chain, criterion):
+    X, y = (one[:63] for one in data)  # halves of different size
+    state, expected = torch.get_rng_state(), relative_flatness(chain, X, y, criterion=nn.MSELoss())
+    found = relative_flatness(chain, X, y, criterion=criterion)
+    assert found == pytest.approx(expected, rel=1e-4)
     assert torch.equal(torch.get_rng_state(), state)
+    if isinstance(criterion, Summed):
+        once = criterion.n_calls
+        relative_flatness(chain, X[:1], y[:1], criterion=criterion)  # nothing to check
+        assert criterion.n_calls == 2 * once
 
 
-@pytest.fixture
-def mixing():
+def test_layers_behind_batch_norm_without_running_statistics_are_measured_with_a_warning(data):
     torch.manual_seed(3)
     norm = nn.BatchNorm1d(5, track_running_stats=False)
-    return nn.Sequential(nn.Linear(4, 5), norm, nn.ReLU(), nn.Linear(5, 1))
-
-
-def test_layers_behind_batch_norm_without_running_statistics_are_measured_with_a_warning(
-    data, mixing
-):
+    net = nn.Sequential(nn.Linear(4, 5), norm, nn.ReLU(), nn.Linear(5, 1))
+    mse, warns = {"criterion": nn.MSELoss()}, partial(pytest.warns, FlatnessWarning)
     with (
-        pytest.warns(FlatnessWarning, match=r"\('1'\) mixes the samples of a batch"),
+        warns(match=r"\('1'\) mixes the samples of a batch"),
         pytest.raises(ValueError, match="behind layer '0', batch norm mixes the samples"),
     ):
-        relative_flatness(mixing, *data, layer=0, criterion=nn.MSELoss())
-    with pytest.warns(FlatnessWarning, match="flatness depend on batch_size"):
-        found = relative_flatness(mixing, *data, criterion=nn.MSELoss())
-    last = nn.Sequential(mixing[3])
-    features = mixing[:3](data[0]).detach()
-    assert found == pytest.approx(
-        relative_flatness(last, features, data[1], criterion=nn.MSELoss()), rel=1e-5
-    )
-    left_out = pytest.warns(FlatnessWarning, match="'0' left out")
-    with left_out, pytest.warns(FlatnessWarning, match="flatness depend on batch_size"):
-        report = flatness_report(
-            mixing, *data, measures=["relative_flatness"], criterion=nn.MSELoss()
-        )
+        relative_flatness(net, *data, layer=0, **mse)
+    with warns(match="flatness depend on batch_size"):
+        found = relative_flatness(net, *data, **mse)
+    last = relative_flatness(net[3:], net[:3](data[0]).detach(), data[1], **mse)
+    assert found == pytest.approx(last, rel=1e-5)
+    with warns(match="'0' left out"), warns(match="flatness depend on batch_size"):
+        report = flatness_report(net, *data, measures=["relative_flatness"], **mse)
     assert list(report["layer"]) == ["3"]
-
-
-@pytest.mark.parametrize(("name", "where"), [
-    ("relative_flatness", {"layer": "mean"}), ("expected_sharpness", {}),
-])  # fmt: skip
-def test_the_check_of_a_criterion_takes_no_further_pass(two_heads, data, name, where):
-    counts = [
-        count_runs(two_heads, lambda c=c: measure(name, two_heads, *data, criterion=c, **where))
-        for c in (nn.MSELoss(), squared_error_of_the_mean)
-    ]
-    assert counts[0] == counts[1]
 
 
 # -- the last layer with a weight matrix need not be what makes the output ------------------------
@@ -288,18 +256,13 @@ def test_a_head_that_is_no_layer_is_reported(name):
 
 
 def test_a_product_of_two_layers_has_no_other_head():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(X.shape[1], 4)
-            self.a, self.b = nn.Linear(4, 9), nn.Linear(4, 3)
+    def run(net, x):
+        h = net.body(x).tanh()
+        return torch.einsum("nij,nj->ni", net.a(h).reshape(-1, 3, 3), net.b(h))
 
-        def forward(self, x):
-            x = self.body(x).tanh()
-            return torch.einsum("nij,nj->ni", self.a(x).reshape(-1, 3, 3), self.b(x))
-
-    penalty_of(RelativeFlatnessPenalty(), Two(), nn.CrossEntropyLoss(), X, Y)
-    report_of(Two(), layers=[0, -1], measures="hessian_trace")
+    net = cases.Net(run, body=nn.Linear(4, 4), a=nn.Linear(4, 9), b=nn.Linear(4, 3))
+    penalty_of(RelativeFlatnessPenalty(), net, nn.CrossEntropyLoss(), X, Y)
+    report_of(net, measures="hessian_trace")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -339,8 +302,10 @@ def test_a_function_of_the_user_may_be_named_as_one_of_torch(name):
         head=nn.Linear(5, 3),
     ).double()
     X, y, criterion = torch.randn(6, 4).double(), torch.arange(6) % 3, nn.CrossEntropyLoss()
-    plain = nn.Sequential(net.first, SmoothAbsoluteValue(), net.head)
-    expected = oracles.relative_flatness(plain, "0", criterion, X, y)
+    plain = cases.Net(
+        lambda _, x: net.head((net.first(x).square() + 1).sqrt()), first=net.first, head=net.head
+    )
+    expected = oracles.relative_flatness(plain, "first", criterion, X, y)
     found = relative_flatness(net, X, y, criterion=criterion, layer="first", method="exact")
     assert found == pytest.approx(expected, rel=1e-9)
     penalty = published_penalty(layer="first")
@@ -348,27 +313,18 @@ def test_a_function_of_the_user_may_be_named_as_one_of_torch(name):
     assert_right_on_average(penalty, net, criterion, X, y, truth)
 
 
-class SmoothAbsoluteValue(nn.Module):
-    def forward(self, x):
-        return (x.square() + 1).sqrt()
-
-
-class Windows(nn.Module):
-    """A network whose middle layer has the windows of all samples as its rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.within, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        windows = torch.tanh(self.first(x)).unflatten(1, (2, -1)).movedim(1, 0).flatten(0, 1)
-        return self.head(torch.tanh(self.within(windows)).mean(1).unflatten(0, (2, -1)).mean(0))
+def windows(net, x):
+    """The middle layer has the windows of all samples as its rows."""
+    rows = torch.tanh(net.first(x)).unflatten(1, (2, -1)).movedim(1, 0).flatten(0, 1)
+    return net.head(torch.tanh(net.within(rows)).mean(1).unflatten(0, (2, -1)).mean(0))
 
 
 @pytest.mark.parametrize("n_steps", [6, 12], ids=lambda n_steps: f"{n_steps} steps")
 def test_a_layer_whose_rows_are_no_samples_is_left_out(n_steps):
     torch.manual_seed(0)
-    net, X, y = Windows().double(), torch.randn(12, n_steps, 3).double(), torch.arange(12) % 3
+    modules = {"first": nn.Linear(3, 4), "within": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    net = cases.Net(windows, **modules).double()
+    X, y = torch.randn(12, n_steps, 3).double(), torch.arange(12) % 3
     options = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
     exact = {"method": "exact", **options}
     left_out = partial(pytest.warns, FlatnessWarning, match="'within' left out")
@@ -436,27 +392,26 @@ COMPILED = {
 }
 
 
-class WithBackbone(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.backbone = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
-        self.function, self.head = torch.tanh, nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.function(self.backbone(x)))
+def with_backbone():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    net = cases.Net(
+        lambda net, x: net.head(net.function(net.backbone(x))),
+        backbone=nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)), head=nn.Linear(4, 3),
+    )  # fmt: skip
+    net.function = torch.tanh
+    return net
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
 @pytest.mark.parametrize("change", COMPILED)
 @pytest.mark.parametrize("called", [False, True])
 def test_networks_with_compiled_parts_are_measured_and_penalised(change, called):
-    torch.manual_seed(0)
-    net = WithBackbone().double()
+    net = with_backbone().double()
     X, y, criterion = torch.randn(8, 5).double(), torch.arange(8) % 3, nn.CrossEntropyLoss()
     kappas = [
         oracles.relative_flatness(net, name, criterion, X, y) for name in ("backbone.0", "head")
     ]
-    torch._dynamo.reset()
     COMPILED[change](net)
     if called:  # compiled already
         criterion(net(X), y).backward()
@@ -477,9 +432,7 @@ def test_networks_with_compiled_parts_are_measured_and_penalised(change, called)
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_backbone_before_the_penalised_head_stays_compiled():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    net, X, y = WithBackbone(), torch.randn(8, 5), torch.arange(8) % 3
+    net, X, y = with_backbone(), torch.randn(8, 5), torch.arange(8) % 3
     graphs = []
     net.backbone = torch.compile(
         net.backbone, backend=lambda graph, _: lambda *args: graphs.append(1) or graph(*args)
@@ -534,39 +487,23 @@ def test_sparse_gradients_make_no_difference(name):
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-class SeveralOutputs(nn.Module):
-    """As networks of torchvision for segmentation, or with several heads."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.body, self.other, self.head = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
-        self.kind = kind
-
-    def forward(self, x):
-        h = torch.tanh(self.body(x))
-        outputs = {"aux": self.other(h), "out": self.head(h)}
-        return outputs if self.kind is dict else self.kind(outputs.values())
-
-
-class OneOutput(nn.Module):
-    def __init__(self, net, which):
-        super().__init__()
-        self.net, self.which = net, which
-
-    def forward(self, x):
-        return self.net(x)[self.which]
-
-
 @pytest.mark.parametrize(("kind", "which"), [(dict, "out"), (tuple, 1), (list, -1)])
 def test_one_of_several_outputs_is_chosen(kind, which):
-    net, X, y = SeveralOutputs(kind).double(), torch.randn(30, 4).double(), torch.arange(30) % 3
-    alone = OneOutput(net, which)
+    """As networks of torchvision for segmentation have them, or with several heads."""
+
+    def run(net, x):
+        h = torch.tanh(net.body(x))
+        outputs = {"aux": net.other(h), "out": net.head(h)}
+        return outputs if kind is dict else kind(outputs.values())
+
+    modules = {"body": nn.Linear(4, 5), "other": nn.Linear(5, 3), "head": nn.Linear(5, 3)}
+    net = cases.Net(run, **modules).double()
+    alone = cases.Net(lambda _, x: net(x)[which], **modules)
+    X, y = torch.randn(30, 4).double(), torch.arange(30) % 3
     params = {"criterion": nn.CrossEntropyLoss(), "random_state": 0}
-    for name, layer in (("relative_flatness", "head"), ("fisher_rao_norm", None)):
-        at, inside = ({"layer": layer}, {"layer": f"net.{layer}"}) if layer else ({}, {})
+    for name, at in (("relative_flatness", {"layer": "head"}), ("fisher_rao_norm", {})):
         chosen = measure(name, net, X, y, output=which, **at, **params)
-        expected = measure(name, alone, X, y, **inside, **params)
-        assert chosen == pytest.approx(expected, rel=1e-9)
+        assert chosen == pytest.approx(measure(name, alone, X, y, **at, **params), rel=1e-9)
     with pytest.raises(ValueError, match="output="):
         relative_flatness(net, X, y, output="no such", criterion=nn.CrossEntropyLoss())
     if kind is dict:
