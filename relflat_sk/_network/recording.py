@@ -298,7 +298,8 @@ def find_factor(output: Tensor, node: Any) -> float | None:
         return None
     if node is None or _first_other(step.next_functions[0][0], _SAME_NUMBERS, node) is not node:
         return None
-    return float(number if kind_of(step) == "Mul" else 1 / number)  # a tensor: 1 / 0 is infinite
+    # a tensor: 1 / 0 is infinite
+    return float(number if kind_of(step) == "Mul" else 1 / number.double())
 
 
 def find_ending(output: Tensor) -> str | None:

@@ -74,6 +74,19 @@ def evaluate(penalty, net, criterion, X, y, seed=0, **options):
     return penalty(criterion, output, y, **options)
 
 
+def train(penalty, net, criterion, X, y, n_steps, *, lr=0.1, after_step=lambda: None):
+    """Train a network with its penalty by a plain loop."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    for _ in range(n_steps):
+        optimizer.zero_grad()
+        with penalty.capture(net):
+            output = net(X)
+        (criterion(output, y) + penalty(criterion, output, y)).backward()
+        optimizer.step()
+        after_step()
+    return net
+
+
 def assert_right_on_average(penalty, net, criterion, X, y, truth, **options):
     """Compare in float64, where both sum the same terms."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from relflat_sk import RelativeFlatnessPenalty, RelativeFlatnessRegularizedClassifier
+from tests.penalty.every_draw import train
 
 X, Y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
 N_STEPS = 12
@@ -19,32 +20,26 @@ def network():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
 
 
-def of_parameters(net, calls):
-    return [p.register_hook(lambda grad: calls.append(grad.clone())) for p in net.parameters()]
-
-
-def of_modules(net, calls):
-    return [
-        part.register_full_backward_hook(lambda part, inside, outside: calls.append(outside[0]))
-        for part in net
-    ]
-
-
-def of_modules_before(net, calls):
-    return [
-        part.register_full_backward_pre_hook(lambda part, outside: calls.append(outside[0]))
-        for part in net
-    ]
-
-
 def watch(calls):
     """A forward hook that registers a hook on what a module puts out."""
 
     def hook(part, inputs, output):
         if output.requires_grad:
-            output.register_hook(lambda grad: calls.append(grad))
+            output.register_hook(calls.append)
 
     return hook
+
+
+def of_parameters(net, calls):
+    return [p.register_hook(lambda grad: calls.append(grad.clone())) for p in net.parameters()]
+
+
+def of_modules(net, calls):
+    return [part.register_full_backward_hook(lambda *args: calls.append(1)) for part in net]
+
+
+def of_modules_before(net, calls):
+    return [part.register_full_backward_pre_hook(lambda *args: calls.append(1)) for part in net]
 
 
 def of_outputs(net, calls):
@@ -56,15 +51,10 @@ def of_outputs(net, calls):
 @pytest.mark.parametrize("layer", [-1, 0, "all"])
 def test_a_hook_is_called_once_in_a_step(register, layer):
     net, calls, penalty = network(), [], RelativeFlatnessPenalty(layer, weight=1.0)
-    handles, criterion = register(net, calls), nn.CrossEntropyLoss()
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
-    for step in range(N_STEPS):
-        optimizer.zero_grad()
-        with penalty.capture(net):
-            output = net(X)
-        (criterion(output, Y) + penalty(criterion, output, Y)).backward()
-        optimizer.step()
-        assert len(calls) == (step + 1) * len(handles)
+    handles, criterion, counts = register(net, calls), nn.CrossEntropyLoss(), []
+    count = lambda: counts.append(len(calls))  # noqa: E731
+    train(penalty, net, criterion, X, Y, N_STEPS, lr=0.01, after_step=count)
+    assert counts == [(step + 1) * len(handles) for step in range(N_STEPS)]
     if register is of_parameters:
         grads = [p.grad for p in net.parameters()][::-1]
         torch.testing.assert_close(
@@ -98,27 +88,13 @@ class Watched(nn.Module):
 @pytest.mark.parametrize("layer", [-1, 0, "all"])
 def test_activations_get_their_gradient_once_in_a_step(layer, clip):
     net, penalty = Watched(), RelativeFlatnessPenalty(layer, weight=1.0, clip=clip)
-    criterion = nn.CrossEntropyLoss()
-    for step in range(N_STEPS):
-        with penalty.capture(net):
-            output = net(X)
-        (criterion(output, Y) + penalty(criterion, output, Y)).backward()
-        assert len(net.calls) == step + 1
+
+    def check():
         torch.testing.assert_close(net.features.grad, net.calls[-1])
+
+    train(penalty, net, nn.CrossEntropyLoss(), X, Y, N_STEPS, after_step=check)
+    assert len(net.calls) == N_STEPS
     pickle.loads(pickle.dumps(penalty))
-
-
-def test_a_net_calls_hooks_once_in_a_step():
-    calls = []
-
-    class Hooked(RelativeFlatnessRegularizedClassifier):
-        def initialize_module(self):
-            super().initialize_module()
-            self.module_[0].weight.register_hook(calls.append)
-            return self
-
-    Hooked(network(), max_epochs=3, batch_size=8, verbose=0).fit(X.numpy(), Y.numpy())
-    assert len(calls) == 3 * 3
 
 
 class Divided(RelativeFlatnessRegularizedClassifier):
@@ -127,13 +103,13 @@ class Divided(RelativeFlatnessRegularizedClassifier):
 
 
 @pytest.mark.parametrize("kind", [RelativeFlatnessRegularizedClassifier, Divided])
-def test_a_net_calls_hooks_of_activations_once_in_a_step(kind):
-    calls = []
-    module = nn.Sequential(Watched(), nn.Identity())
-    for part in module:
-        part.register_forward_hook(watch(calls))
-    net = kind(module, max_epochs=3, batch_size=8, verbose=0).fit(X.numpy(), Y.numpy())
-    assert len(calls) == 2 * 3 * 3
+def test_a_net_calls_hooks_once_in_a_step(kind):
+    calls, module = [], nn.Sequential(Watched(), nn.Identity())
+    of_outputs(module, calls)
+    net = kind(module, max_epochs=3, batch_size=8, verbose=0).initialize()
+    net.module_[0].first.weight.register_hook(calls.append)
+    net.partial_fit(X.numpy(), Y.numpy())
+    assert len(calls) == 3 * 3 * 3
     assert len(net.module_[0].calls) == 3 * 3
 
 

@@ -24,7 +24,7 @@ from relflat_sk import (
 )
 from relflat_sk._penalty.limit import Measured, PenaltyLimit, constant_loss
 from tests.cases import Net
-from tests.penalty.every_draw import evaluate
+from tests.penalty.every_draw import train
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4
@@ -320,44 +320,16 @@ def test_nets_with_frozen_layers_take_the_same_steps_as_plain_loops(layer, froze
             assert_close(ours.grad, expected.grad)
 
 
-class WithHead(nn.Module):
-    """A network that calls another head on its way, whose output nobody uses."""
-
-    def __init__(self, net, width):
-        super().__init__()
-        self.net, self.head = net, nn.Linear(width, 2).double()
-
-    def forward(self, X):
-        self.head(X)
-        return self.net(X)
-
-
 def test_a_head_that_is_not_used_changes_no_step():
     X, y = make_batch()
-    own, with_head = make_net(), WithHead(make_net(), X.shape[1])
+    own, unused = make_net(), nn.Linear(5, 2).double()
+    with_head = Net(lambda net, X: (net.head(X), net.net(X))[1], net=make_net(), head=unused)
     for module in (own, with_head):
-        penalty = RelativeFlatnessPenalty("all", weight=HUGE)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
         torch.manual_seed(0)
-        for _ in range(100):  # at first, there is no gain that a penalty may take a share of
-            optimizer.zero_grad()
-            with penalty.capture(module):
-                output = module(X)
-            (CRITERION(output, y) + penalty(CRITERION, output, y)).backward()
-            optimizer.step()
+        # at first, there is no gain that a penalty may take a share of
+        train(RelativeFlatnessPenalty("all", weight=HUGE), module, CRITERION, X, y, 100, lr=0.3)
     for ours, expected in zip(with_head.net.parameters(), own.parameters(), strict=True):
         assert_close(ours, expected)
-
-
-def test_a_layer_that_is_called_again_beside_the_output_is_refused():
-    def again(net, X):
-        features = torch.relu(net.first(X))
-        net.first(features)
-        return net.last(features)
-
-    net = Net(again, first=nn.Linear(5, 5), last=nn.Linear(5, 3)).double()
-    with pytest.raises(ValueError, match="'first'.* called"):
-        evaluate(RelativeFlatnessPenalty(["first", "last"]), net, CRITERION, *make_batch())
 
 
 def digits(n):
@@ -428,41 +400,29 @@ def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer, n):
     assert limited[1] < 0.8 * limited[0]
 
 
-TWO_HIDDEN = {"module__hidden_layer_sizes": (64, 64), "optimizer": torch.optim.SGD,
-              "optimizer__momentum": 0.9}  # fmt: skip
-
-
-def train_together(X, y, settings, **shared):
-    nets = [make("all", **own, **TWO_HIDDEN | shared) for own in settings]
-    return FleetTrainer(nets, fleet=len(nets)).fit(X, y).estimators_
+def train_digits(weights, lr, max_epochs, *, wrong=0, seeds=5, sizes=(64, 64)):
+    """Train on 600 digits, some of whose labels are wrong; return nets and their accuracies."""
+    X, y = digits(None)
+    rng, labels = np.random.default_rng(0), y[:600].copy()
+    changed = rng.permutation(600)[:wrong]
+    labels[changed] = (labels[changed] + rng.integers(1, 10, wrong)) % 10
+    settings = {"lr": lr, "max_epochs": max_epochs, "module__hidden_layer_sizes": sizes}
+    settings |= {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9}
+    nets = [make("all", w, random_state=seed, **settings) for w in weights for seed in range(seeds)]
+    nets = FleetTrainer(nets, fleet=len(nets)).fit(X[:600], labels).estimators_
+    accuracies = [net.score(X[600:], y[600:]) for net in nets]
+    return nets, np.reshape(accuracies, (len(weights), seeds))
 
 
 @LIMITED
 def test_a_penalty_is_stable_at_a_rate_at_which_plain_training_is():
-    X, y = digits(None)
-    settings = [
-        {"weight": weight, "lr": 0.1, "max_epochs": 25, "random_state": seed}
-        for weight in (1, 30)
-        for seed in range(5)
-    ]
-    nets = train_together(X[:600], y[:600], settings)
-    assert min(net.score(X[600:], y[600:]) for net in nets) > 0.8
-
-
-def digits_with_wrong_labels():
-    X, y = digits(None)
-    rng = np.random.default_rng(0)
-    wrong = rng.permutation(600)[:120]
-    labels = y[:600].copy()
-    labels[wrong] = (labels[wrong] + rng.integers(1, 10, len(wrong))) % 10
-    return X, y, labels
+    _, accuracies = train_digits((1, 30), 0.1, 25)
+    assert accuracies.min() > 0.8
 
 
 def test_weights_up_to_ten_keep_a_network_from_wrong_labels():
-    X, y, labels = digits_with_wrong_labels()
-    settings = [{"weight": weight, "lr": 0.02, "max_epochs": 40} for weight in (0, 0.3, 1, 3, 10)]
-    nets = train_together(X[:600], labels, settings)
-    plain, *penalised = (net.score(X[600:], y[600:]) for net in nets)
+    nets, accuracies = train_digits((0, 0.3, 1, 3, 10), 0.02, 40, wrong=120, seeds=1)
+    plain, *penalised = accuracies[:, 0]
     assert min(penalised) > plain + 0.05
     assert max(penalised) > plain + 0.1
     losses = [net.history[-1, "train_loss"] for net in nets]
@@ -471,15 +431,9 @@ def test_weights_up_to_ten_keep_a_network_from_wrong_labels():
 
 @LIMITED
 def test_larger_weights_do_more_also_at_a_rate_at_the_edge():
-    X, y, labels = digits_with_wrong_labels()
-    settings = [
-        {"weight": weight, "lr": 0.1, "max_epochs": 25, "random_state": seed}
-        for weight in (0.1, 3)
-        for seed in range(5)
-    ]
-    nets = train_together(X[:600], labels, settings, module__hidden_layer_sizes=(128, 64))
-    accuracies = np.reshape([net.score(X[600:], y[600:]) for net in nets], (2, 5)).mean(axis=1)
-    assert accuracies[1] > accuracies[0] + 0.07
+    _, accuracies = train_digits((0.1, 3), 0.1, 25, wrong=120, sizes=(128, 64))
+    small, large = accuracies.mean(axis=1)
+    assert large > small + 0.07
 
 
 @pytest.mark.parametrize(("layer", "clip"), [(-1, 0.5), (0, 0.25)])

@@ -18,8 +18,8 @@ from relflat_sk import (
     RelativeFlatnessRegularizedNet,
 )
 from tests import oracles
-from tests.cases import CASES, published_penalty
-from tests.penalty.every_draw import assert_right_on_average, evaluate
+from tests.cases import CASES, Net, mlp, published_penalty
+from tests.penalty.every_draw import assert_right_on_average, evaluate, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
 
@@ -68,15 +68,6 @@ def test_last_layer_is_kappa_over_2m_of_the_full_hessian(case):
     assert_close(torch.get_rng_state(), state)  # no probe was drawn
 
 
-class Scaled(nn.Sequential):
-    def __init__(self, scaled):
-        super().__init__(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3, bias=False))
-        self.scaled = scaled
-
-    def forward(self, x):
-        return self.scaled(super().forward(x))
-
-
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(label_smoothing=0.2), nn.MSELoss()])
 @pytest.mark.parametrize(
     ("scaled", "is_closed"),
@@ -92,7 +83,7 @@ def test_a_constant_factor_behind_the_last_layer_keeps_the_closed_form(
     scaled, is_closed, criterion
 ):
     torch.manual_seed(1)
-    net, X = Scaled(scaled).double(), torch.randn(11, 5).double()
+    net, X = Net(lambda own, X: scaled(own.net(X)), net=mlp(3)), torch.randn(11, 5).double()
     y = torch.arange(11) % 3 if isinstance(criterion, nn.CrossEntropyLoss) else X[:, :3]
     state = torch.get_rng_state()
     with (penalty := published_penalty()).capture(net):
@@ -261,13 +252,7 @@ def test_gradient_checkpointing_is_right_at_the_last_layer_and_refused_before_no
     trained = []
     for again in (False, True):
         net, penalty = Normalised(behind=False, again=again), RelativeFlatnessPenalty(weight=5.0)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-        for _ in range(10):
-            with penalty.capture(net):
-                output = net(X)
-            optimizer.zero_grad()
-            (criterion(output, y) + penalty(criterion, output, y)).backward()
-            optimizer.step()
+        train(penalty, net, criterion, X, y, 10, lr=0.5)
         trained.append(nn.utils.parameters_to_vector(net.parameters()))
     assert_close(*trained, rtol=EXACT, atol=0)
     with pytest.raises(ValueError, match="gradient checkpointing runs normalisations or attention"):
@@ -368,75 +353,45 @@ def test_another_layer_can_be_asked_for_later(layer):
         assert value(penalty) == last
 
 
-PROBES = "probes must be a positive integer"
-CLIP = "clip must be a finite positive number or None, got "
-
-
 @pytest.mark.parametrize(
-    ("parameters", "message"),
+    ("name", "value"),
     [
-        *(({"probes": probes}, PROBES) for probes in (0, -1, 1.5, True, "1")),
-        ({"layer": []}, "at least one layer"),
-        ({"clip": 0}, rf"{CLIP}0\."),
-        ({"clip": "half"}, rf"{CLIP}'half'\."),
-        ({"weight": float("nan")}, r"weight must be a finite number.*, got nan\."),
+        *(("probes", value) for value in (0, -1, 1.5, True, "1")),
+        *(("clip", value) for value in (0, "half")),
+        ("layer", []),
+        ("weight", float("nan")),
+        ("every", 0),
     ],
     ids=str,
 )
-def test_parameters_are_checked(parameters, message):
-    with pytest.raises(ValueError, match=message):
-        RelativeFlatnessPenalty(**parameters)
-
-
-class WithoutGradients(nn.Sequential):
-    def forward(self, x):
-        with torch.no_grad():
-            return super().forward(x)
+def test_parameters_are_checked(name, value):
+    with pytest.raises(ValueError, match=name):
+        RelativeFlatnessPenalty(**{name: value})
 
 
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 
-
-def no_gradient(net, X, y):
-    with torch.no_grad():
-        return CE, net(X), y
-
-
 # from a captured network and its data to the arguments of the penalty, and its error
 REFUSED = {
-    "no gradient": (no_gradient, ValueError, "y_pred carries no gradient: .*no_grad"),
-    "detached": (
-        lambda net, X, y: (CE, net(X).detach(), y),
-        ValueError,
-        "y_pred carries no gradient: it was detached",
+    "no gradient": (
+        lambda net, X, y: (CE, torch.no_grad()(net)(X), y), "y_pred carries no gradient: .*no_grad"
     ),
-    "empty": (
-        lambda net, X, y: (CE, net(X[:0]), y[:0]),
-        ValueError,
-        r"the batch has no samples: y_pred has shape \(0, 4\)",
-    ),
-    "targets": (
-        lambda net, X, y: (MSE, net(X), torch.zeros(11)),
-        ValueError,
-        r"targets of the outputs' shape \(11, 4\), got \(11,\)",
-    ),
-    "criterion": (lambda net, X, y: ("mse", net(X), y), TypeError, "must be a torch loss"),
-    "weights": (
-        lambda net, X, y: (CE, net(X), y, torch.ones(3)),
-        ValueError,
-        r"sample_weight must have shape \(11,\), .*got \(3,\)",
-    ),
-}
+    "detached": (lambda net, X, y: (CE, net(X).detach(), y), "y_pred carries .* was detached"),
+    "empty": (lambda net, X, y: (CE, net(X[:0]), y[:0]), r"y_pred has shape \(0, 4\)"),
+    "targets": (lambda net, X, y: (MSE, net(X), torch.zeros(11)), r"\(11, 4\), got \(11,\)"),
+    "criterion": (lambda net, X, y: ("mse", net(X), y), "criterion"),
+    "weights": (lambda net, X, y: (CE, net(X), y, torch.ones(3)), "sample_weight"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layer", [-1, 0])
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses_what_has_no_penalty(case, layer):
-    call, error, message = REFUSED[case]
+    call, message = REFUSED[case]
     net, _, X, y = make("cross-entropy")
     with (penalty := published_penalty(layer)).capture(net):
         arguments = call(net, X, y)
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         penalty(*arguments)
 
 
@@ -468,12 +423,10 @@ def test_refuses_to_be_called_without_a_new_forward_pass():
 
 
 def test_refuses_a_layer_in_a_part_without_gradients():
-    net = nn.Sequential(WithoutGradients(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3)).double()
-    penalty = published_penalty(0)
-    with penalty.capture(net):
-        output = net(torch.ones(2, 5).double())
-    with pytest.raises(ValueError, match="nothing to train up to layer '0.0'"):
-        penalty(CE, output, torch.tensor([0, 1]))
+    net = Net(lambda own, X: own.last(torch.no_grad()(own.first)(X)), first=mlp(4), last=mlp(4))
+    net.last[0] = nn.Linear(4, 7).double()
+    with pytest.raises(ValueError, match="nothing to train up to layer 'first.0'"):
+        evaluate(published_penalty(0), net, *make("cross-entropy")[1:])
 
 
 def test_repr_shows_all_parameters_and_defaults_are_those_of_the_nets():
@@ -622,24 +575,6 @@ def test_the_layers_of_a_step_are_those_that_it_calls(layer):
         assert_right_on_average(penalty, net, CE, X, y, truth)
 
 
-@pytest.mark.parametrize("layer", ["all", "blocks.2", ["blocks.0", -1]], ids=str)
-@pytest.mark.filterwarnings("ignore:layer 'blocks.*was not called in this step")
-def test_a_network_that_skips_layers_trains(layer):
-    torch.manual_seed(0)
-    net = LayerDrop()
-    net.share = 0.5
-    X, y = torch.randn(8, 5), torch.arange(8) % 3
-    penalty, optimizer = RelativeFlatnessPenalty(layer), torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(40):
-        optimizer.zero_grad()
-        with penalty.capture(net):
-            output = net(X)
-        value = penalty(CE, output, y)
-        (CE(output, y) + value).backward()
-        optimizer.step()
-    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
-
-
 class SharedBlock(nn.Module):
     """A block that is called as often as a pass draws, as in ALBERT with LayerDrop."""
 
@@ -682,37 +617,25 @@ def test_a_layer_that_is_never_called_is_refused_or_reported():
     assert value == 0
 
 
-def test_a_layer_is_checked_when_it_is_first_called():
-    class Squared(nn.Linear):
-        def forward(self, x):
-            return super().forward(x).square()
+class Gated(nn.Linear):
+    """Is linear until its gate opens."""
 
+    gate = 0.0
+
+    def forward(self, x):
+        z = super().forward(x)
+        return z + self.gate * z.tanh()
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_a_layer_is_checked_when_it_is_first_called_and_again_with_its_own_forward(is_called):
     torch.manual_seed(0)
-    X, y, net = torch.randn(8, 5), torch.arange(8) % 3, LayerDrop(skipped=(1,))
-    net.blocks[1] = Squared(6, 6)
+    X, y, net = torch.randn(8, 5), torch.arange(8) % 3, LayerDrop()
+    net.blocks[1], net.skipped = Gated(6, 6), () if is_called else (1,)
     penalty = published_penalty("all")
     evaluate(penalty, net, CE, X, y)
-    net.skipped = ()
+    net.skipped, net.blocks[1].gate = (), 1.0
     with pytest.raises(ValueError, match="layer 'blocks.1' does not compute W x"):
-        evaluate(penalty, net, CE, X, y)
-
-
-def test_a_layer_with_its_own_forward_is_checked_again():
-    """Its gate is zero in the first step."""
-
-    class Gated(nn.Linear):
-        gate = 0.0
-
-        def forward(self, x):
-            z = super().forward(x)
-            return z + self.gate * z.tanh()
-
-    torch.manual_seed(0)
-    X, y, net = torch.randn(8, 5), torch.arange(8) % 3, nn.Sequential(Gated(5, 3))
-    penalty = published_penalty()
-    assert evaluate(penalty, net, CE, X, y) > 0
-    net[0].gate = 1.0
-    with pytest.raises(ValueError, match="layer '0' does not compute W x"):
         evaluate(penalty, net, CE, X, y)
 
 
@@ -753,15 +676,14 @@ class Trained(nn.Module):
         return self.net(X)
 
 
-def train_steps(trained, optimizer, n_steps):
+def function_of_outputs(z, y):
+    return nn.functional.cross_entropy(z, y)
+
+
+def train_held(trained, n_steps, lr=0.1):
+    """Train by the penalty that a network holds, with a criterion of which it knows nothing."""
     X, y = torch.randn(20, 5), torch.arange(20) % 3
-    for _ in range(n_steps):
-        optimizer.zero_grad()
-        with trained.penalty.capture(trained):
-            output = trained(X)
-        criterion = lambda z, y: nn.functional.cross_entropy(z, y)  # noqa: E731
-        (criterion(output, y) + trained.penalty(criterion, output, y)).backward()
-        optimizer.step()
+    train(trained.penalty, trained, function_of_outputs, X, y, n_steps, lr=lr)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved, loaded])
@@ -771,15 +693,14 @@ def test_a_resumed_training_goes_on_as_the_uninterrupted_one(copied, layer):
     for resumes in (False, True):
         torch.manual_seed(0)
         trained = Trained(RelativeFlatnessPenalty(layer, weight=5.0))
-        optimizer = torch.optim.SGD(trained.parameters(), lr=0.2)
-        train_steps(trained, optimizer, 20)
+        train_held(trained, 20, lr=0.2)
         state = torch.get_rng_state()
         if resumes:
             other = Trained(copied(trained.penalty))
             other.load_state_dict(trained.state_dict())
-            trained, optimizer = other, torch.optim.SGD(other.parameters(), lr=0.2)
+            trained = other
         torch.set_rng_state(state)
-        train_steps(trained, optimizer, 20)
+        train_held(trained, 20, lr=0.2)
         found.append(torch.cat([parameter.flatten() for parameter in trained.parameters()]))
     assert torch.equal(*found)
 
@@ -835,20 +756,18 @@ def test_modules_that_hold_a_penalty_are_copied(in_a_step):
     torch.manual_seed(0)
     trained = Trained(RelativeFlatnessPenalty(0))
     trained.penalty.layer = trained.net[0]  # which the copy has to find in its own network
-    train_steps(trained, torch.optim.SGD(trained.parameters(), lr=0.1), 3)
+    train_held(trained, 3)
     if in_a_step:
         with trained.penalty.capture(trained):
             trained(torch.randn(20, 5))
     averaged = AveragedModel(trained)
     averaged.update_parameters(trained)
-    train_steps(averaged.module, torch.optim.SGD(averaged.parameters(), lr=0.1), 3)
-    train_steps(saved(trained), torch.optim.SGD(averaged.parameters(), lr=0.1), 3)
+    for copied in (averaged.module, saved(trained)):
+        train_held(copied, 3)
 
 
 def test_a_state_dict_of_something_else_is_refused():
-    with pytest.raises(
-        ValueError, match=r"state_dict must have the names .*'steps'.* got \['lr'\]"
-    ):
+    with pytest.raises(ValueError, match=r"'steps'.* got \['lr'\]"):
         RelativeFlatnessPenalty().load_state_dict({"lr": 0.1})
 
 
