@@ -28,7 +28,7 @@ from relflat_sk._warnings import warn
 # Criteria as users give them, and how they are called.
 
 _ONE_TENSOR = (
-    ". Measures and the penalty pass one tensor to a criterion: the entry 'logits' if the network "
+    "Measures and the penalty pass one tensor to a criterion: the entry 'logits' if the network "
     "returns a mapping, the first entry if it returns a tuple."
 )
 
@@ -58,16 +58,11 @@ def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        advice = getattr(criterion, "advice", None)  # of a net's own loss
-        if advice is not None:
-            raise ValueError(
-                f"{name_criterion(criterion)} raised {type(error).__name__}: {error}. {advice}"
-            ) from error
-        of_torch = type(criterion).__module__.startswith("torch.")
+        advice = "" if type(criterion).__module__.startswith("torch.") else _ONE_TENSOR
         raise ValueError(
-            f"{name_criterion(criterion)} cannot take outputs of shape {tuple(output.shape)} "
-            f"({output.dtype}) with targets of shape {tuple(target.shape)} ({target.dtype}): "
-            f"{error}{'' if of_torch else _ONE_TENSOR}"
+            f"{name_criterion(criterion)} raised {type(error).__name__}: {error}; for outputs of "
+            f"shape {tuple(output.shape)} ({output.dtype}) and targets of shape "
+            f"{tuple(target.shape)} ({target.dtype}). {getattr(criterion, 'advice', advice)}"
         ) from error
     if not isinstance(losses, Tensor):
         raise ValueError(

@@ -97,9 +97,9 @@ def next_labels(labels: Tensor | None) -> Tensor:
     """Shift labels so that each token has the next one's."""
     if labels is None or labels.ndim != 2:
         raise ValueError(
-            "a causal language model is measured with labels of shape (samples, tokens) as y, got "
+            "a causal language model takes labels of shape (samples, tokens) as y, got "
             f"{'none' if labels is None else tuple(labels.shape)}. Pass the input_ids as y, with "
-            f"{IGNORED} for padding: as in transformers, each token is compared with the next."
+            f"{IGNORED} for padding: each token is compared with the next."
         )
     last = torch.full_like(labels[:, :1], IGNORED)
     return torch.cat([labels[:, 1:], last], dim=1)
@@ -238,11 +238,6 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
             "of these estimators, and a fitted Pipeline, search object (GridSearchCV, ...) or "
             "TransformedTargetRegressor around one of them."
         ) from None
-    if getattr(X, "ndim", 2) == 1:
-        raise ValueError(
-            f"X is 1-D, of shape {tuple(X.shape)}, but {type(model).__name__} takes rows of "
-            "features. For a single sample, pass X.reshape(1, -1), with y as an array of one label."
-        )
     if not isinstance(X, Dataset | DataLoader):  # names and number of features
         validate_data(model, X, reset=False, skip_check_array=True)
     targets = None if y is None else converted.encode_target(y)
@@ -267,9 +262,8 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
     module = unwrapped(model)
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise TypeError(
-            "a module of torch.jit, scripted or traced, does not show its layers' inputs. Pass the "
-            "module that was compiled, with its weights: module.load_state_dict("
-            "scripted.state_dict())."
+            "a module of torch.jit does not show its layers' inputs. Pass the module that was "
+            "compiled, with module.load_state_dict(scripted.state_dict())."
         )
     criterion, batches = None, options.batches(X, y)
     is_causal = is_causal_language_model(module)
@@ -307,9 +301,8 @@ def _of_pipeline(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Netwo
         elif hasattr(step, "fit_resample"):  # as of imbalanced-learn
             warn(
                 f"the {type(step).__name__} of the pipeline resampled the rows in fit, and the "
-                f"{type(model.steps[-1][1]).__name__} is measured on the rows of X as they are. To "
-                "measure it on those that it was trained on, pass these with the steps behind: "
-                "X, y = step.fit_resample(X, y)."
+                f"{type(model.steps[-1][1]).__name__} is measured on the rows of X as they are, "
+                "not on those of step.fit_resample(X, y)."
             )
     return to_network(model.steps[-1][1], X, y, options)
 
@@ -367,8 +360,7 @@ def _of_transformed_target(
     if isinstance(X, Dataset | DataLoader):
         raise ValueError(
             "a TransformedTargetRegressor transforms y, which it cannot do inside a "
-            f"{type(X).__name__}. Pass X and y as arrays, on disk too; or measure its regressor_, "
-            "with transformed labels."
+            f"{type(X).__name__}. Pass arrays, or its regressor_ with transformed labels."
         )
     if y is not None:
         check_is_fitted(model)

@@ -150,6 +150,7 @@ class LoadedBatches(IterableDataset[Any]):
         return iter(self.loader)
 
 
+_NO_SAMPLES = "X has no samples, and flatness is a mean over samples."
 _READ_AGAIN = (
     " X is a stream (an IterableDataset), which is read from its beginning for each measurement: "
     "let its __iter__ return a new iterator each time."
@@ -185,7 +186,7 @@ def make_batches(
     inputs = _sliceable(X)
     n = count_samples(inputs)
     if n == 0:
-        raise ValueError("X has no samples, and flatness is a mean over samples.")
+        raise ValueError(_NO_SAMPLES)
     hint = _FLAT if getattr(inputs, "ndim", 2) == 1 else ""
     targets = None if y is None else check_labels(y, n, hint)
     weights = None if sample_weight is None else check_weights(sample_weight, n)
@@ -212,40 +213,30 @@ def _warn_of_dropped(loader: Any) -> None:
     batches = loader.batch_sampler
     if not isinstance(batches, BatchSampler) or not batches.drop_last:
         return
-    left = "those of an incomplete batch are"  # of a stream, whose length is not known
-    if not isinstance(loader.dataset, IterableDataset):
-        n = len(batches.sampler)  # type: ignore[arg-type]
-        left = f"{n % batches.batch_size} of its {n} samples are"
-        if not n % batches.batch_size:
-            return
-    warn(
-        f"the DataLoader has drop_last=True: {left} left out, if it shuffles other ones in each "
-        "pass, and results are of the rest. Pass a DataLoader with drop_last=False, or arrays."
-    )
+    is_stream = isinstance(loader.dataset, IterableDataset)  # whose length is not known
+    if is_stream or len(batches.sampler) % batches.batch_size:  # type: ignore[arg-type]
+        warn(
+            "the DataLoader has drop_last=True: the samples of an incomplete batch are left out, "
+            "other ones in each pass if it shuffles. Pass one with drop_last=False, or arrays."
+        )
 
 
 def check_labels(y: Any, n: int, hint: str = "") -> Any:
     """Return y as an array or tensor of n numeric labels."""
-    if not isinstance(y, Tensor):
-        y = np.asarray(y)
+    y = y if isinstance(y, Tensor) else np.asarray(y)
     if y.ndim == 0 or len(y) != n:
         raise ValueError(f"X has {n} samples, y has {len(y) if y.ndim else 'no'} labels.{hint}")
     if isinstance(y, np.ndarray) and y.dtype.kind not in "biuf":
         raise ValueError(
-            f"y holds labels of type {y.dtype} such as {y.flat[0]!r}; a network takes "
-            "numbers. Pass the fitted scikit-learn or skorch estimator, which knows its "
-            "classes_, or encode y, for instance with sklearn.preprocessing.LabelEncoder."
+            f"y holds labels of type {y.dtype} such as {y.flat[0]!r}; networks take numbers. Pass "
+            "the fitted estimator, which knows its classes_, or encode y, for instance with "
+            "sklearn.preprocessing.LabelEncoder."
         )
-    _check_finite_labels(y)
-    return y
-
-
-def _check_finite_labels(y: Any) -> None:
-    """Refuse NaN and infinity in labels; whole numbers on a device need no wait."""
-    isfinite = np.isfinite if isinstance(y, np.ndarray) else torch.isfinite
-    is_whole = isinstance(y, Tensor) and not y.is_floating_point()
-    if not is_whole and not bool(isfinite(y).all()):
+    is_whole = isinstance(y, Tensor) and not y.is_floating_point()  # needs no wait for a device
+    finite = True if is_whole else (torch if isinstance(y, Tensor) else np).isfinite(y).all()
+    if not bool(finite):
         raise ValueError("y contains NaN or infinity.")
+    return y
 
 
 def check_weights(sample_weight: Any, n: int) -> np.ndarray:
@@ -283,8 +274,8 @@ def _sliceable(X: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"X must hold a row of numbers for each sample, got {type(X).__name__}: {error}. "
-            "Encode categories and turn dates into numbers, both in a ColumnTransformer in front "
-            "of the network; put batches together with np.concatenate, or pass a torch Dataset."
+            "Encode categories and dates in front of the network, and put batches together in one "
+            "array or a torch Dataset."
         ) from error
     return array
 
@@ -343,7 +334,4 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
         yield Batch(x, y, None)
     if item is None:
         stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
-        raise ValueError(
-            "X has no samples, and flatness is a mean over samples."
-            + (_READ_AGAIN if stream else "")
-        )
+        raise ValueError(_NO_SAMPLES + (_READ_AGAIN if stream else ""))

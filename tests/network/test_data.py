@@ -161,12 +161,12 @@ def test_several_inputs():
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_that_drops_samples_gives_a_warning(shuffle, net):
     data = TensorDataset(TENSOR, LABELS)
-    with pytest.warns(FlatnessWarning, match="drop_last=True: 2 of its 12 samples are left out"):
+    with pytest.warns(FlatnessWarning, match="drop_last=True: the samples of an incomplete"):
         measured(net, DataLoader(data, 5, shuffle=shuffle, drop_last=True), None)
     whole = measured(net, X)
     loader = DataLoader(data, 6, shuffle=shuffle, drop_last=True)  # drops none
     assert measured(net, loader, None) == pytest.approx(whole)
-    with pytest.warns(FlatnessWarning, match="those of an incomplete batch are left out"):
+    with pytest.warns(FlatnessWarning, match="drop_last=True"):
         measured(net, DataLoader(Stream(X, Y), 5, drop_last=True), None)
 
 
@@ -219,7 +219,7 @@ BAD = [
     ({"criterion": nn.PoissonNLLLoss(), "y": -FEW}, V, "needs counts, .* got -2"),
     ({"criterion": lambda z, y: z[:5, 0]}, V, r"gave losses of shape \(5,\) for 12 samples"),
     ({"criterion": lambda z, y: 1.0}, V, "returned float, expected a tensor"),
-    ({"criterion": nn.CosineEmbeddingLoss()}, V, r"CosineEmbeddingLoss cannot take outputs of"),
+    ({"criterion": nn.CosineEmbeddingLoss()}, V, r"CosineEmbeddingLoss raised .* outputs of"),
     ({"net": bent(lambda z: z.squeeze(1), 1)}, V, r"one output per class, .* of shape \(12,\)"),
     ({"net": bent(lambda z: z.mean(0, keepdim=True))}, V, "turned 12 rows at layer 'out' into"),
     ({"sample_weight": np.ones(3)}, V, r"shape \(12,\), one weight per sample, got \(3,\)"),
