@@ -56,18 +56,6 @@ def test_as_many_functions_as_one_likes_in_their_order():
     assert Parallel()(delayed(abs)(i) for i in range(3)) == [0, 1, 2]
 
 
-def test_functions_that_are_made_by_others():
-    """joblib takes the next function from a generator while others are being trained."""
-
-    def made(n):
-        for i in range(n):
-            (j,) = Parallel()([delayed(int)(i)])
-            yield delayed(lambda i: make_net(random_state=i).fit(*data()).random_state)(j)
-
-    with fleet_training(2):
-        assert Parallel()(made(9)) == list(range(9))
-
-
 class Fails(Callback):
     """Raises in the training of one net."""
 
@@ -85,16 +73,6 @@ def test_errors_are_those_of_scikit_learn():
     assert np.isnan(search.cv_results_["mean_test_score"]).tolist() == [False, True, False]
     with fleet_training(4), pytest.raises(RuntimeError, match="no luck"):
         search.set_params(error_score="raise").fit(*data())
-
-
-def test_a_call_that_failed_leaves_nothing_to_the_next():
-    def fit(lr):
-        return make_net(lr=lr, callbacks=[Fails()]).fit(*data()).lr
-
-    with fleet_training(2), Parallel() as parallel:
-        with pytest.raises(RuntimeError, match="no luck"):
-            parallel(delayed(fit)(lr) for lr in (0.01, 0.02, 0.03))
-        assert parallel(delayed(fit)(lr) for lr in (0.02, 0.03)) == [0.02, 0.03]
 
 
 def test_what_ends_the_program_ends_all_fits():

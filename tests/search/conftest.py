@@ -42,9 +42,15 @@ def kept(stored, tmp_path):
 
 
 @pytest.fixture
-def untrained(monkeypatch):
+def end_training(monkeypatch):
+    """A function after whose call nothing can be trained."""
+    return partial(monkeypatch.setattr, _task, "fit", None)
+
+
+@pytest.fixture
+def untrained(end_training):
     """Nothing can be trained."""
-    monkeypatch.setattr(_task, "fit", None)
+    end_training()
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from optuna.artifacts import FileSystemArtifactStore
 from sklearn.linear_model import LogisticRegression
 
 from relflat_sk import FlatnessWarning, MinimaObjective
-from relflat_sk.search._storage import CallError, open_storage
-from tests.search.examples import NO_MINIMA, X_TEST, Y_TEST, X, Y, attributes_of, load, logistic
+from relflat_sk.search._storage import open_storage
+from tests.search.examples import NO_MINIMA, X, Y, attributes_of, load, logistic
 
 SPACE = {"C": [0.5, 1.0, 2.0]}
 
@@ -36,11 +36,7 @@ def states(stored):
     return [trial.state.name for trial in load(stored).trials]
 
 
-@pytest.mark.parametrize(
-    "storage",
-    ["minima.db", "minima.sqlite", "minima.log", Path("minima.db"), Path("a"), Path("a.journal")],
-    ids=str,
-)
+@pytest.mark.parametrize("storage", ["minima.db", "minima.log", Path("a"), Path("a.journal")])
 def test_a_file_is_a_storage(storage, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     optuna.create_study(storage=open_storage(storage), study_name="sweep")
@@ -57,7 +53,7 @@ def test_weights_that_cannot_be_saved_end_the_search(stored, tmp_path, n_jobs):
     folder = tmp_path / "minima"
     folder.mkdir()
     search = logistic(SPACE, artifact_store=FullStore(folder, stored), n_jobs=n_jobs, **stored)
-    with pytest.raises(CallError, match=r"the weights of trial \d cannot be saved in .*Free space"):
+    with pytest.raises(RuntimeError, match=r"weights of trial \d cannot be saved .*Free space"):
         search.fit(X, Y)
     assert states(stored).count("COMPLETE") == 1
     assert "RUNNING" not in states(stored)
@@ -78,28 +74,13 @@ def test_weights_that_cannot_be_saved_end_the_search(stored, tmp_path, n_jobs):
     ],
 )
 def test_held_out_data_that_cannot_be_evaluated_end_the_search(stored, X_test, y_test, match):
-    with pytest.raises(CallError, match=f"X_test and y_test cannot be evaluated: .*{match}"):
+    with pytest.raises(RuntimeError, match=f"X_test and y_test cannot be evaluated: .*{match}"):
         logistic(SPACE, **stored).fit(X, Y, X_test, y_test)
     assert states(stored) == ["FAIL"]
     # the study belongs to nothing yet
     search = logistic(SPACE, **stored).fit(X, Y, X, Y)
     assert search.minima_["test_loss"].notna().all()
     assert len(search.minima_) == 3
-
-
-class NoMemory(LogisticRegression):
-    """Runs out of memory while it is scored on held-out data."""
-
-    def score(self, X, y):
-        if self.C == 1.0 and len(X) < 70:
-            raise MemoryError("unable to allocate")
-        return super().score(X, y)
-
-
-@NO_MINIMA
-def test_memory_is_a_matter_of_the_candidate():
-    search = logistic(SPACE, NoMemory(max_iter=1000)).fit(X, Y, X_TEST[:60], Y_TEST[:60])
-    assert search.minima_["state"].tolist() == ["complete", "complete", "failed"]
 
 
 class RunsOut(LogisticRegression):
@@ -131,7 +112,7 @@ def test_the_objective_records_no_failure_of_the_call(tmp_path):
     store = FullStore(tmp_path)
     objective = MinimaObjective(LogisticRegression(), X, Y, {"C": [1.0]}, artifact_store=store)
     study = optuna.create_study()
-    with pytest.raises(CallError, match="the weights of trial 1 cannot be saved"):
+    with pytest.raises(RuntimeError, match="the weights of trial 1 cannot be saved"):
         study.optimize(objective, n_trials=2)
     assert not {"failed", "reason"} & attributes_of(study.trials[1]).keys()
 

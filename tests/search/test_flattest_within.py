@@ -1,20 +1,14 @@
 """Tests for `flattest_within`."""
 
-import copy
-import pickle
-from functools import partial
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, RandomizedSearchCV
+from sklearn.model_selection import GridSearchCV
 
-from relflat_sk import FlatnessScorer
+from relflat_sk import FlatnessScorer, flattest_within
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.search._cross_validation import flattest_within
 from tests.search.examples import X, Y
 
 nan = np.nan
@@ -42,11 +36,10 @@ numbers = st.sampled_from([nan, -2.0, -1.0, -0.5, 0.0, 0.25, 1.0])
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=8), st.sampled_from([0, 0.5, 2]))
 def test_agrees_with_the_definition(candidates, tolerance):
     scores, flatness = (list(values) for values in zip(*candidates, strict=True))
-    if not any(np.isfinite(s) for s in scores):
-        return
+    assume(np.isfinite(scores).any())
     expected = by_definition(scores, flatness, tolerance)
-    if expected is not None:
-        assert flattest_within(tolerance)(results(scores, flatness)) == expected
+    assume(expected is not None)
+    assert flattest_within(tolerance)(results(scores, flatness)) == expected
 
 
 @pytest.mark.parametrize(
@@ -69,12 +62,9 @@ def test_falls_back_to_the_best_score_that_has_a_flatness():
 @pytest.mark.parametrize(
     ("names", "given"),
     [
-        (("score", "flatness"), {}),
-        (("accuracy", "flatness"), {"score": "mean_test_accuracy"}),
         (("accuracy", "flatness"), {"score": "accuracy"}),
         (("accuracy", "flatness"), {}),  # only one other score
         (("accuracy", "kappa"), {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"}),
-        (("score", "kappa"), {"flatness": "kappa"}),
     ],
 )
 def test_columns_are_found_by_name(names, given):
@@ -83,9 +73,8 @@ def test_columns_are_found_by_name(names, given):
     assert flattest_within(0.03, **given)(table) == 1
 
 
-@pytest.mark.parametrize("kind", [GridSearchCV, partial(RandomizedSearchCV, n_iter=4)], ids=str)
-def test_refits_a_search_on_what_it_chose(kind):
-    search = kind(
+def test_refits_a_search_on_what_it_chose():
+    search = GridSearchCV(
         LogisticRegression(max_iter=5000),
         {"C": [0.001, 0.1, 1.0, 10.0]},
         scoring={"score": "accuracy", "flatness": FlatnessScorer()},
@@ -100,15 +89,6 @@ def test_refits_a_search_on_what_it_chose(kind):
     assert expected != np.argmax(flatness)
 
 
-def test_is_cloned_copied_and_pickled():
-    rule = flattest_within(0.01, score="mean_test_accuracy")
-    search = clone(GridSearchCV(LogisticRegression(), {}, refit=rule))
-    for other in (search.refit, copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
-        assert other == rule
-    assert rule != flattest_within(0.02, score="mean_test_accuracy")
-    assert "tolerance=0.01" in repr(rule)
-
-
 SCORERS = {"flat": FlatnessScorer(), "acc": "accuracy"}
 
 
@@ -116,16 +96,9 @@ SCORERS = {"flat": FlatnessScorer(), "acc": "accuracy"}
     ("scoring", "names", "missing"),
     [
         (SCORERS, {}, ["'mean_test_score'", "'mean_test_flatness'"]),
-        (dict(reversed(SCORERS.items())), {}, ["'mean_test_score'", "'mean_test_flatness'"]),
-        (SCORERS | {"score": "f1_macro"}, {}, ["'mean_test_flatness'"]),
-        (SCORERS, {"score": "acc"}, ["'mean_test_flatness'"]),
         (SCORERS, {"flatness": "flat", "score": "accuracy"}, ["'mean_test_accuracy'"]),
         ({"score": FlatnessScorer(), "acc": "accuracy"}, {}, ["'mean_test_flatness'"]),
-        (
-            {"flatness": FlatnessScorer(), "acc": "accuracy", "f1": "f1_macro"},
-            {},
-            ["'mean_test_score'"],
-        ),
+        (SCORERS | {"flatness": FlatnessScorer()}, {}, ["'mean_test_score'"]),
         (FlatnessScorer(), {}, ["'mean_test_flatness'"]),
     ],
 )

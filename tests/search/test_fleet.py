@@ -3,8 +3,6 @@
 import logging
 import signal
 import threading
-import time
-from typing import ClassVar
 
 import numpy as np
 import optuna
@@ -79,10 +77,8 @@ def alone():
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_table_is_the_same(alone, capsys):
-    before, started = (torch.get_rng_state(), torch.get_num_threads(), threads()), time.time()
+    before = (torch.get_rng_state(), torch.get_num_threads(), threads())
     search = make_search(verbose=1).fit(X, y, X[:20], y[:20])
-    # each candidate took its share of the time
-    assert 0 < search.minima_["seconds"].sum() < time.time() - started
     assert f"{N}/{N}" in capsys.readouterr().err
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.get_num_threads(), threads()) == before[1:]
@@ -172,30 +168,12 @@ def test_several_processes(alone):
     assert_same(make_search(n_jobs=2, fleet=3).fit(X, y, X[:20], y[:20]), alone)
 
 
-class Notes(Callback):
-    """Notes the number of threads that compute."""
-
-    found: ClassVar[list] = []
-
-    def on_epoch_end(self, net, **kwargs):
-        self.found.append(torch.get_num_threads())
-
-
-def test_the_number_of_threads_is_that_of_the_search():
-    Notes.found.clear()
-    net = make_net(callbacks=[StopAtLoss(0.8), Notes()])
-    make_search(net, {"lr": [0.01, 0.03]}, n_threads=2).fit(X, y)
-    assert set(Notes.found) == {2}
-
-
 def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
     caplog.set_level(logging.INFO, logger="relflat_sk")
     search = make_search(LogisticRegression(), {"C": [0.1, 1.0]}).fit(X, y)
     assert len(search.minima_) == 2
-    make_search(make_net(optimizer=torch.optim.RMSprop), {"lr": [0.01, 0.03]}).fit(X, y)
     assert [record.getMessage() for record in caplog.records] == [
-        "trained one by one: LogisticRegression holds no net of relflat_sk",
-        "trained one by one: its optimizer is RMSprop, not one of ['Adam', 'AdamW', 'SGD']",
+        "trained one by one: LogisticRegression holds no net of relflat_sk"
     ]
 
 

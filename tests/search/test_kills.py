@@ -7,11 +7,10 @@ import os
 import resource
 import signal
 import sqlite3
-import subprocess
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 
 import optuna
 import pytest
@@ -316,26 +315,8 @@ def test_a_candidate_that_crashes_is_named_and_not_tried_again(way, tmp_path, en
 
 
 @contextmanager
-def full_disk(folder, file):
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted: {done.stderr.strip()}")
-
-    def fill():
-        with open(folder / "fill", "wb", buffering=0) as rest, suppress(OSError):
-            while True:
-                rest.write(bytes(512))
-
-    try:
-        yield fill, (folder / "fill").unlink
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@contextmanager
-def file_that_cannot_grow(folder, file):
-    """Writing past a size fails as on a full disk; needs no rights."""
+def file_that_cannot_grow(file):
+    """Writing past a size fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def begin():
@@ -353,7 +334,7 @@ def file_that_cannot_grow(folder, file):
 
 
 @contextmanager
-def locked(folder, file):
+def locked(file):
     """Another program holds a lock."""
     other = sqlite3.connect(file, check_same_thread=False)
     try:
@@ -364,7 +345,7 @@ def locked(folder, file):
 
 FULL = "full|[Nn]o space|too large|I/O"
 FAULTS = [
-    *((fault, kind, FULL) for fault in (full_disk, file_that_cannot_grow) for kind in FILES),
+    *((file_that_cannot_grow, kind, FULL) for kind in FILES),
     (locked, "sqlite", "locked"),
 ]
 
@@ -374,27 +355,23 @@ FAULTS = [
 def test_a_storage_that_fails_is_named_and_the_next_call_goes_on(
     fault, storage, why, way, tmp_path
 ):
-    disk, log = tmp_path / "disk", tmp_path / "log"
-    disk.mkdir()
-    log.mkdir()
-    file, n_told = disk / FILES[storage], []
-    stored = {"storage": file, "study_name": "sweep", "refit": False}
-    with fault(disk, file) as (begin, end):
+    n_told, file = [], tmp_path / FILES[storage]
+    with fault(file) as (begin, end):
 
         def begin_late(study, trial):
             n_told.append(trial.params["C"])
             if len(n_told) == 2:
                 begin()
 
-        search = make_search(log, "memory", way, **stored)
+        search = make_search(tmp_path, storage, way, refit=False)
         with pytest.raises(RuntimeError, match=f"storage of study 'sweep' failed: .*({why})"):
             search.fit(X, Y, callbacks=[begin_late])
         end()
-        study = optuna.load_study(study_name="sweep", storage=open_storage(file))
-        kept = [trial.params["C"] for trial in study.trials if trial.state == TrialState.COMPLETE]
-        assert set(kept) >= set(n_told[:2])
-        search = make_search(log, "memory", **stored).fit(X, Y)
-        assert_complete(search, log, again=set(CHOICES) - set(kept))
+        finished = of_study(tmp_path, storage).get_trials(states=(TrialState.COMPLETE,))
+        kept = {trial.params["C"] for trial in finished}
+        assert kept >= set(n_told[:2])
+        search = make_search(tmp_path, storage, refit=False).fit(X, Y)
+        assert_complete(search, tmp_path, again=set(CHOICES) - kept)
 
 
 def test_half_a_line_of_a_journal_is_removed(tmp_path):

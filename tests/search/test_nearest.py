@@ -11,7 +11,6 @@ from sklearn.base import clone
 from sklearn.linear_model import Ridge
 
 from relflat_sk import FlatnessWarning
-from relflat_sk.search import _task
 from tests.search.examples import (
     LABELS,
     NO_MINIMA,
@@ -55,11 +54,11 @@ def distances(nets, inputs):
 @NO_MINIMA
 @pytest.mark.filterwarnings("ignore:no candidate converged", "ignore:.*left out of the ranking")
 @pytest.mark.parametrize("kind", NETS)
-def test_the_network_nearest_to_the_mean_predicts(kind, kept, monkeypatch):
+def test_the_network_nearest_to_the_mean_predicts(kind, kept, end_training):
     estimator, targets = NETS[kind]
     search = make_search(piped(estimator), SPACE, refit="nearest", random_state=SEED, **kept)
     search.fit(INPUTS, targets)
-    monkeypatch.setattr(_task, "fit", None)  # nothing is trained from here on
+    end_training()  # nothing is trained from here on
     trials = search.minima_["trial"][search.minima_["param_lr"] == 0.05].tolist()
     nets = [search.get_estimator(number) for number in trials]
     of_nets = distances(nets, noisy(INPUTS))

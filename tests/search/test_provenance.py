@@ -12,7 +12,6 @@ import torch
 from joblib import Parallel, delayed
 from optuna.distributions import FloatDistribution
 from optuna.samplers import RandomSampler
-from optuna.trial import TrialState
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
@@ -84,35 +83,24 @@ def of_functions(space=lambda trial: {"C": trial.suggest_float("C", 0.5, 1.0)}):
     return logistic(space, n_trials=2)
 
 
+DRAWN = {"C": [0.5, 1.0], "tol": lambda trial: 1e-3}
 REFUSED = [  # a search, what is changed, and what the message names
     (of_nets, {"module": Linear}, "module"),
     (of_nets, {"module__hidden_layer_sizes": (8,)}, "module__hidden_layer_sizes"),
     (of_nets, {"callbacks": [StopAtLoss(0.1)]}, "callbacks"),
-    (of_nets, {"optimizer": torch.optim.SGD}, "optimizer"),
-    (of_nets, {"flatness_weight": 0.1}, "flatness_weight"),
     (of_nets, {"random_state": 3}, "random_state"),
     (of_scaled_nets, {"batch_size": 64}, "batch_size"),
-    (of_pipelines, {"standardscaler__with_mean": False}, "standardscaler__with_mean"),
     (of_pipelines, {"logisticregression__tol": 0.1}, "logisticregression__tol"),
     (of_pipelines, {"standardscaler": "passthrough"}, "standardscaler"),
     (of_pipelines, {"estimator": make_pipeline(LogisticRegression(max_iter=1000))}, "steps"),
-    (logistic, {"random_state": 1}, "search random_state"),
     (logistic, {"random_state": None}, "search random_state"),
     (logistic, {"goal": 0.9}, "search goal"),
     (logistic, {"measure": "l2_norm"}, "search objectives"),
     (logistic, {"measure": FlatnessScorer(layer=0)}, "measure relative_flatness"),
     (logistic, {"measure": FlatnessScorer(measure_params={"rtol": 1.0})}, "measure relative_fl"),
-    *(
-        (logistic, {"space": space, "n_trials": 2}, name)
-        for space, name in (
-            ({"C": [0.1, 0.2]}, "space C"),
-            ({"C": [0.5, 1.0, 2.0]}, "space C"),
-            ({"C": FloatDistribution(0.5, 1.0)}, "space C"),
-            ({"C": lambda trial: 0.5}, "space C"),
-            ({"tol": [0.1]}, "space tol: nothing then"),
-            ({"C": [0.5, 1.0], "tol": lambda trial: 1e-3}, "space tol: nothing then"),
-        )
-    ),
+    (logistic, {"space": {"C": [0.5, 1.0, 2.0]}, "n_trials": 2}, "space C"),
+    (logistic, {"space": {"C": FloatDistribution(0.5, 1.0)}, "n_trials": 2}, "space C"),
+    (logistic, {"space": DRAWN, "n_trials": 2}, "space tol: nothing then"),
     (of_ranges, {"space": {"C": FloatDistribution(0.5, 1.0, log=True)}}, "space C"),
     (of_ranges, {"space": {"C": FloatDistribution(0.5, 1.0)}}, "space tol: .* nothing now"),
     (of_ranges, {"space": {**RANGES, "tol": lambda trial: 1e-5}}, "space tol"),
@@ -250,16 +238,6 @@ def test_a_study_that_does_not_say_how_it_was_made_can_be_read_and_is_not_resume
         logistic(**{**stored, "study_name": "old"}).fit(X, Y)
 
 
-def test_a_study_without_minima_can_be_of_anything(stored):
-    """A slip, such as a wrong X, binds nobody before there is a minimum."""
-    study = logistic(n_trials=1, **stored).fit(X + 1, Y).study_
-    new = optuna.create_study(storage=open_storage(stored["storage"]), study_name="new")
-    new.set_user_attr(MADE_WITH, study.user_attrs[MADE_WITH])
-    new.add_trial(optuna.trial.create_trial(state=TrialState.FAIL))  # cut short
-    again = logistic(storage=stored["storage"], study_name="new").fit(X, Y).study_
-    assert again.user_attrs[MADE_WITH]["X"] != study.user_attrs[MADE_WITH]["X"]
-
-
 def test_the_objective_refuses_a_study_of_something_else(tmp_path):
     def objective(**parameters):
         return MinimaObjective(LogisticRegression(max_iter=1000, **parameters), X, Y, {"C": [0.1]})
@@ -297,7 +275,6 @@ def record_of(data):
 
 
 FORMS = {
-    "tensors": TensorDataset,
     "subset": lambda X, Y: Subset(TensorDataset(torch.cat([X, X]), torch.cat([Y, Y])), range(75)),
     "loader": lambda X, Y: DataLoader(TensorDataset(X, Y), batch_size=75),
     "skorch": SkorchDataset,
@@ -342,13 +319,10 @@ SAME_AND_OTHER = {
     "partial": [functools.partial(max, n) for n in (1, 1, 2)],
     "object": (Scaled(2), Scaled(2), Scaled(3)),
     "weights": (linear(0), linear(0), linear(1)),
-    "layers": (nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU()), nn.Sequential(nn.Tanh())),
     "RandomState": [np.random.RandomState(seed) for seed in (1, 1, 2)],
     "long": [[*range(1000), last] for last in (1, 1, 2)],
     **{f"data {n}": [make(x) for x in (1, 1, 2)] for n, make in enumerate((
-        lambda value: np.array([[1.0, value]]),
         lambda value: np.array(["a", str(value)], dtype=object),
-        lambda value: torch.tensor([1.0, value]),
         lambda value: torch.tensor([1.0, value], dtype=torch.bfloat16),
         lambda value: sparse.csr_array([[0.0, value]]),
         lambda value: pd.DataFrame({"a": [1.0, value]}),
@@ -359,18 +333,11 @@ SAME_AND_OTHER = {
 # fmt: on
 
 
-@pytest.mark.parametrize("name", SAME_AND_OTHER)
-def test_descriptions_are_equal_if_training_is(name):
-    one, same, other = map(describe, SAME_AND_OTHER[name])
-    assert one == same != other
-    assert len(one) < 230
-    assert "0x" not in one
-
-
-def test_descriptions_are_those_of_other_processes():
-    """Addresses and hashes differ there."""
-    texts = Parallel(2)(delayed(describe)(values) for values in SAME_AND_OTHER.values())
-    assert texts == [describe(values) for values in SAME_AND_OTHER.values()]
+def test_descriptions_are_equal_if_training_is_also_in_another_process():
+    elsewhere = Parallel(2)(delayed(describe)(same) for _, same, _ in SAME_AND_OTHER.values())
+    for (one, _, other), same in zip(SAME_AND_OTHER.values(), elsewhere, strict=True):
+        assert describe(one) == same != describe(other)
+        assert len(same) < 230
 
 
 def test_what_cannot_be_pickled_is_said():

@@ -18,7 +18,7 @@ from relflat_sk.training._convergence import gradient_norm
 from relflat_sk.training._data import with_weights
 from tests.rounding import FLOAT32
 from tests.training import common
-from tests.training.common import INDEX, NAMES, WEIGHTS, Classifier, Regressor, X
+from tests.training.common import INDEX, NAMES, WEIGHTS, Classifier, X
 
 TARGETS = torch.tensor(INDEX)
 
@@ -91,17 +91,12 @@ def test_says_once_that_it_did_not_converge_where_all_epochs_of_a_fit_were_train
     make(StopAtLoss(1e-6), max_epochs=0).fit(X, NAMES)
     make(StopAtLoss(0.5)).fit(X, NAMES)
     assert not recwarn
-    missed = StopAtLoss(1e-6), StopAtGradientNorm(1e-9)
-    for callbacks, goal in [
-        (missed, "a training loss of 1e-06 or a gradient norm of 1e-09"),
-        (missed[1:], "a gradient norm of 1e-09"),
-    ]:
-        net = make(*callbacks, max_epochs=2).fit(X, NAMES)
-        assert net.converged_ is False
-        assert len(net.history) == 2
-        warning = recwarn.pop(ConvergenceWarning)
-        assert f"has not reached {goal} with max_epochs=2" in str(warning.message)
-        assert not recwarn
+    net = make(StopAtLoss(1e-6), StopAtGradientNorm(1e-9), max_epochs=2)
+    goals = "loss of 1e-06 or a gradient norm of 1e-09 with max_epochs=2"
+    with pytest.warns(ConvergenceWarning, match=goals) as caught:
+        net.fit(X, NAMES)
+    assert len(caught) == 1
+    assert net.converged_ is False
 
 
 class Decayed(NeuralNetRegressor):
@@ -168,29 +163,6 @@ def test_gradient_norm_is_no_step_for_gradients_and_the_limit():
     assert all(bool((p.grad == 3).all()) for p in net.module_.parameters())
 
 
-def test_stops_at_a_stationary_point():
-    X = np.array([[-1.0], [0.5], [1.0]], dtype=np.float32)
-    y = np.array([1.0, -1.0, 0.0], dtype=np.float32)
-    net = make(
-        StopAtGradientNorm(1e-4),
-        kind=Regressor,
-        module__hidden_layer_sizes=(),
-        optimizer=torch.optim.SGD,
-        lr=0.1,
-        max_epochs=2000,
-        flatness_weight=0.5,
-        flatness_clip=None,
-    ).fit(X, y)
-    assert net.converged_
-    assert dict(net.callbacks_)["StopAtGradientNorm"].gradient_norm_ <= 1e-4
-    # kappa / 2m is mean |x|^2 w^2 here: ridge regression, solved by hand
-    a = np.c_[X, np.ones(3)]
-    ridge = a.T @ a / 3 + np.diag([0.5 * (X**2).mean(), 0.0])
-    solution = np.linalg.solve(ridge, a.T @ y / 3)
-    found = [net.module_[1].weight.item(), net.module_[1].bias.item()]
-    assert found == pytest.approx(solution.tolist(), abs=1e-3)
-
-
 # -- on any skorch net -------------------------------------------------------------------
 
 
@@ -207,28 +179,21 @@ def test_on_stock_skorch_nets(split):
         chosen = net.predict_proba(X)[np.arange(42), INDEX]
         loss = -np.log(chosen).mean()
         assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-4)
-    regressor = NeuralNetRegressor(
-        nn.Linear, module__in_features=4, module__out_features=1, **params
-    )
-    regressor.set_params(lr=0.1).fit(X, X[:, :1])
-    assert regressor.converged_
 
 
 # -- as objects --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "callback", [StopAtLoss(0.5, every=2), StopAtGradientNorm(0.5, every=2)], ids=type
+    ("callback", "goal"),
+    [(StopAtLoss(0.5, every=2), "loss"), (StopAtGradientNorm(0.5, every=2), "tol")],
 )
-def test_clone_pickle_and_parameters(callback):
+def test_clone_pickle_and_parameters(callback, goal):
     name = type(callback).__name__
     net = make(callback).fit(X, NAMES)
     assert pickle.loads(pickle.dumps(net)).converged_ is True
     fresh = clone(net)
-    assert fresh.callbacks[0] is not callback
-    assert fresh.callbacks[0].get_params() == callback.get_params()
+    assert repr(fresh.callbacks) == f"[{name}(0.5, every=2)]"
     assert not [key for key in vars(fresh.callbacks[0]) if key.endswith("_")]
-    goal = callback._parameter
     settings = {f"callbacks__{name}__every": 3, f"callbacks__{name}__{goal}": 100.0}
     assert len(fresh.set_params(**settings).fit(X, NAMES).history) == 3
-    assert f"callbacks__{name}__every" in fresh.get_params()

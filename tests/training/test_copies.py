@@ -31,22 +31,12 @@ class OwnLoss(Classifier):
 class Copying(Callback):
     """Copies the net at each event, and compares what the copy predicts."""
 
-    def copy(self, net):
+    def on_batch_end(self, net, *args, **kwargs):
         for way in WAYS:
             other = way(net)
             np.testing.assert_array_equal(other.predict_proba(X), net.predict_proba(X))
 
-    def on_batch_end(self, net, **kwargs):
-        self.copy(net)
-
-    def on_grad_computed(self, net, *args, **kwargs):
-        self.copy(net)
-
-    def on_epoch_end(self, net, **kwargs):
-        self.copy(net)
-
-    def on_train_end(self, net, **kwargs):
-        self.copy(net)
+    on_grad_computed = on_epoch_end = on_train_end = on_batch_end
 
 
 @pytest.mark.filterwarnings("ignore:.*has not reached")

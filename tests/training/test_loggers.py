@@ -1,7 +1,7 @@
 """skorch's loggers receive penalty and flatness of every epoch."""
 
 import pytest
-from skorch.callbacks import EpochScoring, MlflowLogger, TensorBoard, WandbLogger
+from skorch.callbacks import EpochScoring, MlflowLogger, TensorBoard
 
 from relflat_sk import relative_flatness
 from tests.training.common import NAMES, X, make
@@ -32,24 +32,7 @@ def tensorboard(folder):
     return TensorBoard(SummaryWriter(str(folder))), read
 
 
-class Run(list):
-    """What skorch's logger uses of a run of W&B."""
-
-    log = list.append
-
-    def watch(self, module):
-        pass
-
-
-def wandb(folder):
-    run = Run()
-    # the logger's default saves the net of the best validation loss, which needs validation data
-    return WandbLogger(run, save_model=False), lambda name: list(
-        enumerate([values[name] for values in run], 1)
-    )
-
-
-@pytest.mark.parametrize("make_logger", [mlflow, tensorboard, wandb])
+@pytest.mark.parametrize("make_logger", [mlflow, tensorboard])
 def test_loggers_receive_penalty_and_flatness(make_logger, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     logger, read = make_logger(tmp_path)

@@ -1,37 +1,23 @@
 """The default network."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import MLP
-from relflat_sk._network.layers import weight_layers
-
-
-def shapes(net):
-    return [tuple(m.weight.shape) for m in net if isinstance(m, nn.Linear)]
 
 
 @pytest.mark.parametrize(
     ("hidden", "expected"),
-    [
-        ((100,), [(100, 7), (3, 100)]),
-        (5, [(5, 7), (3, 5)]),
-        (np.int64(5), [(5, 7), (3, 5)]),
-        ([4, 6], [(4, 7), (6, 4), (3, 6)]),
-        ((), [(3, 7)]),
-    ],
-    ids=str,
+    [(5, [(5, 7), (3, 5)]), ([4, 6], [(4, 7), (6, 4), (3, 6)]), ((), [(3, 7)])],
 )
 def test_sizes(hidden, expected):
     net = MLP(7, 3, hidden)
-    assert shapes(net) == expected
+    linear = {name: m.weight.shape for name, m in net.named_modules() if isinstance(m, nn.Linear)}
+    assert list(linear.values()) == expected
+    assert [*linear] == [*(f"hidden{i}" for i in range(len(expected) - 1)), "output"]
     assert net(torch.zeros(2, 7)).shape == (2, 3)
-    assert isinstance(net[-1], nn.Linear)  # no activation after the outputs
-    hidden = [f"hidden{i}" for i in range(len(expected) - 1)]
-    assert list(weight_layers(net)) == [*hidden, "output"]
 
 
 def test_activations():
@@ -61,7 +47,6 @@ def test_inits(init, variance, kurtosis):
     assert drawn.var().item() == pytest.approx(variance, rel=0.05)
     assert (drawn**4).mean().item() / variance**2 == pytest.approx(kurtosis, rel=0.1)
     assert not net[1].bias.any()
-    assert not net[3].bias.any()
 
 
 def test_default_init_is_torch_s():
@@ -74,14 +59,15 @@ def test_default_init_is_torch_s():
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [(0, 2, 3), (2, -1, 3), (2, 2, 0), (2, 2, (3, 0)), (2, 2, 1.5), (2, 2, "3"), (None, 2, 3)],
-    ids=str,
+    ("arguments", "name"),
+    [
+        ({"n_features": 0}, "n_features=0"),
+        ({"n_outputs": 1.5}, "n_outputs=1.5"),
+        ({"hidden_layer_sizes": (3, 0)}, r"hidden_layer_sizes=\(3, 0\)"),
+        ({"activation": "rely"}, "activation must be .*got 'rely'"),
+        ({"init": "zero"}, "init must be .*got 'zero'"),
+    ],
 )
-def test_refuses_sizes_and_names(sizes):
-    with pytest.raises(ValueError, match="must be positive integers, got n_features="):
-        MLP(*sizes)
-    with pytest.raises(ValueError, match=r"activation must be one of \['relu', .*got 'rely'"):
-        MLP(2, 2, activation="rely")
-    with pytest.raises(ValueError, match=r"init must be one of \['default', .*got 'zero'"):
-        MLP(2, 2, init="zero")
+def test_refuses(arguments, name):
+    with pytest.raises(ValueError, match=name):
+        MLP(**{"n_features": 2, "n_outputs": 2, **arguments})

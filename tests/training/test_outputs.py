@@ -250,6 +250,12 @@ def test_each_net_of_a_fleet_knows_that_its_module_returns_probabilities():
         assert_allclose(net.predict_proba(X), alone.fit(X, NAMES).predict_proba(X), **rounding(9))
 
 
+def test_a_sigmoid_for_each_class_gives_shares():
+    params = {"criterion": criterion_of(_nll_of_probabilities), "module": Sigmoid}
+    net = make(Classifier, **params, flatness_weight=0).fit(X, NAMES)
+    assert_allclose(net.predict_proba(X).sum(axis=1), 1, rtol=1e-5)
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("y", [INDEX > 0, LABELS], ids=["binary", "labels"])
 def test_labels_are_those_of_the_criterion_where_outputs_are_returned_as_they_are(y, own):
@@ -321,19 +327,3 @@ def test_labels_of_arrays_replace_those_of_data_sets():
     assert net.n_features_in_ == 4
     assert set(net.fit(X, NAMES).predict(X)) <= set("xyz")
     assert_array_equal(net.fit(dataset()).classes_, [0, 1, 2])
-
-
-def test_outputs_of_several_axes_tell_no_classes():
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(1, 4)
-
-        def forward(self, x):
-            return self.layer(x[:, :, None]).transpose(1, 2)
-
-    targets = np.stack([INDEX] * 4, axis=1)
-    net = make(module=Tokens).fit(dataset(targets))
-    assert not hasattr(net, "classes_")
-    assert net.predict(X).shape == (42, 4)
-    assert relative_flatness(net, X, targets) > 0

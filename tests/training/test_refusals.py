@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, default_collate
 
 from relflat_sk import (
     FlatnessWarning,
-    FleetTrainer,
     LayerNotFoundError,
     StopAtGradientNorm,
     StopAtLoss,
@@ -47,49 +46,28 @@ def spoilt(value):
 DIABETES = load_diabetes(return_X_y=True)
 LOADER = DataLoader(dataset(INDEX), batch_size=30)
 DATA = [
-    (Classifier, torch.tensor(spoilt(np.nan)), NAMES, "contains NaN or infinity"),
+    (Classifier, torch.tensor(spoilt(np.nan)), NAMES, "NaN or infinity"),
     (Classifier, {"x": spoilt(np.nan)}, NAMES, "X contains NaN"),
+    (Classifier, csr_array(spoilt(np.nan)), NAMES, "NaN"),
     (Classifier, X, NAMES[:-1], "X has 42 samples, y has 41 labels"),
     (Classifier, torch.tensor(X[:0]), NAMES[:0], "something to learn from"),
     (Classifier, torch.tensor(X[:, 0]), NAMES, r"X must have shape \(n_samples, n_features"),
     (Classifier, X, ["x"] * 42, r"at least two classes in y, got one class: \['x'\]"),
-    (Classifier, X, None, "requires y to be passed, but the target y is None"),
+    (Classifier, X, None, "y is None"),
     (Classifier, X, np.where(INDEX == 0, np.nan, INDEX), "Input y contains NaN"),
     (Classifier, X, X[:, :2], "y should be a 1d array"),
-    (Classifier, np.array([["a", "b"]] * 42), NAMES, "not compatible with arrays of"),
-    (Classifier, csr_array(spoilt(np.nan)), NAMES, "contains NaN"),
-    (Classifier, csr_array(spoilt(np.inf)), NAMES, "contains infinity"),
-    (Classifier, csr_array((0, 4)), NAMES[:0], r"0 sample\(s\)"),
-    (Classifier, dataset(INDEX), None, "n_features and n_outputs, .* no data yet, and a Dataset"),
-    (Binary, X, NAMES, "Only binary classification is supported"),
-    (Regressor, X, VALUES[:-1], "X has 42 samples, y has 41 labels"),
+    (Classifier, dataset(INDEX), None, "n_features and n_outputs"),
+    (Binary, X, NAMES, "Only binary classification"),
     (Regressor, X, NAMES, "could not convert string to float"),
     # parameters of another task
-    (
-        partial(Binary, criterion=nn.CrossEntropyLoss),
-        X,
-        INDEX > 0,
-        "CrossEntropyLoss is a classification loss. Use",
-    ),
+    (partial(Binary, criterion=nn.CrossEntropyLoss), X, INDEX > 0, "CrossEntropyLoss"),
     (partial(Binary, module__n_outputs=2), X, INDEX > 0, r"takes 1 output.*\(16, 2\)"),
-    (
-        partial(Regressor, criterion=nn.BCEWithLogitsLoss),
-        X,
-        VALUES,
-        "is a binary loss. Use Relative",
-    ),
-    (partial(Regressor, module__n_outputs=2), X, VALUES, r"takes 1 output.*\(16, 2\)"),
+    (partial(Regressor, criterion=nn.BCEWithLogitsLoss), X, VALUES, "BCEWithLogitsLoss"),
     (partial(Regressor, module__n_outputs=1), X, X[:, :2], r"takes 2 output.*\(16, 1\)"),
     # numbers of a regression, as classes
-    (
-        Net,
-        *DIABETES,
-        "214 different values of float64 in 442 samples.*pass .*MSELoss.*astype",
-    ),
-    (Classifier, *DIABETES, "214 different values .* look like .* use Relative.*Regressor.*astype"),
-    (Net, X, np.arange(42.0) % 21, "21 different values of float64 in 42 samples"),
+    (Net, *DIABETES, "214 different values of float64 in 442 samples.*MSELoss.*astype"),
+    (Classifier, *DIABETES, "214 different values .*Regressor.*astype"),
     (Net, X[:9], np.arange(9.0) % 5, "5 different values of float64 in 9 samples"),
-    (Net, X, torch.arange(42.0) % 21, "21 different values of float32 in 42 samples"),
 ]
 
 
@@ -108,40 +86,32 @@ OF_TYPE = [
     ({"flatness_layer": None}, "layer must be an int"),
     ({"flatness_layer": nn.Linear(2, 2)}, "or a dotted name, got a module"),
     ({"optimizer": "adam"}, "optimizer must be a class, such as .*, got 'adam'"),
-    ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "be a class, such"),
     ({"criterion": "cross_entropy"}, "criterion must be a class.* got 'cross_entropy'"),
     ({"criterion": nn.functional.cross_entropy}, "cross_entropy"),
     ({"criterion__weight": {0: 1.0, 1: 2.0}}, "dict"),
     ({"callbacks": StopAtLoss(0.1)}, "StopAtLoss"),
 ]
 OF_VALUE = [
-    ({"flatness_weight": np.nan}, "must be a finite number, got nan"),
-    ({"flatness_warmup": -1}, "flatness_warmup must be a finite"),
-    ({"flatness_every": 0}, "flatness_every must be a positive integer, got 0"),
+    ({"flatness_weight": np.nan}, "flatness_weight must be"),
+    ({"flatness_warmup": -1}, "flatness_warmup must be"),
+    ({"flatness_every": 0}, "flatness_every must be"),
     ({"flatness_start": 1.5}, "flatness_start=1.5 is a share of max_epochs"),
-    ({"flatness_start": -1}, "flatness_start must be a finite"),
-    ({"flatness_probes": 0}, "flatness_probes must be a positive integer, got 0"),
-    ({"flatness_normalize": "x"}, "flatness_normalize must be True or False, got 'x'"),
+    ({"flatness_start": -1}, "flatness_start must be"),
+    ({"flatness_probes": 0}, "flatness_probes must be"),
+    ({"flatness_normalize": "x"}, "flatness_normalize must be"),
     ({"flatness_layer": []}, "at least one layer"),
-    ({"module__n_outputs": 2}, r"y has .* takes 3 output.*\(16, 2\) for a batch"),
     ({"module__n_outputs": 5}, r"y has .* takes 3 output.*\(16, 5\) for a batch"),
     ({"criterion": nn.MSELoss}, "MSELoss is a regression loss. Use Relative"),
     ({"criterion__weight": "balanced"}, "'balanced'"),
     ({"criterion__weight": [1.0, 2.0]}, r"weight has 2 .* classes \['x', 'y', 'z"),
-    ({"callbacks": [StopAtLoss(0)]}, "loss must be a finite positive number, got 0"),
-    ({"callbacks": [StopAtLoss(every=0)]}, "every must be a positive integer, got"),
-    ({"callbacks": [StopAtGradientNorm("0.1")]}, "tol must be a finite positive number, got '0.1'"),
-    ({"callbacks": [StopAtGradientNorm(every=1.5)]}, "every must be a positive integer, got 1.5"),
-    ({"flatness_wieght": 1, "epochs": 3}, "subclass.* Did you mean 'flatness_weight'"),
+    ({"callbacks": [StopAtLoss(0)]}, "loss must be"),
+    ({"callbacks": [StopAtLoss(every=0)]}, "every must be"),
+    ({"callbacks": [StopAtGradientNorm("0.1")]}, "tol must be"),
+    ({"flatness_wieght": 1, "epochs": 3}, "Did you mean 'flatness_weight'"),
     ({"class_weight": "balanced"}, "in place of class_weight, use criterion__weig"),
     ({"hidden_layer_sizes": 8, "max_iter": 5}, "sizes; in place of max_iter, use"),
-    ({"alpha": 1e-4}, "use optimizer__weight_decay"),
-    ({"early_stopping": True}, "use callbacks=.*EarlyStopping.* with train_split="),
-    ({"epochs": 5}, "(?s)unexpected argument.*in place of epochs, use max_epochs"),
-    (
-        {"iterator_train__collate_fn": default_collate},
-        "which iterator_train__collate_fn may not expect",
-    ),
+    ({"early_stopping": True}, "use callbacks=.*EarlyStopping"),
+    ({"iterator_train__collate_fn": default_collate}, "iterator_train__collate_fn"),
 ]
 REFUSED = {LayerNotFoundError: OF_LAYER, TypeError: OF_TYPE, ValueError: OF_VALUE}
 
@@ -174,33 +144,25 @@ def test_data_sets_and_loaders(data, params, weights, message):
     assert not net.history or "train_loss" not in net.history[-1]
 
 
-def test_sizes_before_there_are_data():
-    with pytest.raises(ValueError, match="Pass module__n_features=..., module__n_outputs=..."):
-        Net().initialize()
-
-
-def test_predicting_and_measuring_check_the_data():
+@pytest.mark.parametrize("kind", [np.asarray, torch.tensor, csr_array])
+def test_predicting_and_measuring_check_the_data(kind):
     net = make().fit(X, NAMES)
-    for kind in (np.asarray, torch.tensor, csr_array):
-        inputs = kind(X[:, :3])
-        for call in (net.predict, lambda rows: relative_flatness(net, rows, NAMES)):
-            with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
-                call(inputs)
-    with pytest.raises(ValueError, match="contains NaN"):
-        net.predict(spoilt(np.nan))
+    for call in (net.predict, lambda rows: relative_flatness(net, rows, NAMES)):
+        with pytest.raises(ValueError, match="X has 3 features, but .* is expecting 4"):
+            call(kind(X[:, :3]))
+    with pytest.raises(ValueError, match="NaN"):
+        net.predict(kind(spoilt(np.nan)))
     with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
-        relative_flatness(net, X, ["w"] * 42)
-    with pytest.raises(ValueError, match="Invalid parameter 'flatness_wieght'"):
-        net.set_params(flatness_wieght=1)
+        relative_flatness(net, kind(X), ["w"] * 42)
 
 
 # -- labels that look like others ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("y", [
-    INDEX.astype(float), (INDEX > 0).astype(float), np.arange(42.0) % 20, np.arange(42) % 12,
-    np.array(list("abcdefghijklmnopqrstu"))[np.arange(42) % 21],
-], ids=["three", "two", "twenty", "integers", "letters"])  # fmt: skip
+LETTERS = np.array(list("abcdefghijklmnopqrstu"))[np.arange(42) % 21]
+
+
+@pytest.mark.parametrize("y", [INDEX.astype(float), np.arange(42.0) % 20, LETTERS])
 def test_classes_of_any_type(y):
     assert_array_equal(make(Net).fit(X, y).classes_, np.unique(y))  # warnings are errors
 
@@ -208,10 +170,8 @@ def test_classes_of_any_type(y):
 def test_classes_that_are_named_are_classes_and_integers_of_few_samples_warn():
     inputs, y, classes = np.tile(X, (2, 1)), np.arange(84) % 30, np.arange(30.0)
     assert_array_equal(make(Net).partial_fit(inputs, y, classes).classes_, classes)
-    for kind, instead in [(Net, "pass a regression .*MSELoss"), (Classifier, "use Rel.*Regressor")]:
-        match = f"integers of more than 20 .*taken for classes.*, {instead}"
-        with pytest.warns(FlatnessWarning, match=match):
-            assert len(make(kind).fit(inputs, y).classes_) == 30
+    with pytest.warns(FlatnessWarning, match="integers of more than 20 .*Regressor"):
+        assert len(make().fit(inputs, y).classes_) == 30
 
 
 @pytest.mark.parametrize(
@@ -219,10 +179,9 @@ def test_classes_that_are_named_are_classes_and_integers_of_few_samples_warn():
     [
         (INDEX - 1, -1),  # -1 would be encoded as 0, and trained on
         (INDEX + 1, 0),  # 1 would be encoded as 0, and ignored
-        (NAMES, 2),
         (np.where(INDEX == 0, -100, INDEX), -100),  # torch's default
     ],
-    ids=["unlabelled", "not in y", "letters", "default"],
+    ids=["unlabelled", "not in y", "default"],
 )
 def test_an_index_to_ignore_must_be_that_of_a_label(y, ignored):
     criterion = {} if ignored == -100 else {"criterion__ignore_index": ignored}
@@ -236,9 +195,8 @@ def test_an_index_to_ignore_among_classes_from_0_is_ignored_also_after_a_dataset
     expected.fit(dataset(np.where(INDEX == 1, -100, INDEX)))
     assert_array_equal(net.predict_proba(X), expected.predict_proba(X))
     net.fit(dataset())
-    with pytest.raises(ValueError, match=r"ignore_index=1, but the labels .* 0 to 2: they"):
+    with pytest.raises(ValueError, match="ignore_index=1"):
         net.partial_fit(X, NAMES)
-    assert_array_equal(net.partial_fit(X, INDEX).classes_, [0, 1, 2])
 
 
 # -- probabilities where logits belong -----------------------------------------------------
@@ -260,21 +218,14 @@ def ending(function, criterion, **settings):
 
 
 WRONG = {  # name -> (what the module ends in, criterion, message)
-    "softmax": (
-        nn.Softmax(dim=-1), nn.CrossEntropyLoss, "in a softmax already. Remove .*nn.NLLLoss",
-    ),
-    "softmax, other axes": (
-        lambda z: z.T.softmax(dim=0).T, nn.CrossEntropyLoss, "in a softmax already.",
-    ),
-    "sigmoid": (nn.Sigmoid(), nn.CrossEntropyLoss, "in a sigmoid already. Remove .*nn.BCELoss"),
-    "two sigmoids": (nn.Sigmoid(), nn.BCEWithLogitsLoss, "in a sigmoid already. .*nn.BCELoss"),
-    "log of a softmax": (
-        nn.LogSoftmax(dim=1), nn.BCEWithLogitsLoss, "in a log_softmax already. .*CrossEntropyLoss",
-    ),
+    "softmax": (nn.Softmax(dim=-1), nn.CrossEntropyLoss, "in a softmax already.*nn.NLLLoss"),
+    "other axes": (lambda z: z.T.softmax(dim=0).T, nn.CrossEntropyLoss, "in a softmax already"),
+    "two sigmoids": (nn.Sigmoid(), nn.BCEWithLogitsLoss, "in a sigmoid already.*nn.BCELoss"),
+    "log of a softmax": (nn.LogSoftmax(dim=1), nn.BCEWithLogitsLoss, "in a log_softmax already"),
     "logarithms": (nn.LogSoftmax(dim=1), nn.NLLLoss, "NLLLoss takes probab.*values from -"),
-    "logits": (lambda z: z.abs() / 100, nn.NLLLoss, "with the sum 1 .*values from "),
+    "logits": (lambda z: z.abs() / 100, nn.NLLLoss, "with the sum 1"),
     "large logits": (lambda z: z.square() + 2, nn.BCELoss, "BCELoss takes probab.*values from 2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("weight", [0, 0.1])
@@ -315,30 +266,6 @@ def test_a_function_of_the_users_own_is_left_alone():
     assert len(net.fit(X, torch.from_numpy(INDEX)).history) == 3
 
 
-def test_a_fleet_refuses_the_same():
-    nets = [ending(nn.Softmax(dim=-1), nn.CrossEntropyLoss, random_state=seed) for seed in range(2)]
-    with pytest.raises(ValueError, match="in a softmax already"):
-        FleetTrainer(nets, fleet=2).fit(X, INDEX)
-
-
-@pytest.mark.parametrize(
-    ("function", "criterion", "instead"),
-    [
-        (nn.Softmax(dim=1), nn.CrossEntropyLoss(), "softmax .*, such as criterion=lambda p, y"),
-        (nn.Sigmoid(), nn.BCEWithLogitsLoss(), "sigmoid .*, such as criterion=torch.nn.BCELoss"),
-    ],
-    ids=["softmax", "sigmoid"],
-)
-def test_measures_warn_of_such_a_criterion(function, criterion, instead):
-    module = Ending(4, 3, function)
-    y = torch.from_numpy(INDEX) if type(function) is nn.Softmax else torch.rand(42, 3)
-    match = (
-        f"takes logits, .* already. So the loss is not.*trained with this.* remove the {instead}"
-    )
-    with pytest.warns(FlatnessWarning, match=match):
-        relative_flatness(module, X, y, criterion=criterion)
-
-
 # -- callbacks without validation data -----------------------------------------------------
 
 VALIDATED = {
@@ -359,8 +286,6 @@ def test_callbacks_that_need_validation_data(name, tmp_path):
     assert not net.history  # before any training
     net.set_params(train_split=ValidSplit(5), callbacks=[VALIDATED[name](tmp_path)])
     assert len(net.fit(X, INDEX).history) == 3
-    for monitor in ("train_loss", "flatness_penalty"):
-        assert len(make(callbacks=[EarlyStopping(monitor)]).fit(X, INDEX).history) == 3
 
 
 # -- weights of classes, as scikit-learn's users pass them ---------------------------------
@@ -371,11 +296,10 @@ def test_callbacks_that_need_validation_data(name, tmp_path):
     ("name", "y", "given"),
     [
         ("weight", INDEX, [1.0, 2.0, 0.5]),
-        ("weight", INDEX, np.float32([1.0, 2.0, 0.5])),
         ("pos_weight", INDEX > 0, 3),
         ("pos_weight", INDEX > 0, np.array([3.0])),
     ],
-    ids=["list", "float32", "number", "array"],
+    ids=["list", "number", "array"],
 )
 def test_weights_of_classes_may_be_arrays_and_are_of_the_dtype_of_the_data(name, y, given, dtype):
     inputs, tensor = X.astype(dtype), torch.tensor(np.atleast_1d(given)).float()
@@ -388,14 +312,3 @@ def test_weights_of_classes_may_be_arrays_and_are_of_the_dtype_of_the_data(name,
     assert getattr(net.criterion_, name).dtype == next(net.module_.parameters()).dtype
     assert tensor.dtype == torch.float32  # the user's own stays as it is
     assert_array_equal(net.predict_proba(inputs), expected.predict_proba(inputs))
-
-
-def test_the_arguments_of_a_criterion_of_the_users_own_stay_as_they_are():
-    class Own(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-    weights = np.float32([1.0, 2.0, 0.5])
-    net = make(Net, criterion=Own, criterion__weight=weights, module=nn.Linear(4, 3))
-    assert net.initialize().criterion_.weight is weights

@@ -1,8 +1,5 @@
 """Where nets differ from skorch's: order, optimizers, prediction; what they measure after fit."""
 
-import copy
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +9,6 @@ from skorch.callbacks import Callback
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
 from torch import nn
-from torch.utils.data import DataLoader
 
 from relflat_sk import FlatnessScorer, measure
 from relflat_sk.training._after_fit import measured_later
@@ -63,16 +59,6 @@ def test_order_is_kept_on_demand_in_validation_and_prediction():
     assert torch.cat(batches).tolist() == list(range(N))
     search = GridSearchCV(net, {"iterator_train__shuffle": [True, False]}, cv=2)
     assert np.isfinite(search.fit(NUMBERED, HALVES).cv_results_["mean_test_score"]).all()
-
-
-class _OwnLoader:
-    """A loader without the argument `shuffle`."""
-
-    def __init__(self, dataset, batch_size):
-        self.loader = DataLoader(dataset, batch_size=batch_size)
-
-    def __iter__(self):
-        return iter(self.loader)
 
 
 # -- optimizers --------------------------------------------------------------------------
@@ -203,17 +189,6 @@ def test_what_was_measured_belongs_to_the_weights(change, tmp_path):
     with pytest.raises(ValueError, match="the weights have changed since"):
         scorer(net, X, INDEX)
     assert net.fit(X, INDEX).relative_flatness_ > 0
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
-def test_copies_hold_the_value_and_no_training_data(copied):
-    net = make(max_epochs=1, batch_size=256)
-    assert not hasattr(copied(net), "relative_flatness_")
-    many = np.random.default_rng(0).normal(size=(20_000, 2))
-    net.partial_fit(many, many[:, 0] > 0)
-    other = copied(net)
-    assert other.relative_flatness_ == net.relative_flatness_
-    assert len(pickle.dumps(other)) < many.nbytes / 5
 
 
 # -- batches of predictions ----------------------------------------------------------------

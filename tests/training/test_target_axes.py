@@ -37,10 +37,8 @@ def forecast():
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.Unflatten(1, (3, 2)))
 
 
-CE = nn.CrossEntropyLoss
 CASES = {
     "masks": (Classifier, lambda: convolution(2), {}, IMAGES, MASKS),
-    "masks, net": (Net, lambda: convolution(2), {"criterion": CE}, IMAGES, MASKS),
     "masks of one logit": (Binary, lambda: convolution(1), {}, IMAGES, MASKS[:, None] > 0),
     "tags": (Classifier, Tagger, {}, TOKENS, TAGS),
     "images": (Regressor, lambda: convolution(1), {}, IMAGES, IMAGES),
