@@ -45,9 +45,6 @@ def test_a_file_is_a_storage(storage, tmp_path, monkeypatch):
     assert optuna.get_all_study_names(open_storage(storage)) == ["sweep"]
 
 
-# -- while candidates train --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n_jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_weights_that_cannot_be_saved_end_the_search(stored, tmp_path, n_jobs):
     folder = tmp_path / "minima"
@@ -117,9 +114,6 @@ def test_the_objective_records_no_failure_of_the_call(tmp_path):
     assert not {"failed", "reason"} & attributes_of(study.trials[1]).keys()
 
 
-# -- tried again -------------------------------------------------------------------------------
-
-
 class FailsAtFirst(LogisticRegression):
     """Fails for one value of C until a file exists."""
 
@@ -154,9 +148,6 @@ def test_failed_candidates_are_tried_again_if_asked(stored, tmp_path, n_trials):
     assert sorted(mended["param_C"]) == [0.5, 1.0, 2.0]
     # and nothing is trained once more
     assert len(fit(retry_failed=True).study_.trials) == 5
-
-
-# -- damaged weights ---------------------------------------------------------------------------
 
 
 def truncate(path):

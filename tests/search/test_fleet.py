@@ -210,9 +210,6 @@ def test_a_net_with_dropout_is_trained_again_in_a_fleet():
         assert found == pytest.approx(before, rel=1e-4)
 
 
-# -- studies of one's own ------------------------------------------------------------------------
-
-
 def make_objective(space=SPACE, **arguments):
     arguments = {"random_state": 0, "X_test": X[:20], "y_test": y[:20]} | arguments
     return MinimaObjective(make_net(), X, y, space, **arguments)

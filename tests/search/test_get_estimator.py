@@ -64,9 +64,6 @@ def test_every_minimum_is_an_estimator_that_is_trained_again(kind, monkeypatch):
     assert None not in [one for name, one in params.items() if name.endswith("random_state")]
 
 
-# -- without a random_state --------------------------------------------------------------------
-
-
 def unseeded(**parameters):
     # wide enough that any seed trains it
     wide = make_net(module__hidden_layer_sizes=(50,))
@@ -95,9 +92,6 @@ def test_torchs_random_state_decides_where_there_is_no_other():
     assert not set(losses[0]) & set(losses[2])
 
 
-# -- what cannot be had ------------------------------------------------------------------------
-
-
 def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
     """Another version of a library, or another machine, may train another network."""
     search = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
@@ -124,9 +118,6 @@ def test_trials_without_an_estimator():
     ):
         with pytest.raises(ValueError, match=reason):
             search.get_estimator(number)
-
-
-# -- progress ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("labels", [Y, LABELS], ids=["numbers", "names"])

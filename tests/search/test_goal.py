@@ -48,9 +48,6 @@ def entropy(y):
     return float(-(shares * np.log(shares)).sum())
 
 
-# -- what people do first ----------------------------------------------------------------------
-
-
 def test_half_trained_nets_are_no_minima():
     X, y = load_wine(return_X_y=True)
     search = make_search(net(max_epochs=1), {"batch_size": [16, 64], "lr": [0.001, 0.01]})
@@ -74,9 +71,6 @@ def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth():
     assert minima["depth"].between(20, 60).all()
     assert (minima["train_score"] > 0.95).all()
     assert minima["relative_flatness"].is_monotonic_increasing
-
-
-# -- goals -------------------------------------------------------------------------------------
 
 
 class Accumulating(RelativeFlatnessRegularizedClassifier):
@@ -217,12 +211,6 @@ def test_what_ends_a_training_that_reaches_no_goal(name):
     assert [attrs["ended_by"], attrs["reason"]] == expected
     assert attrs["converged"] == (not expected[1])
     assert ("depth" in attrs) == (name != "no positive constant")
-
-
-# -- plateaus ----------------------------------------------------------------------------------
-
-
-# -- depths ------------------------------------------------------------------------------------
 
 
 def minima_of(depths, **columns):

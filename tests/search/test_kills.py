@@ -98,8 +98,6 @@ def engine(request):
     return context
 
 
-# -- a worker is killed --------------------------------------------------------------------------
-
 IN_WORKERS = [("sqlite", "loky"), ("journal", "loky"), ("memory", "loky"), ("journal", "dask")]
 
 
@@ -136,9 +134,6 @@ def test_all_that_die_are_named(tmp_path):
         order(tmp_path, C, "die")
     with pytest.raises(ValueError, match="2 x the process that trained was killed twice"):
         make_search(tmp_path, "memory", "loky").fit(X, Y)
-
-
-# -- the parent is killed ------------------------------------------------------------------------
 
 
 def fit_in_process(folder, storage, way):
@@ -257,9 +252,6 @@ def test_of_two_that_begin_at_the_same_moment_one_ends(tmp_path):
     assert_complete(make_search(tmp_path, "sqlite", refit=False).fit(X, Y), tmp_path)
 
 
-# -- Ctrl-C ------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     ("storage", "way"),
@@ -297,9 +289,6 @@ def press_later(folder):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-# -- candidates that crash ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_candidate_that_crashes_is_named_and_not_tried_again(way, tmp_path, engine):
     order(tmp_path, CHOICES[0], "crash")
@@ -309,9 +298,6 @@ def test_a_candidate_that_crashes_is_named_and_not_tried_again(way, tmp_path, en
             search.fit(X, Y)
     assert trained(tmp_path) == Counter(CHOICES)
     assert search.minima_.iloc[-1]["param_C"] == CHOICES[0]
-
-
-# -- a full disk, a lock ---------------------------------------------------------------------------
 
 
 @contextmanager

@@ -38,9 +38,6 @@ def flattest(search, name="relative_flatness"):
     return search.minima_[name].iloc[0]
 
 
-# -- layer and arguments of measures ---------------------------------------------------------
-
-
 def test_layer_and_arguments_of_measures(tmp_path):
     params = {"batch_size": 7, "weight_decay": 0.1}
     names = "hessian_trace", "trace_flatness"
@@ -98,9 +95,6 @@ def test_the_measure_that_ranks_fails_its_candidate():
     with pytest.warns(FlatnessWarning, match="1 x RuntimeError: out of luck"):
         table = search.fit(X, Y).minima_
     assert table["state"].tolist() == ["complete", "complete", "failed"]
-
-
-# -- arguments of fit ------------------------------------------------------------------------
 
 
 def test_weights_count_in_training_and_measures_also_of_workers():
@@ -185,9 +179,6 @@ def test_score_takes_weights_by_metadata_routing_as_scikit_learns_searches_do():
             right = np.average(search.predict(X) == Y, weights=weights)
             assert search.score(X, Y, sample_weight=weights) == pytest.approx(right)
             assert search.score(X, Y) != pytest.approx(right)
-
-
-# -- a layer that is not there -----------------------------------------------------------------
 
 
 class CountsEpochs(Callback):

@@ -92,9 +92,6 @@ def test_a_measure_that_is_not_finite_is_no_minimum():
     assert not search.minima_["converged"].any()
 
 
-# -- all measures in one pass --------------------------------------------------------------------
-
-
 TRACES = [
     "relative_flatness",
     "hessian_trace",
@@ -188,9 +185,6 @@ def test_the_loss_is_recorded_also_if_a_measure_fails(monkeypatch, tmp_path):
     assert attrs["seconds"] >= 0
     assert "relative_flatness" not in attrs
     assert "artifact_id" not in attrs
-
-
-# -- networks whose loss has rounded to zero -----------------------------------------------------
 
 
 BLOBS = make_blobs(60, 5, centers=3, random_state=0)

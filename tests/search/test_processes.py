@@ -88,9 +88,6 @@ def make_net(module=None, **arguments):
     return RelativeFlatnessRegularizedClassifier(flatness_weight=0, **given | arguments)
 
 
-# -- what workers find -------------------------------------------------------------------------
-
-
 def weight(model, X, y):
     return float(np.square(model.coef_).sum())
 
@@ -165,9 +162,6 @@ def test_searches_in_tasks_train_in_tasks(cluster):
         assert minima.equals(alone.minima_[minima.columns])
 
 
-# -- data that are not in memory ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("engine", "kind"),
     [
@@ -202,8 +196,6 @@ def table_of(data, batch_size, n_jobs=None):
 def table_of_arrays(batch_size):
     return table_of((X, Y), batch_size)
 
-
-# -- classes and functions of a script, of a function ------------------------------------------
 
 SCRIPT = """
 from sklearn.datasets import load_iris

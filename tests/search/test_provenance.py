@@ -172,9 +172,6 @@ def test_edits_arguments_of_fit_and_choices_of_the_same_name_are_refused(stored,
         stopping(0.7).set_params(**stored).fit(X, Y)
 
 
-# -- goes on -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("first", "again"),
     [
@@ -189,9 +186,6 @@ def test_edits_arguments_of_fit_and_choices_of_the_same_name_are_refused(stored,
 def test_what_does_not_change_results_goes_on(stored, first, again):
     trials = first.set_params(**stored).fit(X, Y).study_.trials
     assert again.set_params(**stored).fit(X, Y).study_.trials[:2] == trials
-
-
-# -- measured later ----------------------------------------------------------------------------
 
 
 def test_held_out_data_and_measures_that_come_later(kept):
@@ -221,9 +215,6 @@ def test_without_weights_nan_is_explained(stored):
     assert table["relative_flatness"].notna().all()
 
 
-# -- records -----------------------------------------------------------------------------------
-
-
 def test_a_study_that_does_not_say_how_it_was_made_can_be_read_and_is_not_resumed(stored):
     """As one of an earlier version, whose trials have their seeds as texts."""
     study = logistic(**stored).fit(X, Y).study_
@@ -249,9 +240,6 @@ def test_the_objective_refuses_a_study_of_something_else(tmp_path):
         study.optimize(objective(tol=0.1), n_trials=1)
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3 + ["FAIL"]
     assert "failed" not in study.trials[-1].user_attrs
-
-
-# -- data --------------------------------------------------------------------------------------
 
 
 class OwnDataset(Dataset):
@@ -290,9 +278,6 @@ def test_data_in_any_form_are_known_by_their_contents(form):
         record_of(FORMS[form](torch.from_numpy(X) + add, labels)) for add in (0, 0, 1)
     )
     assert one == again != other
-
-
-# -- descriptions ------------------------------------------------------------------------------
 
 
 def linear(seed):

@@ -132,9 +132,6 @@ def test_a_search_is_ranked_as_its_best_estimator():
     np.testing.assert_array_equal(*table.loc[[0, 1], columns].to_numpy())
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
 def entry(path):
     """Read the weights of a larger module that contains the network, beside other things."""
     saved = torch.load(path)["state_dict"]
@@ -239,9 +236,6 @@ def scale_head(weights, factor):
     return {key: factor * one if key[0] == "2" else one for key, one in weights.items()}
 
 
-# -- models without a value ------------------------------------------------------------------------
-
-
 def test_models_without_a_value_rank_last_with_a_reason(steps):
     dead, broken = build(), build()
     nn.init.zeros_(dead[2].weight)
@@ -309,9 +303,6 @@ MISSPELT = FlatnessScorer(measure_params={"n_probs": 3})
 def test_what_cannot_be_ranked_is_refused(models, arguments, error, match):
     with pytest.raises(error, match=match):
         rank_models(models, X, Y, **{**OF_MODULE, **arguments})
-
-
-# -- interrupted -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -147,9 +147,6 @@ def test_a_function_that_cannot_be_called_again_is_refused(whole):
         study_of(space)
 
 
-# -- choices that are enqueued, and the way back -------------------------------------------------
-
-
 SIZES = {"hidden_layer_sizes": [(4,), (8, 4)], "flag": [1, True], "solver": ["adam", "lbfgs"]}
 
 

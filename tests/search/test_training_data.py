@@ -31,9 +31,6 @@ N = 40
 ROWS = np.arange(N)
 
 
-# -- the data ----------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @given(
     size=st.one_of(st.none(), st.integers(1, N - 1), st.floats(0.05, 0.95)),
@@ -86,9 +83,6 @@ def test_containers(make):
     assert_array_equal(found.y_fit, expected.y_fit)
 
 
-# -- in a search -------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:1 of . minima are left out of the ranking")
 def test_random_labels_in_a_search():
     space = {"data__random_labels": [0.0, 0.5, 1.0], "C": [1.0]}
@@ -114,9 +108,6 @@ def test_a_confusion_set_is_trained_on_but_not_measured():
     expected = log_loss(data.y, fitted.predict_proba(data.X))
     assert_allclose(table["train_loss"][30], expected, rtol=1e-6)
     assert table["train_loss"][30] > table["train_loss"][0]
-
-
-# -- learning rates ----------------------------------------------------------------------------
 
 
 def net(**parameters):
@@ -153,9 +144,6 @@ def test_scaling_in_a_search():
     assert_allclose(table["param_scaled_lr"], 0.01 / 16 * table["param_batch_size"])
     assert search.best_estimator_.lr == table["param_scaled_lr"][0]
     assert net().lr == 0.01
-
-
-# -- a search trains on all data ------------------------------------------------------------------
 
 
 SIZES = {"module__n_features": 4, "module__n_outputs": 3}

@@ -53,9 +53,6 @@ class Losses(Callback):
         net.losses_ = [*getattr(net, "losses_", []), loss.item()]
 
 
-# -- StopAtLoss --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weight", [0.0, 0.1], ids=["plain", "penalised"])
 def test_stops_at_the_first_epoch_whose_true_loss_is_small_enough(weight):
     net = make(Losses(), StopAtLoss(0.35), module=Dropping, flatness_weight=weight).fit(X, NAMES)
@@ -119,9 +116,6 @@ def test_the_loss_of_a_net_s_own_is_that_outside_of_training(always):
     assert stop.loss_ == pytest.approx(mean + 3.0 * always, rel=FLOAT32)
 
 
-# -- StopAtGradientNorm ------------------------------------------------------------------
-
-
 HEAVY = torch.tensor([1.0, 5.0, 0.2])
 
 
@@ -163,9 +157,6 @@ def test_gradient_norm_is_no_step_for_gradients_and_the_limit():
     assert all(bool((p.grad == 3).all()) for p in net.module_.parameters())
 
 
-# -- on any skorch net -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("split", [None, ValidSplit(5)], ids=["all", "split"])
 def test_on_stock_skorch_nets(split):
     stops = [StopAtLoss(0.3), StopAtGradientNorm(1e-9, every=5)]
@@ -179,9 +170,6 @@ def test_on_stock_skorch_nets(split):
         chosen = net.predict_proba(X)[np.arange(42), INDEX]
         loss = -np.log(chosen).mean()
         assert dict(net.callbacks_)["StopAtLoss"].loss_ == pytest.approx(loss, rel=1e-4)
-
-
-# -- as objects --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,6 @@ def net():
     return sized(max_epochs=10).fit(X, Y)
 
 
-# -- measures, training and searches on each kind of data ----------------------------------
-
-
 def report(net, *data):
     params = {"random_state": 0, "n_draws": 2, "n_steps": 3, "percentile": 50}
     names = get_measure_names()
@@ -131,9 +128,6 @@ def test_labels_of_a_data_set_are_not_transformed(tmp_path):
     model = TransformedTargetRegressor(LinearRegression(), transformer=StandardScaler()).fit(X, Y)
     with pytest.raises(ValueError, match="transforms y, which it cannot do inside a TensorData"):
         relative_flatness(model, *SETS["tensors"](tmp_path, X, Y))
-
-
-# -- streams and data loaders --------------------------------------------------------------
 
 
 class Once(IterableDataset):
@@ -244,8 +238,6 @@ def test_dicts_with_labels_train_as_pairs_do(loaded):
         assert trained.history[-1, "valid_acc"] == trained.score(rows, Y)
 
 
-# -- sparse matrices -----------------------------------------------------------------------
-
 DENSE = RNG.normal(size=(N, 20)) * (RNG.uniform(size=(N, 20)) < 0.2)
 SPARSE = scipy.sparse.csr_array(DENSE)
 Z = DENSE[:, :3].argmax(axis=1)
@@ -279,8 +271,6 @@ def test_only_a_batch_is_made_dense(monkeypatch):
     assert set(rows) <= set(range(1, 17))
     assert 16 in rows
 
-
-# -- data frames ---------------------------------------------------------------------------
 
 IRIS, SPECIES = load_iris(return_X_y=True)
 WEIGHTS = np.linspace(1, 2, len(IRIS))
@@ -322,9 +312,6 @@ def test_frames_train_the_net_that_arrays_train(library):
     search = FlatMinimaSearch(net, {"random_state": [0]}, goal=0.9)
     search.fit(frame, labels, sample_weight=weights, X_test=frame, y_test=labels)
     assert search.feature_names_in_.tolist() == NAMES
-
-
-# -- devices -------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -50,9 +50,6 @@ from tests.training.common import (
 STILL = {"optimizer": torch.optim.SGD, "lr": 1e-30, "flatness_clip": None}
 
 
-# -- what a step minimises, see tests/engine/test_any_engine.py ----------------------------
-
-
 @pytest.mark.usefixtures("own_loop")
 def test_weight_zero_is_stock_skorch():
     params = {"optimizer": torch.optim.Adam, "lr": 0.01, "max_epochs": 3, "batch_size": 16}
@@ -171,9 +168,6 @@ def test_records_the_flatness_of_the_training_data(layer, layers, normalize):
         for k in layers
     )
     assert net.relative_flatness_ == pytest.approx(truth, rel=1e-9)
-
-
-# -- tasks -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -339,9 +333,6 @@ def test_a_function_may_make_the_criterion():
     assert net.fit(X, INDEX).criterion_.label_smoothing == 0.1
 
 
-# -- as scikit-learn estimators ----------------------------------------------------------
-
-
 def test_clone_forgets_and_pickle_remembers():
     net = make(flatness_layer=[0, "output"], module__activation="tanh", train_split=ValidSplit(5))
     net.fit(X, NAMES)
@@ -356,17 +347,6 @@ def test_clone_forgets_and_pickle_remembers():
         assert copied.predict_proba(X).tolist() == net.predict_proba(X).tolist()
         assert copied.relative_flatness_ == net.relative_flatness_
         same(copied.partial_fit(X, NAMES), further)
-
-
-def test_parameters_are_public_and_settable():
-    net = make(module__hidden_layer_sizes=(5,), criterion__label_smoothing=0.1)
-    assert not [name for name in net.get_params() if name.startswith("_") or name.endswith("_")]
-    changes = {"module__hidden_layer_sizes": (7,), "criterion__label_smoothing": 0.2, "lr": 0.02}
-    net.set_params(**changes, callbacks__print_log=None).fit(X, NAMES)
-    assert net.module_[1].out_features == 7
-    assert net.criterion_.label_smoothing == 0.2
-    assert net.optimizer_.param_groups[0]["lr"] == 0.02
-    assert net.set_params(module__hidden_layer_sizes=(6,)).module_[1].out_features == 6
 
 
 @pytest.mark.skipif(
@@ -473,9 +453,6 @@ def test_a_module_instance_is_not_trained_itself():
     same(net.fit(X, NAMES), clone(net).fit(X, NAMES))
 
 
-# -- callbacks ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "y", "scoring", "weights"),
     [
@@ -520,9 +497,6 @@ def test_ctrl_c_leaves_a_usable_net(method):
     copied = copy.deepcopy(net).set_params(callbacks=None, max_epochs=2)
     copied.partial_fit(X, NAMES)
     assert copied.score(X, NAMES) > 0.3
-
-
-# -- a training that ends badly ----------------------------------------------------------
 
 
 class Dead(MLP):

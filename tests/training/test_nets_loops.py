@@ -43,9 +43,6 @@ def penalties(net):
     return np.array(net.history[:, "flatness_penalty"])
 
 
-# -- torch.compile -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layer", ["all", -1])
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own insides
 def test_compiled(layer):
@@ -113,9 +110,6 @@ def test_predictions_and_steps_without_a_penalty_are_compiled():
     assert backend.runs.count(True) >= 3
 
 
-# -- mixed precision ---------------------------------------------------------------------
-
-
 # the step under autocast, as in skorch's accelerate mixin, and the forward pass alone, as torch
 # recommends
 CAST = [in_bfloat16(Classifier, method) for method in ("train_step_single", "infer")]
@@ -172,9 +166,6 @@ def test_float16_with_a_scaler(layer):
     assert net.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=BF16)
 
 
-# -- several batches per step ------------------------------------------------------------
-
-
 class Accumulating(AccumulatingMixin, Classifier):
     pass
 
@@ -191,9 +182,6 @@ def test_gradients_that_accumulate_are_those_of_a_larger_batch(weights):
     assert penalties(net) == pytest.approx(penalties(whole), rel=1e-4)
     # the loss of a step is a third, but what is recorded is the loss
     assert net.history[0, "train_loss"] == pytest.approx(whole.history[0, "train_loss"], rel=1e-4)
-
-
-# -- layers that behave otherwise in training --------------------------------------------
 
 
 def test_dropout_has_one_mask_for_loss_and_penalty():
@@ -226,9 +214,6 @@ def test_batch_norm_counts_each_step_once(layer):
         assert_close(buffer, expected, **rounding(9))
 
 
-# -- skorch's callbacks ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("split", [None, ValidSplit(3)], ids=["all", "split"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_flatness_scorer_as_epoch_scoring(split, caching):
@@ -258,9 +243,6 @@ def test_checkpoints_come_back(tmp_path):
     loaded = make(**{**params, "max_epochs": 0}).fit(X, NAMES)
     loaded.load_params(f_params=tmp_path / "end_params.pt")
     same(loaded, net)
-
-
-# -- saving ------------------------------------------------------------------------------
 
 
 def test_training_goes_on_from_saved_parameters():
@@ -305,9 +287,6 @@ def test_what_cuda_trained_the_cpu_loads(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(file)], env=without_cuda, check=True)
 
 
-# -- accelerate --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("layer", "weights", "precision"),
     [(-1, None, "no"), ("hidden0", np.arange(42), "no"), (-1, None, "bf16")],
@@ -320,9 +299,6 @@ def test_accelerate(accelerated, layer, weights, precision):
         same(net, plain, **rounding(9))
     assert penalties(net) == pytest.approx(penalties(plain), rel=3 * BF16)
     assert net.predict_proba(X) == pytest.approx(plain.predict_proba(X), abs=BF16)
-
-
-# -- labels that are not one array ------------------------------------------------------
 
 
 class Parts(torch.utils.data.Dataset):

@@ -50,9 +50,6 @@ class Fourth(nn.Module):
         return losses.mean() if self.reduction == "mean" else losses
 
 
-# -- what a weight means -----------------------------------------------------------------
-
-
 REPEATED = {
     "classes": (Classifier, NAMES, {}),
     "class weights": (Classifier, NAMES, {"criterion__weight": [1.0, 5.0, 0.2]}),
@@ -143,9 +140,6 @@ def test_an_unknown_criterion_must_tell_samples_apart():
         make(Regressor, criterion=common.Quartic).fit(X, VALUES, sample_weight=WEIGHTS)
 
 
-# -- how data may come -------------------------------------------------------------------
-
-
 class Own(Dataset):
     """A data set of which nobody knows how it makes samples."""
 
@@ -216,9 +210,6 @@ def test_training_goes_on_with_other_weights():
     for weights in (WEIGHTS, None, WEIGHTS):
         warm.fit(X, NAMES, sample_weight=weights)
     same(warm, net)
-
-
-# -- in scikit-learn and skorch ----------------------------------------------------------
 
 
 def test_metadata_routing():

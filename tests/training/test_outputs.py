@@ -84,9 +84,6 @@ class NoLogits(Module):
         return {"scores": logits}
 
 
-# -- tuples and mappings -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_mappings_and_tuples_equal_tensors(task):
     kind, y = TASKS[task]
@@ -138,9 +135,6 @@ def misspelt(output, target):
 def test_outputs_that_cannot_be_read_are_refused(params, error, match):
     with pytest.raises(error, match=match):
         make(flatness_weight=0, **params).fit(X, NAMES).predict(X)
-
-
-# -- logarithms of probabilities -----------------------------------------------------------
 
 
 class Softmax(nn.Sequential):
@@ -281,9 +275,6 @@ def test_no_logarithm_of_zero(task):
     assert_allclose(net.predict_log_proba(far), expected, rtol=1e-5, atol=1e-6)
 
 
-# -- classes of data sets ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("data", [dataset, Stream])
 def test_classes_are_those_of_the_outputs(data):
     # one class more than there are labels
@@ -310,20 +301,3 @@ def test_classes_of_other_tasks():
     net = make(Regressor, module__n_features=4, module__n_outputs=1).fit(dataset(X[:, :1]))
     assert not hasattr(net, "classes_")
     assert net.predict(X).shape == (42, 1)
-
-
-class Failing(Stream):
-    def __iter__(self):
-        raise OSError("the stream has ended")
-
-
-def test_labels_of_arrays_replace_those_of_data_sets():
-    net = make(**SIZES).fit(dataset())
-    with pytest.raises(OSError, match="ended"):  # leaves the classes
-        net.partial_fit(Failing())
-    net.partial_fit(dataset())
-    assert_array_equal(net.classes_, [0, 1, 2])
-    assert_array_equal(net.partial_fit(X, NAMES).classes_, ["x", "y", "z"])
-    assert net.n_features_in_ == 4
-    assert set(net.fit(X, NAMES).predict(X)) <= set("xyz")
-    assert_array_equal(net.fit(dataset()).classes_, [0, 1, 2])

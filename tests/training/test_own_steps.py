@@ -55,9 +55,6 @@ def decay(net):
     return 0.3 * sum(p.square().sum() for p in net.module_.parameters())
 
 
-# -- the penalty survives ----------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:relative_flatness at layer")  # of a loss that is not convex
 @pytest.mark.parametrize("function", [focal, robust])
 @pytest.mark.parametrize("layer", ["output", "hidden0"])
@@ -164,9 +161,6 @@ def test_a_part_of_the_output_and_a_term_of_the_rest():
     assert net.history[-1, "train_loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
-# -- what cannot be kept is said ---------------------------------------------------------
-
-
 def step_alone(self, batch, **fit_params):
     self._set_training(True)
     inputs, target = batch
@@ -230,9 +224,6 @@ def test_a_pass_within_the_loss_is_not_penalised():
     expected, net = (make(kind, **AT_START).fit(X, NAMES) for kind in (by_hand, Consistent))
     for column in ("flatness_penalty", "train_loss"):
         assert net.history[:, column] == pytest.approx(expected.history[:, column], rel=1e-6)
-
-
-# -- what is measured --------------------------------------------------------------------
 
 
 def warns_of_weights(change):

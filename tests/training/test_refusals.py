@@ -156,9 +156,6 @@ def test_predicting_and_measuring_check_the_data(kind):
         relative_flatness(net, kind(X), ["w"] * 42)
 
 
-# -- labels that look like others ----------------------------------------------------------
-
-
 LETTERS = np.array(list("abcdefghijklmnopqrstu"))[np.arange(42) % 21]
 
 
@@ -197,9 +194,6 @@ def test_an_index_to_ignore_among_classes_from_0_is_ignored_also_after_a_dataset
     net.fit(dataset())
     with pytest.raises(ValueError, match="ignore_index=1"):
         net.partial_fit(X, NAMES)
-
-
-# -- probabilities where logits belong -----------------------------------------------------
 
 
 class Ending(nn.Module):
@@ -266,8 +260,6 @@ def test_a_function_of_the_users_own_is_left_alone():
     assert len(net.fit(X, torch.from_numpy(INDEX)).history) == 3
 
 
-# -- callbacks without validation data -----------------------------------------------------
-
 VALIDATED = {
     "EarlyStopping": lambda folder: EarlyStopping(),
     "accuracy": lambda folder: EarlyStopping("valid_acc", lower_is_better=False),
@@ -286,9 +278,6 @@ def test_callbacks_that_need_validation_data(name, tmp_path):
     assert not net.history  # before any training
     net.set_params(train_split=ValidSplit(5), callbacks=[VALIDATED[name](tmp_path)])
     assert len(net.fit(X, INDEX).history) == 3
-
-
-# -- weights of classes, as scikit-learn's users pass them ---------------------------------
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -45,9 +45,6 @@ def make(kind=Classifier, **params):
     return common.make(kind, **{**defaults, "optimizer": torch.optim.SGD, **params})
 
 
-# -- one step by hand --------------------------------------------------------------------
-
-
 def by_hand(w, loss, radius, eta):
     """Gradient at the worst point of a ball, all parameters in one vector (eq. 2 and 7)."""
     w = w.clone().requires_grad_()
@@ -89,9 +86,6 @@ def test_a_step_is_that_of_the_papers(radius, eta):
     assert net.history[-1, "train_loss"] == pytest.approx(loss(w).item(), rel=1e-10)
 
 
-# -- what is given back ------------------------------------------------------------------
-
-
 def test_batch_norm_and_dropout_see_one_step():
     params = {"module": Recording, "lr": 1e-30, "max_epochs": 1}
     net = make(sharpness_radius=0.5, **params).fit(X, INDEX)
@@ -123,9 +117,6 @@ def test_weights_come_back_after_an_exception():
         net.fit(X, INDEX)
     assert_close(net.module_.first.weight, net.module_.seen[0][-1], rtol=0, atol=0)
     assert net.module_.norm.num_batches_tracked == 2
-
-
-# -- together with the rest --------------------------------------------------------------
 
 
 def test_on_stock_skorch_nets():

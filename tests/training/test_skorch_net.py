@@ -61,9 +61,6 @@ def test_order_is_kept_on_demand_in_validation_and_prediction():
     assert np.isfinite(search.fit(NUMBERED, HALVES).cv_results_["mean_test_score"]).all()
 
 
-# -- optimizers --------------------------------------------------------------------------
-
-
 def _optimizer(optimizer, module=None, **arguments):
     return make(module=module or nn.Linear(2, 2), optimizer=optimizer, **arguments).initialize()
 
@@ -101,9 +98,6 @@ def test_other_optimizers_are_left_alone(optimizer, module):
     assert not _optimizer(optimizer, module).optimizer_.param_groups[0].get("fused")
 
 
-# -- the loop ----------------------------------------------------------------------------
-
-
 def test_functions_of_subclasses_are_called_once_a_step():
     names = ("train_step", "train_step_single", "on_batch_end", "get_loss", "infer")
     calls = dict.fromkeys(names, 0)
@@ -119,21 +113,6 @@ def test_functions_of_subclasses_are_called_once_a_step():
     with measured_later():
         make(kind, batch_size=5).fit(NUMBERED, HALVES)
     assert list(calls.values()) == [12] * 5
-
-
-def test_table_is_printed_unless_the_net_is_quiet(capsys):
-    make().fit(X, INDEX)
-    assert not capsys.readouterr().out
-    net = make(verbose=1).fit(X, INDEX)
-    header, _, *epochs = capsys.readouterr().out.splitlines()
-    assert "flatness_penalty" in header
-    assert len(epochs) == 3
-    lines = []
-    net.set_params(verbose=0, callbacks__print_log__sink=lines.append).fit(X, INDEX)
-    assert len(lines) == 5
-
-
-# -- relative_flatness_ ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", [None, np.arange(42) + 1.0])
@@ -189,9 +168,6 @@ def test_what_was_measured_belongs_to_the_weights(change, tmp_path):
     with pytest.raises(ValueError, match="the weights have changed since"):
         scorer(net, X, INDEX)
     assert net.fit(X, INDEX).relative_flatness_ > 0
-
-
-# -- batches of predictions ----------------------------------------------------------------
 
 
 class _BatchSizes(nn.Module):

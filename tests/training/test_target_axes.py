@@ -91,9 +91,6 @@ def test_targets_that_do_not_fit_are_refused(module, y):
         make(**module).fit(X, y)
 
 
-# -- rows of different lengths -----------------------------------------------------------
-
-
 class Sentences(Dataset):
     def __init__(self):
         self.rows = [torch.tensor(rng.integers(1, 9, n)) for n in rng.integers(2, 7, 60)]
