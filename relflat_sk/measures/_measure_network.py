@@ -28,6 +28,7 @@ from relflat_sk.measures._names import (
     check_layers,
     check_options,
     is_of_network,
+    measure_by_function,
     own_arguments,
 )
 from relflat_sk.measures._results import (
@@ -40,7 +41,6 @@ from relflat_sk.measures._results import (
     name_of,
 )
 from relflat_sk.measures._scan import scan
-from relflat_sk.measures._user_function import measure_by_function
 
 # whether a measure of some name has no value, rather than that its error is raised
 Tolerates = Callable[[str, Exception], bool]
