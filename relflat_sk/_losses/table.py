@@ -312,16 +312,6 @@ _check_counts = partial(
 )
 
 
-def _output_divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
-    return 1 if criterion.reduction == "sum" else output.numel() / len(output)
-
-
-def _weights_of_classes(criterion: Any, output: Tensor, target: Tensor | None) -> Tensor:
-    assert target is not None  # needs_target says so
-    weights: Tensor = criterion.weights(target)
-    return weights.reshape(len(output))
-
-
 def _logistic(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
     """Return the curvature of the logistic loss in its logits."""
     beta = torch.sigmoid(z) * torch.sigmoid(-z)  # never 1 - sigmoid, which cancels
@@ -356,10 +346,6 @@ def _best_share(criterion: Any, y: Tensor, weight: Tensor, shape: torch.Size) ->
     totals = _total_shares(_label_shares, criterion, y, weight, shape)
     tiny = torch.finfo(weight.dtype).eps
     return (totals[:, 1] / totals.sum(dim=1)).clamp(tiny, 1 - tiny)
-
-
-def _squared(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
-    return Diagonal(torch.full_like(z, 2.0))
 
 
 def _poisson(criterion: Any, z: Tensor, target: Tensor | None) -> ClosedForm:
@@ -399,7 +385,9 @@ def _output_row(
         target = check(criterion, output, target)
         return Target(target, target)
 
-    divisors = _output_divisors
+    def divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
+        return 1 if criterion.reduction == "sum" else output.numel() / len(output)
+
     return Row(task, read, divisors, best_constant, links, needs_target, has_temperature, shares)
 
 
@@ -419,7 +407,7 @@ OUTPUT_LOSSES: dict[type, Row] = {
         "regression",
         _check_numbers,
         lambda criterion, y, w, shape: _mean(y, w),
-        {"identity": _squared},
+        {"identity": lambda criterion, z, target: Diagonal(torch.full_like(z, 2.0))},
     ),
     nn.PoissonNLLLoss: _output_row(
         "regression",
@@ -441,7 +429,8 @@ OUTPUT_LOSSES: dict[type, Row] = {
     nn.HuberLoss: _output_row("regression", _check_numbers, None, {}, has_temperature=False),
 }
 OUTPUT_LOSSES[WeightedLogisticLoss] = replace(
-    OUTPUT_LOSSES[nn.BCEWithLogitsLoss], divisors=_weights_of_classes
+    OUTPUT_LOSSES[nn.BCEWithLogitsLoss],
+    divisors=lambda criterion, output, target: criterion.weights(target).reshape(len(output)),
 )
 
 

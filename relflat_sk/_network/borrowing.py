@@ -52,7 +52,7 @@ class ReplacedForwards:
             attributes["forward"] = forward
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._before:
             attributes, before = self._before.pop()
             for name in _REPLACED:
@@ -205,9 +205,9 @@ def _attend(
     scores = q @ k.transpose(-2, -1) / math.sqrt(size)
     if attn_mask is not None:
         full = attn_mask if attn_mask.ndim == 2 else attn_mask.view(n, heads, *attn_mask.shape[1:])
-        scores = scores + _additive(full, scores)
+        scores = _masked(scores, full)
     if key_padding_mask is not None:
-        scores = scores + _additive(key_padding_mask, scores)[:, None, None, :]
+        scores = _masked(scores, key_padding_mask[:, None, None, :])
     weights = F.dropout(scores.softmax(dim=-1), attention.dropout, attention.training)
     mixed = (weights @ v).transpose(1, 2).reshape(n, length, heads * size)
     out = attention.out_proj(mixed)
@@ -233,11 +233,9 @@ def _project(attention: Any, *inputs: Tensor) -> list[Tensor]:
     return [parts[j][:, :, which].transpose(1, 2) for which, j in enumerate(same_as)]
 
 
-def _additive(mask: Tensor, like: Tensor) -> Tensor:
-    """Turn a boolean mask into numbers to add to scores; other masks are numbers already."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    """Leave out scores where a mask is true, or add the numbers of another mask to them."""
+    return scores.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else scores + mask
 
 
 @contextmanager

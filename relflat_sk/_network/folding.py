@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from relflat_sk._network.borrowing import has_own_forward
 from relflat_sk._network.layers import LayerMap, check_real, layer_map, weight_kind
@@ -168,19 +167,12 @@ def _fold(call: _Call, layer: nn.Module, norm: str | None, modules: dict[str, An
 
 
 def _fuse(weight: Tensor, bias: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """Fold a batch norm into a weight matrix and a bias."""
-
-    def exact(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.detach().double()
-
+    """Fold a batch norm into a weight matrix and a bias, by the formula above."""
     # for each kind of layer, a row of the weight matrix belongs to one channel
-    fused = fuse_conv_bn_weights(
-        weight,
-        bias,
-        exact(norm.running_mean),
-        exact(norm.running_var),
-        norm.eps,
-        exact(norm.weight),
-        exact(norm.bias),
-    )
-    return fused[0].detach(), fused[1].detach()
+    mean, scale = norm.running_mean.double(), (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.detach().double()
+    shift = (-mean if bias is None else bias - mean) * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.detach().double()
+    return weight * scale[:, None], shift

@@ -118,7 +118,7 @@ def graph_alone() -> saved_tensors_hooks:
     return saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
 
 
-class Recorder:
+class Recorder(ReplacedForwards):
     """Context that records the calls of some layers, in little time."""
 
     def __init__(
@@ -134,9 +134,7 @@ class Recorder:
         self._twice = twice
         self._attention = MathAttention() if twice else None
         self._records = {name: LayerRecord(name, layer) for name, layer in layers.items()}
-        self._replaced = ReplacedForwards(
-            (record.layer, self._recorded(record)) for record in self._records.values()
-        )
+        super().__init__((each.layer, self._recorded(each)) for each in self._records.values())
 
     def __getitem__(self, name: str) -> LayerRecord:
         return self._records[name]
@@ -146,13 +144,9 @@ class Recorder:
         """Names of the layers in the order in which they were first called."""
         return list(dict.fromkeys(self.calls))
 
-    def __enter__(self) -> "Recorder":
-        self._replaced.__enter__()
-        return self
-
-    def __exit__(self, error: object, *_: object) -> None:
-        self._replaced.__exit__()
-        self.failed = error is not None
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.failed = any(error)
         if self._attention is not None:
             self._attention.__exit__()
 
