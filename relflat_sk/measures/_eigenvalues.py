@@ -123,10 +123,7 @@ class EigenvalueMeasures:
                 stored.append((layer, forward.row_weights(layer)))
 
     def finish(self, summary: Summary) -> Results:
-        """Compute the measures at all layers whose batches were added.
-
-        To be used within `borrowed`.
-        """
+        """Compute the measures at all layers whose batches were added, within `borrowed`."""
         results, passes = {}, Passes(summary)
         for layer, weight in summary.layer_weights.items():
             largest, error = self._largest(layer, summary)

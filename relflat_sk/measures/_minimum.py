@@ -104,10 +104,7 @@ class ConstantComparison:
 
 
 def compare_with_constant(network: Network, passes: Passes) -> ConstantComparison:
-    """Compare a network with the best constant prediction on the data that it was measured on.
-
-    The network runs again, for the score, only if its loss is no lower than the constant's.
-    """
+    """Compare a network with the best constant prediction on the data that it was measured on."""
     comparison = ConstantComparison(passes.compared_risk, range_of(network, passes).constant)
     if comparison.beats_constant or not math.isfinite(comparison.loss):
         return comparison
@@ -158,10 +155,7 @@ def has_vanished(measure: str, flatness: float, comparison: ConstantComparison) 
 
 
 def warn_of_vanished(network: Network, results: Results) -> None:
-    """Warn of curvatures that are zero up to rounding, by the rule of the scorer.
-
-    The labels are read again only where a value or the loss is tiny.
-    """
+    """Warn of curvatures that are zero up to rounding, by the rule of the scorer."""
     tiny = {
         key: measured.value
         for key, measured in results.items()

@@ -230,11 +230,7 @@ def find_measures(measures: Any) -> dict[str, Measure]:
 
 @contextmanager
 def kept_model(model: Any) -> Iterator[None]:
-    """Restore weights, gradients and fitted attributes when the context ends.
-
-    Inside the context a network is in evaluation mode, see `borrowed`. Its gradients are None, so
-    that a backward pass adds to no gradient of the user's.
-    """
+    """Restore weights, gradients and fitted attributes when the context ends."""
     estimator = final_estimator(model)
     module = unwrapped(getattr(estimator, "module_", estimator))
     if isinstance(module, nn.Module):
@@ -254,7 +250,7 @@ def _kept_parameters(module: nn.Module) -> Iterator[None]:
         for name, p in m.named_parameters(recurse=False)
     ]
     for parameter in module.parameters():
-        parameter.grad = None
+        parameter.grad = None  # a backward pass adds to no gradient of the user's
     try:
         yield
     finally:

@@ -359,10 +359,7 @@ _STEPS = {
 
 
 def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) -> float:
-    """Sum the products of powers of weights along all paths through a network.
-
-    To be used within `relflat_sk._network.borrowed`.
-    """
+    """Sum the products of powers of weights along all paths of a network, within `borrowed`."""
     total, half = (_sum_from(network, layers, power, start) for start in (1.0, 0.5))
     if not total < math.inf:  # nan is infinity times a weight of zero
         return math.inf

@@ -98,22 +98,12 @@ class Summary:
 
 @dataclass(frozen=True)
 class Passes:
-    """What the passes over the data have shown beside the values.
+    """What the passes over the data have shown beside the values."""
 
-    Parameters
-    ----------
-    own : Summary
-        Totals of the network itself.
-    fitted : Summary or None
-        Totals at the temperature at which the network's logits reach the loss of `at_loss`. None
-        without `at_loss`, where no temperature does, and where it divides squared errors.
-    at_loss : float or None
-        The share of the best constant's loss that was asked for.
-    """
-
-    own: Summary = field(default_factory=Summary)
+    own: Summary = field(default_factory=Summary)  # of the network itself
+    # at the temperature at which its logits reach the loss of `at_loss`, if there is one
     fitted: Summary | None = None
-    at_loss: float | None = None
+    at_loss: float | None = None  # the share of the best constant's loss that was asked for
 
     @property
     def n_samples(self) -> int:
@@ -154,10 +144,7 @@ class Measured:
 
 
 def range_of(network: Network, passes: Passes) -> LossRange:
-    """Compute the losses of the best prediction and of the best constant one; nan without y.
-
-    The labels are read again, the network is not run.
-    """
+    """Compute the losses of the best prediction and of the best constant one; nan without y."""
     return loss_range(network, passes.own.output_shape, passes.own.link)
 
 

@@ -220,10 +220,7 @@ def _add_totals(summary: Summary, forward: ForwardPass) -> None:
 
 
 def find_measured_layer(network: Network, layer: Layer) -> str:
-    """Find a layer at which the network can be measured, by running the first batch.
-
-    To be used within `borrowed`.
-    """
+    """Find a layer at which the network can be measured by running a batch, within `borrowed`."""
     (name,) = _Runner(network, [layer]).run(next(iter(network.batches()))).layers
     return name
 

@@ -11,7 +11,7 @@ the network is piecewise linear behind the layers, all layers and numbers of bit
 pass, of a random vector for each sample, or of each output.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -147,10 +147,7 @@ class _Rises:
 
 
 def _measure_rises(network: Network, changes: dict[str, Tensor]) -> dict[str, _Sums]:
-    """Run the network with each change of each layer; its weights are never written to.
-
-    To be used within `borrowed`.
-    """
+    """Run the network with each change of each layer, whose weight stays, within `borrowed`."""
     sums = {name: _Sums() for name in changes}
     with torch.no_grad():
         for batch in network.batches():
@@ -259,8 +256,8 @@ def layer_sensitivity(  # noqa: PLR0913
     TypeError
         If `bits` or `layers` are of no such type.
     ValueError
-        If a number of bits is below 2, `n_probes` is not positive, labels are missing, or there is
-        no such layer.
+        If there are no bits, a number of bits is no integer of at least 2, `n_probes` is not
+        positive, labels are missing, or there is no such layer.
 
     Warns
     -----
@@ -303,7 +300,10 @@ def layer_sensitivity(  # noqa: PLR0913
     >>> bool((abs(table["predicted"] - table["measured"]) < 0.01).all())
     True
     """
-    numbers = _check_bits(bits)
+    several: Any = [bits] if is_integer(bits) else bits
+    numbers: list[int] = list(dict.fromkeys(several))
+    for number in numbers or (None,):
+        check_integer("bits", number, minimum=2, reason="one bit leaves 0 only")
     if n_probes is not None:
         check_integer("n_probes", n_probes, minimum=1)
     network = open_model(
@@ -336,13 +336,3 @@ def layer_sensitivity(  # noqa: PLR0913
             columns |= {"measured": value, "measured_stderr": error}
         tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True)
-
-
-def _check_bits(bits: Any) -> list[int]:
-    is_list = isinstance(bits, Iterable) and not isinstance(bits, str)
-    numbers = [bits] if is_integer(bits) else list(bits) if is_list else []
-    if not numbers:
-        raise TypeError(f"bits must be a number of bits or a list of them, got {bits!r}.")
-    for one in numbers:
-        check_integer("bits", one, minimum=2, reason="one bit leaves 0 only")
-    return [int(one) for one in dict.fromkeys(numbers)]
