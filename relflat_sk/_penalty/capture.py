@@ -1,7 +1,7 @@
 """Record the penalised layers in each step of a training, and keep what the first one found."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -339,42 +339,27 @@ class Capture:
             return survey.parts
         return list(original.modules())
 
-    def open(
-        self, module: nn.Module, asked: tuple[Layer, ...] | None
-    ) -> AbstractContextManager[Any]:
-        """Record a forward pass."""
+    @contextmanager
+    def open(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> Iterator[None]:
+        """Record a forward pass, which runs what is differentiated twice step by step.
+
+        The first one records all layers, and finds those that later ones need: the order of the
+        calls is known only afterwards, and training keeps the inputs of all layers anyway.
+        """
         self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
-        survey, plan = self._survey, self.plan
-        original = _inside(module)
-        if survey is None or plan is None or not survey.is_of(original, asked):
-            return self._record_all(Survey(original, asked))
-        return self._record(survey, plan, eager=plan.eager or original is not module)
-
-    @contextmanager
-    def _record(self, survey: Survey, plan: Plan, *, eager: bool) -> Iterator[None]:
-        """Record a forward pass, which runs what is differentiated twice step by step."""
-        attention = explicit_attention(survey.parts[0]) if plan.in_attention else nullcontext()
+        original, plan = _inside(module), self.plan
+        if self._survey is None or plan is None or not self._survey.is_of(original, asked):
+            self._survey, self._rows = Survey(original, asked), RowChecks()
+            self.plan = plan = None
+        survey = self._survey
+        is_eager = plan is None or plan.eager or original is not module
+        attends = plan is None or plan.in_attention
         with (
-            eagerly() if eager else nullcontext(),
-            attention,
-            ExplicitLayers(plan.explicit) as self.explicit,
-            survey.record(plan) as self.recorder,
+            eagerly() if is_eager else nullcontext(),
+            explicit_attention(original) if attends else nullcontext(),
+            ExplicitLayers(survey.norms if plan is None else plan.explicit) as self.explicit,
+            survey.record_all() if plan is None else survey.record(plan) as self.recorder,
         ):
-            yield
-
-    @contextmanager
-    def _record_all(self, survey: Survey) -> Iterator[None]:
-        """Record all layers in a first forward pass, and find those that later ones need."""
-        # the order of the calls is known only afterwards; training keeps the inputs of all
-        # layers for the backward pass anyway
-        self.plan = None
-        with (
-            eagerly(),
-            explicit_attention(survey.parts[0]),
-            ExplicitLayers(survey.norms) as self.explicit,
-            survey.record_all() as self.recorder,
-        ):
-            self._survey, self._rows = survey, RowChecks()
             yield
 
     def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:

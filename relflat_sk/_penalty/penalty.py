@@ -237,9 +237,9 @@ class RelativeFlatnessPenalty:
         """
         return nullcontext() if self.limit.is_resting(self.every) else self._record(module)
 
-    def _record(self, module: nn.Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _record(self, module: nn.Module) -> Iterator[None]:
         """Record a forward pass of a step that has the penalty."""
-        recorded = self._capture.open(module, self._asked())
         parts = self._capture.parts_of(module)
         hooked = [part for part in parts if has_hooks(part)]
         # the first pass shows whether the network itself registers hooks of activations
@@ -248,19 +248,10 @@ class RelativeFlatnessPenalty:
             or self._hooks.registers
             or any(map(has_forward_hooks, parts))
         )
-        if not (hooked or activations):
-            return recorded
-        return self._capture_hooked(recorded, hooked, activations=activations)
-
-    @contextmanager
-    def _capture_hooked(
-        self,
-        recorded: AbstractContextManager[Any],
-        hooked: Sequence[nn.Module],
-        *,
-        activations: bool,
-    ) -> Iterator[None]:
-        with recorded, self._hooks.guarded(hooked, activations=activations):
+        with (
+            self._capture.open(module, self._asked()),
+            self._hooks.guarded(hooked, activations=activations),
+        ):
             yield
 
     @property

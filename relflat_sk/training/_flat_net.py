@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import ClassifierTags, RegressorTags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
-from skorch.callbacks import EpochScoring, PassthroughScoring
+from skorch.callbacks import EpochScoring
 from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -55,7 +55,7 @@ from relflat_sk.training._data import (
 )
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._own_steps import penalised, recording, warn_without_penalty
-from relflat_sk.training._skorch_net import SkorchNet, check_start, epochs_before
+from relflat_sk.training._skorch_net import EpochMean, SkorchNet, check_start, epochs_before
 from relflat_sk.training._tasks import (
     TASKS,
     UNSEEN,
@@ -519,7 +519,7 @@ class FlatNet(SkorchNet):
         """Record the penalty per epoch as well, and a classifier's accuracy."""
         callbacks = super()._default_callbacks
         for name in ("flatness_penalty", "flatness_clipped"):
-            mean = PassthroughScoring(name, on_train=True, lower_is_better=None)
+            mean = EpochMean(name, on_train=True, lower_is_better=None)
             callbacks.insert(-1, (name, mean))
         if self._task.estimator_type == "classifier":
             accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
