@@ -121,11 +121,9 @@ def squared_distances(rows: Any) -> Any:
 
 
 def distances_of_many(rows: Any) -> Any:
-    """Compute squared distances by products, which take less memory than differences.
-
-    They round to the largest distance, but leave at least the distance of a row to itself 0, with
-    which a confident prediction weighs it.
-    """
+    """Compute squared distances by products, which take less memory than differences."""
+    # They round to the largest distance, but leave at least the distance of a row to itself 0, with
+    # which a confident prediction weighs it.
     squares = dots(rows, rows)
     products = rows @ transposed(rows)
     return without_diagonal((squares[..., None] + squares[..., None, :] - 2 * products).clip(0))

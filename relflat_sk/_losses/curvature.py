@@ -198,11 +198,9 @@ class LogisticLoss(_OutputLoss):
 
 
 def find_array_loss(criterion: Any, target: Tensor, d: int) -> ArrayLoss | None:
-    """Find the formulas of a criterion for targets that it has accepted, if there are any.
-
-    `target` holds the labels of all samples, which are none of those that the criterion ignores.
-    Class weights are no part of the formulas: they act as weights of the samples.
-    """
+    """Find the formulas of a criterion for targets that it has accepted, if there are any."""
+    # `target` holds the labels of all samples, which are none of those that the criterion ignores.
+    # Class weights are no part of the formulas: they act as weights of the samples.
     kind, weight = type(criterion), getattr(criterion, "weight", None)
     if getattr(criterion, "reduction", "") != "mean":
         return None
@@ -325,10 +323,7 @@ class ClosedForm(ABC):
         return (self.diagonal() if factor is None else self(factor.matrix())).sum(dim=1)
 
     def total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
-        """Sum ``each_i |phi_i|^2 Tr(F^T B_i F)`` over samples, with its graph, for training: ().
-
-        A constant `each` has the weights of the samples, or is one number for all of them.
-        """
+        """Sum ``each_i |phi_i|^2 Tr(F^T B_i F)`` over samples, with its graph, for training: ()."""
         return (self(factor).sum(dim=1) * features.square().sum(dim=1) * each).sum()
 
 
@@ -590,20 +585,16 @@ _ONCE = (
 
 
 def one_to_differentiate(total: Tensor) -> Tensor:
-    """Return what a total's gradient is multiplied with, so that `check_twice` sees all of it.
-
-    Torch marks what a function with ``@once_differentiable`` returns only if the gradient that it
-    receives is to be differentiated, too.
-    """
+    """Return what a total's gradient is multiplied with, so that `check_twice` sees all of it."""
+    # Torch marks what a function with ``@once_differentiable`` returns only if the gradient that it
+    # receives is to be differentiated, too.
     return torch.ones_like(total, requires_grad=True)
 
 
 def check_twice(*gradients: Tensor | None) -> None:
-    """Refuse gradients with parts that cannot be differentiated again.
-
-    Behind a function with ``@once_differentiable``, torch cuts the graph of the gradient. A
-    second derivative would silently leave this part out.
-    """
+    """Refuse gradients with parts that cannot be differentiated again."""
+    # Behind a function with ``@once_differentiable``, torch cuts the graph of the gradient. A
+    # second derivative would silently leave this part out.
     steps = [gradient.grad_fn for gradient in gradients if gradient is not None]
     seen = {None, *steps}
     while steps:

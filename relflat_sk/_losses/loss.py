@@ -134,10 +134,7 @@ def explain_ending(criterion: Any, ending: str | None) -> str | None:
 
 
 def warn_of_ending(criterion: Any, ending: str | None) -> None:
-    """Warn if probabilities reach a criterion that takes logits, or logarithms of them.
-
-    Measures are then still those of the loss that torch computes.
-    """
+    """Warn if probabilities reach a criterion that takes logits, or logarithms of them."""
     if type(criterion) is nn.NLLLoss and ending == "softmax":
         warn(
             "NLLLoss takes log-probabilities, but the network ends in a softmax: its loss "

@@ -158,11 +158,9 @@ def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Ne
 
 
 def _own_loss(net: NeuralNet, network: Network) -> Any:
-    """Find what a net with a `get_loss` of its own minimises: that, without a constant factor.
-
-    Gradient accumulation divides the loss by a number of batches, which is no property of the
-    minimum. If nothing but a factor is between `get_loss` and the criterion, it is the criterion.
-    """
+    """Find what a net with a `get_loss` of its own minimises: that, without a constant factor."""
+    # Gradient accumulation divides the loss by a number of batches, which is no property of the
+    # minimum. If nothing but a factor is between `get_loss` and the criterion, it is the criterion.
     criterion = network.loss.criterion
     factor = 1.0
 
@@ -246,11 +244,7 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
 
 
 def open_model(model: Any, X: Any, y: Any = None, **options: Any) -> Network:
-    """Make the handle of a model with its data, which everything that measures takes.
-
-    It has the model, the data, the criterion, the batch size and the device; `options` are those
-    of `DataOptions`.
-    """
+    """Make the handle of a model with its data, which everything that measures takes."""
     how = DataOptions(**options)
     source = Source(model, X, y, how.sample_weight)
     return replace(to_network(model, X, y, how), source=source, output=how.output)

@@ -277,10 +277,8 @@ MLP_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _to_module(estimator: Any) -> nn.Sequential:
-    """Copy the layers of an MLP, or the single one of a linear model.
-
-    They have the names of those in `relflat_sk.MLP`.
-    """
+    """Copy the layers of an MLP, or the single one of a linear model."""
+    # They have the names of those in `relflat_sk.MLP`.
     if hasattr(estimator, "coefs_"):
         # scikit-learn multiplies from the right: its weights are torch's transposed
         weights = [coef.T for coef in estimator.coefs_]

@@ -24,11 +24,9 @@ Array = NDArray[Any]
 
 
 def copy_rows(array: Any, rows: Any) -> Array:
-    """Copy some rows into memory, and let go of the pages of a memory-mapped file.
-
-    Without that, every page that was read would count into the memory of the process until the
-    system needs it.
-    """
+    """Copy some rows into memory, and let go of the pages of a memory-mapped file."""
+    # Without that, every page that was read would count into the memory of the process until the
+    # system needs it.
     part = np.asarray(array[rows])
     mapped = mapped_file(array)
     if mapped is not None or not (part.flags.writeable and part.flags.c_contiguous):
@@ -80,11 +78,9 @@ def count_samples(X: Any) -> int:
 
 
 def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -> Any:
-    """Bring inputs to the network's device and floating type, as skorch's users expect.
-
-    Integers become floating-point numbers, too, unless the network has an embedding that they
-    may be indices of.
-    """
+    """Bring inputs to the network's device and floating type, as skorch's users expect."""
+    # Integers become floating-point numbers, too, unless the network has an embedding that they
+    # may be indices of.
     first = floating_parameter(module)
     dtype = None if first is None else first.dtype
 

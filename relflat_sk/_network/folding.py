@@ -81,10 +81,8 @@ class _Call:
 
 
 def fold_layers(network: Network) -> list[AffineLayer]:
-    """List the layers with a weight matrix in the order of their calls, batch norm folded in.
-
-    To be used within `relflat_sk._network.borrowed`.
-    """
+    """List the layers with a weight matrix in the order of their calls, batch norm folded in."""
+    # To be used within `relflat_sk._network.borrowed`.
     check_real(network.module)
     calls, uses = _record_calls(network)
     modules: dict[str, Any] = dict(network.module.named_modules())

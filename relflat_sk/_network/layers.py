@@ -105,10 +105,8 @@ class LayerMap:
         yield from torch.split(self.to_rows(features)[:, None], size)
 
     def planes(self, features: Tensor, channels: Tensor | None, offset: int) -> Tensor:
-        """Select what columns of the weight are multiplied with: (n, groups, k, P).
-
-        They are the columns at one offset that read some channels (n, k), or all, of each group.
-        """
+        """Select what columns of the weight are multiplied with: (n, groups, k, P)."""
+        # They are the columns at one offset that read some channels (n, k), or all, of each group.
         return select_channels(self.to_rows(features), channels)[:, None]
 
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
@@ -289,10 +287,8 @@ class ConvolutionMap(LayerMap):
         return [(dilation * (size - 1), stride, dilation) for size, stride, dilation in axes]
 
     def _entries(self, features: Tensor, offsets: slice) -> Tensor:
-        """Return what entries of a transposed kernel are multiplied with, at all positions.
-
-        They are convolutions of each channel with kernels that are one at one of the offsets.
-        """
+        """Return what entries of a transposed kernel are multiplied with, at all positions."""
+        # They are convolutions of each channel with kernels that are one at one of the offsets.
         kernels = torch.eye(self.n_offsets).to(features)[offsets]
         images = features.reshape(-1, 1, *features.shape[2:])
         entries = self._convolve(images, kernels.reshape(1, -1, *self.layer.kernel_size), 1)
@@ -348,10 +344,8 @@ def weight_kind(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _conv1d_kind(module: nn.Module) -> type[nn.Module] | None:
-    """Recognise the linear layer of GPT-2 in Hugging Face's transformers, without importing it.
-
-    Its name is misleading: it is a linear layer with a weight of shape (inputs, `nf` outputs).
-    """
+    """Recognise the linear layer of GPT-2 in Hugging Face's transformers, without importing it."""
+    # Its name is misleading: it is a linear layer with a weight of shape (inputs, `nf` outputs).
     n_outputs, weight = module.__dict__.get("nf"), module._parameters.get("weight")
     if n_outputs is None or weight is None or weight.shape[1:] != (n_outputs,):
         return None
@@ -359,10 +353,8 @@ def _conv1d_kind(module: nn.Module) -> type[nn.Module] | None:
 
 
 def adapted_layer(module: nn.Module) -> nn.Module | None:
-    """Recognise a layer with low-rank adapters, and return the layer inside it.
-
-    It is called as the `LoraLayer` of PEFT is: `base_layer`, `lora_A`, `get_delta_weight`.
-    """
+    """Recognise a layer with low-rank adapters, and return the layer inside it."""
+    # It is called as the `LoraLayer` of PEFT is: `base_layer`, `lora_A`, `get_delta_weight`.
     is_adapted = "lora_A" in module._modules and hasattr(type(module), "get_delta_weight")
     return module._modules.get("base_layer") if is_adapted else None
 
@@ -440,11 +432,9 @@ def _describe(layers: Mapping[str, nn.Module]) -> str:
 
 
 def why_shared(name: str, named: Mapping[str, nn.Module]) -> str:
-    """Say which other modules than embeddings have the weight of a layer; nothing if none have.
-
-    A layer that is tied to an embedding is the head of a language model. It counts as if it had a
-    copy of the weight to itself.
-    """
+    """Say which other modules than embeddings have the weight of a layer; nothing if none have."""
+    # A layer that is tied to an embedding is the head of a language model. It counts as if it had a
+    # copy of the weight to itself.
     weight = named[name]._parameters.get("weight")
     others = [
         other

@@ -118,10 +118,8 @@ _ROUNDING = 1e-4
 
 
 def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> bool:
-    """Warn if a criterion of a user is no mean of losses of single samples.
-
-    Return whether the samples could show it: weights of classes need samples of several.
-    """
+    """Warn if a criterion of a user is no mean of losses of single samples."""
+    # Return whether the samples could show it: weights of classes need samples of several.
     n, name = len(output), name_criterion(loss.criterion)
     if loss.row is not None or n < 2:
         return loss.row is not None
@@ -214,10 +212,8 @@ class Network:
         return output
 
     def check_criterion(self, output: Tensor, target: Tensor) -> None:
-        """Check on the first batches that a user's criterion can be measured.
-
-        One is enough, unless it has one sample or one class.
-        """
+        """Check on the first batches that a user's criterion can be measured."""
+        # One is enough, unless it has one sample or one class.
         if self._whole is None:
             return
         check_part(self.loss, self._whole, target, "measure")
@@ -351,10 +347,8 @@ class LossRange(NamedTuple):
 def loss_range(
     network: Network, shape: torch.Size, link: str | None, labels: Iterable[Labels] | None = None
 ) -> LossRange:
-    """Compute the mean losses of the best prediction and of the best constant one on the data.
-
-    The labels are read, if they are not given. The network is not run.
-    """
+    """Compute the mean losses of the best prediction and of the best constant one on the data."""
+    # The labels are read, if they are not given. The network is not run.
     targets, weights = [], []
     for labelled in _read_labels(network, shape) if labels is None else labels:
         target, weight = labelled

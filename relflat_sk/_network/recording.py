@@ -229,11 +229,9 @@ def record_order(module: nn.Module) -> Recorder:
 
 @contextmanager
 def record_tail(module: nn.Module, *names: str) -> Iterator[Recorder]:
-    """Record layers for measuring, as `start_graph` does.
-
-    Up to the first of them, parameters count as constants. Under `torch.no_grad`, a view that is
-    made before a layer could not be changed in place behind it.
-    """
+    """Record layers for measuring, as `start_graph` does."""
+    # Up to the first of them, parameters count as constants. Under `torch.no_grad`, a view that is
+    # made before a layer could not be changed in place behind it.
     layers = {name: module.get_submodule(name) for name in names}
     constants = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -349,11 +347,9 @@ _LINEAR_IN_FIRST = _BATCH_NORMS | {"Div"}
 
 
 def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
-    """Return whether a value is a piecewise linear function of the layers' outputs.
-
-    Batch norm that `relflat_sk._network.borrowing` takes apart counts as linear, with the
-    statistics that it divides by as constants.
-    """
+    """Return whether a value is a piecewise linear function of the layers' outputs."""
+    # Batch norm that `relflat_sk._network.borrowing` takes apart counts as linear, with the
+    # statistics that it divides by as constants.
     for step, reached in steps_behind(base, *nodes):
         kind = kind_of(step)
         if step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
@@ -483,11 +479,9 @@ _SLOW: dict[str, Callable[[Any], bool]] = {
 
 
 def find_faster_step(output: Tensor, x: Tensor, n_layers: int, n_folded: int = 0) -> str | None:
-    """Return a step by which the outputs may change faster than the layers' norms allow.
-
-    The product of the layers' norms limits the changes of the outputs if the network is a chain
-    of the layers, and all steps between them change at most as fast as their inputs.
-    """
+    """Return a step by which the outputs may change faster than the layers' norms allow."""
+    # The product of the layers' norms limits the changes of the outputs if the network is a chain
+    # of the layers, and all steps between them change at most as fast as their inputs.
     n_affine = n_norms = 0
     for step, reached in steps_behind(output, get_gradient_edge(x).node):
         kind = kind_of(step)

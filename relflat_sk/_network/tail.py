@@ -227,10 +227,8 @@ def why_no_samples(record: LayerRecord, output: Tensor) -> str:
 
 
 def _is_linear_without_noise(record: LayerRecord, features: Tensor) -> bool:
-    """Return whether a layer computes ``W x + b`` but for dropout in its adapters.
-
-    What dropout changes there counts as noise that is added to the layer's output.
-    """
+    """Return whether a layer computes ``W x + b`` but for dropout in its adapters."""
+    # What dropout changes there counts as noise that is added to the layer's output.
     layer, base = record.layer, adapted_layer(record.layer)
     inside = set() if base is None else set(layer.modules()) - set(base.modules())
     dropouts = [part for part in inside if isinstance(part, _DropoutNd) and part.training]
@@ -288,10 +286,8 @@ def find_mixed_rows(
 def warn_of_other_head(
     output: Tensor, last: LayerRecord, module: nn.Module, called: Iterable[nn.Module]
 ) -> None:
-    """Warn if the last layer, which was asked for by its position, is no head.
-
-    The graph also shows the weights of other layers that were `called`.
-    """
+    """Warn if the last layer, which was asked for by its position, is no head."""
+    # The graph also shows the weights of other layers that were `called`.
     head = find_multiplier(output, last.node)
     if head is None or any(head is one for layer in called for one in layer.parameters()):
         return
@@ -327,10 +323,8 @@ def _out_of_order(output: Tensor, records: Sequence[LayerRecord], pull: Pull) ->
 
 
 def _mixed(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Seen:
-    """Find layers of which several rows are used for one row of the output.
-
-    That is the first one, one in the middle, or the one for which most rows seem to be used.
-    """
+    """Find layers of which several rows are used for one row of the output."""
+    # That is the first one, one in the middle, or the one for which most rows seem to be used.
     n = len(output)
     numbers = torch.arange(n, device=output.device)
     seen = _used(output, records, pull, numbers >= 0)
@@ -392,10 +386,8 @@ def uses_elsewhere(output: Tensor, record: LayerRecord) -> bool:
 
 
 def find_uses_elsewhere(run: Callable[[], Tensor], layers: Mapping[str, nn.Module]) -> set[str]:
-    """Find the layers, of those called once, whose weights a network uses outside of the call.
-
-    A head that is tied to an embedding counts as if it had a copy of the weight to itself.
-    """
+    """Find the layers, of those called once, whose weights a network uses outside of the call."""
+    # A head that is tied to an embedding counts as if it had a copy of the weight to itself.
     weights = [weight for layer in layers.values() for weight in _parameters_of_weight(layer)]
     with requiring_grad(weights), torch.enable_grad(), Recorder(layers) as recorder, graph_alone():
         output = run()
