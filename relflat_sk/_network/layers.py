@@ -148,7 +148,10 @@ class LayerMap:
         total = torch.zeros_like(self.weight, dtype=rows.dtype)
         for part, columns in self._parts(features):
             blocks = torch.unflatten(rows[part], 1, (self.groups, -1))
-            total += torch.einsum("ngdp,ngmp->gdm", blocks, columns).flatten(0, 1)
+            if columns.shape[-1] == 1:  # in one product, instead of one for each sample
+                total += torch.einsum("ngdp,ngmp->gdm", blocks, columns).flatten(0, 1)
+            else:
+                total += (blocks @ columns.transpose(2, 3)).sum(dim=0).flatten(0, 1)
         return total
 
     def _parts(self, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
