@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.base import clone
@@ -11,7 +12,9 @@ from sklearn.model_selection import FixedThresholdClassifier
 from sklearn.neural_network import MLPClassifier
 
 from relflat_sk import FlatnessWarning, StopAtLoss
+from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search import _sweep, _task
+from relflat_sk.search._results import is_averaged
 from relflat_sk.search._task import Task
 from tests.search.examples import (
     LABELS,
@@ -238,3 +241,18 @@ def test_members_are_held_without_what_only_training_needs():
         assert not any(member.history[:, "batches"])
         before = member.history[-1, "train_loss"]
         assert member.partial_fit(X, Y).history[-1, "train_loss"] < before  # it trains on
+
+
+@pytest.mark.parametrize(
+    ("losses", "converged", "averaged"),
+    [
+        ([-5.0, -2.1, -1.9], [True] * 3, [True, True, False]),  # of counts
+        ([np.nan] * 3, [True, False, True], [True, False, True]),
+        ([np.nan] * 3, [False] * 3, [True, False, False]),
+    ],
+)
+def test_a_mean_is_of_what_lowers_a_constant_s_loss_half_as_far_as_the_best(
+    losses, converged, averaged
+):
+    table = pd.DataFrame({"train_loss": losses, "converged": converged, "state": "complete"})
+    assert is_averaged(table, [Minimum(constant_loss=1.0)] * 3).tolist() == averaged

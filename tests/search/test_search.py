@@ -50,6 +50,7 @@ from tests.search.examples import (
     Slow,
     X,
     Y,
+    attributes_of,
     logistic,
     make_net,
     make_regressor,
@@ -186,6 +187,7 @@ def test_random_state_makes_it_reproducible(make):
     space = {"lr": [0.03, 0.05], "batch_size": [8, 16, 32]}
     net = make(callbacks=[StopAtLoss(0.9)])
     search = make_search(net, space, n_trials=3).fit(X, Y)
+    assert len({attributes_of(trial)["seed"] for trial in search.study_.trials}) == 3
     assert_same_results(search, make_search(net, space, n_trials=3).fit(X, Y))
     other = make_search(net, space, n_trials=3, random_state=1).fit(X, Y)
     assert not results(search)["relative_flatness"].equals(results(other)["relative_flatness"])
