@@ -175,7 +175,7 @@ def test_buffers_that_training_did_not_change_are_no_statistics():
     arguments = {"criterion": CE, "sigmas": [0.05], "n_draws": 5, "random_state": 0}
     for initial in (before, before.state_dict()):
         assert pac_bayes_bound(net, X, y, initial=initial, **arguments).bound <= 1
-    for changed in ({}, {"initial": nn.Sequential(*before)}):
-        net.scale *= 2
+    net.scale *= 2
+    for changed in ({}, {"initial": before}, {"initial": before.state_dict()}):
         with pytest.raises(ValueError, match="the buffer 'scale' of the network may depend"):
             pac_bayes_bound(net, X, y, **changed, **arguments)
