@@ -54,7 +54,7 @@ def test_the_ranking_is_that_of_rank_minima():
     assert_allclose(mean.get_ydata(), ranked["test_loss"].mean())
     assert display.ax_.get_title().startswith("relative flatness κ and test loss\n")
     assert display.target_ax_.get_xlabel().endswith("1 is flattest")
-    by_loss = RANKING.from_minima(minima, "train_loss", random_state=0)
+    by_loss = RANKING.from_minima(minima, "train_loss", "test_loss", random_state=0)
     assert by_loss.target_ax_.get_xlabel().endswith("1 is best")
     without_test = RANKING.from_minima(table(test_loss=np.nan), random_state=0)
     assert without_test.target == "train_loss"
@@ -264,7 +264,7 @@ NO_MEASURE, SPREAD = NO_TEST[["train_loss"]], noisy_table(param_random_labels=np
         (RANKING, table(converged=False), {}, "None of the 12 candidates is a minimum with"),
         (GAP, NO_TEST, {}, r"finite 'relative_flatness' and 'generalization_gap', .*need held-out "
          r"data: fit\(X, y, X_test, y_test\)"),
-        (PANELS, table(), {"measures": ["sharpness"]}, "measures='sharpness' is not a column"),
+        (PANELS, table(), {"measures": "sharpness"}, "measures='sharpness' is not a column"),
         (PANELS, NO_MEASURE, {"target": "train_loss"}, "There are no measures to"),
         (AXIS, table(), {"axis": "width"}, "axis: 'width' is no parameter of these minima"),
         (AXIS, CONSTANT, {}, "No hyper-parameter was varied"),

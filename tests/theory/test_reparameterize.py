@@ -389,6 +389,14 @@ def test_a_dead_layer_takes_the_factors_before_it():
     check_same_function(net, new, 100 * torch.randn(5, 4).double())
 
 
+def test_batch_norm_of_the_batch_takes_the_factors():
+    norm = nn.BatchNorm1d(3, eps=1e-30, track_running_stats=False)
+    net, X = randomize(nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 2))), torch.randn(5, 4)
+    new = reparameterize(net, {0: [2.0, 3.0, 4.0]}, X=X.double(), kind="neuron")
+    check_same_function(net, new, X.double())
+    assert torch.equal(new[2].weight, net[2].weight)
+
+
 def test_batch_norm_along_another_axis_takes_one_factor():
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(6), nn.Linear(3, 2)).eval()
     X = torch.randn(2, 6, 4)
@@ -419,8 +427,11 @@ ONE, THREE_EACH = (rf"must be positive finite numbers of shape \({n}\)" for n in
     ],
 )
 def test_refuses_bad_arguments(factors, kind, error, message):
+    X = torch.randn(5, 4)
     with pytest.raises(error, match=message):
-        reparameterize(mlp(), factors, X=torch.randn(5, 4), kind=kind)
+        reparameterize(mlp(), factors, X=X, kind=kind)
+    with pytest.raises(TypeError, match="must be a torch.nn.Module, got Tensor"):
+        reparameterize(X, factors, X=X, kind=kind)
 
 
 def test_ways_to_name_a_layer():
