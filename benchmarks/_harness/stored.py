@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -28,12 +29,17 @@ class Minima:
     def complete(
         self,
         runs: Sequence[dict[str, Any]],
-        train: Callable[..., Sequence[dict[str, Any]]],
+        train: Callable[..., Any],
         *args: Any,
-        size: int = 1,
+        size: int | None = None,
     ) -> None:
-        """Add the rows of the runs that are not finished, some of them to a call of `train`."""
-        calls = (delayed(train)(some, *args) for some in self.todo(runs, size))
+        """Add the rows of the runs that are not finished.
+
+        `train` takes the values of a run, and returns what is added to it; with a size, it takes so
+        many runs, and returns their rows.
+        """
+        call = delayed(train if size else partial(_train_each, train))
+        calls = (call(some, *args) for some in self.todo(runs, size or 1))
         for rows in Parallel(self.jobs, return_as="generator_unordered")(calls):
             for row in rows:
                 self.add(row)
@@ -55,6 +61,12 @@ class Minima:
     def frame(self) -> pd.DataFrame:
         """Return the table."""
         return pd.DataFrame(self.rows)
+
+
+def _train_each(
+    train: Callable[..., dict[str, Any]], runs: Sequence[dict[str, Any]], *args: Any
+) -> list[dict[str, Any]]:
+    return [run | train(*run.values(), *args) for run in runs]
 
 
 def _text(value: Any) -> str:

@@ -195,6 +195,9 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
     by the columns `by`; measures as they are and, with "_at_loss", at equal loss; gaps are of nats
     and of errors. Columns that are all missing are left out.
     """
+    if len(minima) < 5:
+        print(f"{len(minima)} minima have no fifths of equal loss")
+        return
     minima = minima.dropna(axis=1, how="all")
     minima = minima.assign(fifth=pd.qcut(minima["train_loss"], 5, labels=False))
     gaps = {"nats": "generalization_gap", "errors": "error_gap"}

@@ -11,12 +11,9 @@ beside a net of the same seed that has no penalty in either half.
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from sklearn.base import clone
 
 from benchmarks._harness.problems import SmallConvNet
 from benchmarks._harness.stored import Minima
@@ -35,19 +32,13 @@ WEIGHTS = {"plain": 0.0, "against flatness": -1.0}
 STOPS = 6  # of each half, at which flatness and accuracy are measured
 
 
-def train_rows(
-    runs: Sequence[dict[str, Any]], data: Arrays, epochs: int, *, images: bool
-) -> list[dict[str, Any]]:
-    """Train nets with a weight in the first half of the epochs, and measure them on the way."""
-    module = SmallConvNet if images else MLP
-    net = RelativeFlatnessRegularizedClassifier(module, verbose=0)
-    return [run | train_row(clone(net), *run.values(), data, epochs) for run in runs]
-
-
-def train_row(net: Any, arm: str, seed: int, data: Arrays, epochs: int) -> dict[str, float]:
-    """Train a net by an arm, and measure it at each stop."""
+def train_row(arm: str, seed: int, data: Arrays, epochs: int) -> dict[str, float]:
+    """Train a net with a weight in the first half of the epochs, and measure it at each stop."""
     X, y, X_test, y_test = data
-    net.set_params(random_state=seed, flatness_weight=WEIGHTS[arm])
+    module = SmallConvNet if X.ndim > 2 else MLP
+    net = RelativeFlatnessRegularizedClassifier(
+        module, flatness_weight=WEIGHTS[arm], random_state=seed, verbose=0
+    )
     found: dict[str, float] = {}
     for stop in range(1, 2 * STOPS + 1):
         if stop == STOPS + 1:
@@ -93,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for arm in WEIGHTS
     ]
     epochs = STOPS if arguments.quick else 60
-    minima.complete(runs, partial(train_rows, images=images), data, epochs)
+    minima.complete(runs, train_row, data, epochs)
     frame = minima.frame()
     values = differences(frame)
     claims: list[Claim] = []

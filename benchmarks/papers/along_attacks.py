@@ -35,19 +35,13 @@ def attack(net: Any, X: np.ndarray, y: np.ndarray, size: float) -> list[np.ndarr
     return path
 
 
-def train_rows(
-    runs: Sequence[dict[str, Any]], data: Arrays, epochs: int, size: float
-) -> list[dict[str, Any]]:
-    """Train a network for each run, and measure it along the attack."""
-    module = SmallConvNet if data[0].ndim > 2 else MLP
-    rows = []
-    for run in runs:
-        net = RelativeFlatnessRegularizedClassifier(
-            module, flatness_weight=0, max_epochs=epochs, random_state=run["param_seed"], verbose=0
-        )
-        net.fit(*data[:2])
-        rows.append(run | losses_of(net, data) | along(net, *data[2:], size))
-    return rows
+def train_row(seed: int, data: Arrays, epochs: int, size: float) -> dict[str, Any]:
+    """Train a network, and measure it along the attack."""
+    net = RelativeFlatnessRegularizedClassifier(
+        SmallConvNet if data[0].ndim > 2 else MLP,
+        flatness_weight=0, max_epochs=epochs, random_state=seed, verbose=0,
+    ).fit(*data[:2])  # fmt: skip
+    return losses_of(net, data) | along(net, *data[2:], size)
 
 
 def along(net: Any, X: np.ndarray, y: np.ndarray, size: float) -> dict[str, float]:
@@ -82,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     minima = Minima(arguments)
     runs = [{"param_seed": seed} for seed in range(3 if arguments.quick else 20)]
     # of pixels between 0 and 1, or of a standard deviation
-    minima.complete(runs, train_rows, data, 15 if images else 30, 0.005 if images else 0.01)
+    minima.complete(runs, train_row, data, 15 if images else 30, 0.005 if images else 0.01)
     frame = minima.frame()
     names = {
         "rise": ("log10 flatness at the flip minus before", "> 0"),

@@ -27,9 +27,7 @@ WIDTHS = 1000, 400, 100
 DELTAS = np.geomspace(0.02, 10, 15).tolist()
 
 
-def train_row(
-    X: np.ndarray, y: np.ndarray, width: int, seed: int, *, quick: bool
-) -> dict[str, float]:
+def train_row(width: int, seed: int, X: np.ndarray, y: np.ndarray, quick: bool) -> dict[str, float]:
     """Train a network to a loss, and find the worst constants over layers and 20 samples."""
     loss, n = (1.5, 2) if quick else (1e-3, 20)
     torch.manual_seed(seed)
@@ -73,8 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     minima = Minima(arguments)
     widths, n = ((20,), 3) if arguments.quick else (WIDTHS, 20)
     runs = [{"param_width": width, "param_seed": seed} for width in widths for seed in range(n)]
-    for (run,) in minima.todo(runs):
-        minima.add(run | train_row(X, y, *run.values(), quick=arguments.quick))
+    minima.complete(runs, train_row, X, y, arguments.quick)
     every = minima.frame()
     frame = every[every["param_width"] == widths[0]]
     limits = {"C1": "> 0.25", "C2": "< 5", "C3": "< 3"}  # mu, C_2 and C_3

@@ -26,7 +26,7 @@ Statistic = Callable[[pd.DataFrame], float]
 
 
 def train_row(
-    data: Arrays, what: str, size: int, kind: str, seed: int, *, quick: bool = False
+    what: str, size: int, kind: str, seed: int, data: Arrays, quick: bool
 ) -> dict[str, float]:
     """Train a network of one experiment to the loss 1e-4, and measure it."""
     X, y, X_test, y_test = data
@@ -111,8 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in (["true", "random"] if what == "labels" else ["true"])
     ]
     minima = Minima(arguments)
-    for (run,) in minima.todo(runs):
-        minima.add(run | train_row(data, *run.values(), quick=arguments.quick))
+    minima.complete(runs, train_row, data, arguments.quick)
     every = minima.frame()
     labels, confusion, width = (every[every["param_what"] == what] for what in sizes)
     # the paper plots the spectral norm without the number of units

@@ -126,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in ("mixed", "round", "ridge")
         for separation in separations
     ]
-    for (run,) in minima.todo(runs):
-        minima.add(run | draw_row(*run.values()))
+    minima.complete(runs, draw_row)
     frame = minima.frame()
     first, last = min(separations), max(separations)
 

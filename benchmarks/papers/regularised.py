@@ -59,15 +59,8 @@ def augment(X: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.stack([x[:, :, ::-1] if f else x for x, f in zip(moved, flip, strict=True)])
 
 
-def train_rows(
-    runs: Sequence[dict[str, Any]], data: Arrays, epochs: int, flips: bool
-) -> list[dict[str, Any]]:
-    """Train networks to the loss 0.01, and measure them on the original images."""
-    return [run | train_row(*run.values(), data, epochs, flips=flips) for run in runs]
-
-
 def train_row(
-    method: str, batch_size: int, seed: int, data: Arrays, epochs: int, *, flips: bool
+    method: str, batch_size: int, seed: int, data: Arrays, epochs: int, flips: bool
 ) -> dict[str, float]:
     """Train a network by a method to the loss 0.01, and measure it on the original images."""
     X, y, X_test, y_test = data
@@ -127,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for method in METHODS
     ]
     epochs = 5 if arguments.quick else 100
-    minima.complete(runs, train_rows, data, epochs, bool(arguments.data))
+    minima.complete(runs, train_row, data, epochs, bool(arguments.data))
     every = minima.frame()
     # augmented data are not fitted within 100 epochs of small batches
     frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
@@ -135,26 +128,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     frame = frame.assign(
         log_flatness=logs.iloc[:, 0], log_flatness_over_loss=logs.iloc[:, 0] - logs.iloc[:, 1]
     )
+    pairs = [(f"penalty {layer}", other) for layer in (-1, -2) for other in ("plain", "SAM")]
+    pairs += [("penalty as published", other) for other in ("its weight decay", "SAM")]
     claims = [
-        difference(f"FAM: test error, {method} - {other}", "< 0", frame,
-                   "test_error", method, other)
-        for method in ("penalty -1", "penalty -2")
-        for other in ("plain", "SAM")
-    ]  # fmt: skip
+        difference(
+            f"FAM: test error, {method} - {other}", "< 0", frame, "test_error", method, other
+        )
+        for method, other in pairs
+    ]
+    later = {
+        "test error": ("< 0", "test_error"),
+        "log relative flatness": ("> 0", "log_flatness"),
+        "the same over the loss": ("> 0", "log_flatness_over_loss"),
+    }
     claims += [
-        difference(f"FAM: test error, penalty as published - {other}", "< 0", frame,
-                   "test_error", "penalty as published", other)
-        for other in ("its weight decay", "SAM")
-    ]  # fmt: skip
-    for method in ("SAM", "weight decay", "augmentation"):
-        claims += [
-            difference(f"later: test error, {method} - plain", "< 0", frame,
-                       "test_error", method, "plain"),
-            difference(f"later: log relative flatness, {method} - plain", "> 0", frame,
-                       "log_flatness", method, "plain"),
-            difference(f"later: the same over the loss, {method} - plain", "> 0", frame,
-                       "log_flatness_over_loss", method, "plain"),
-        ]  # fmt: skip
+        difference(f"later: {what}, {method} - plain", sign, frame, column, method, "plain")
+        for method in ("SAM", "weight decay", "augmentation")
+        for what, (sign, column) in later.items()
+    ]
     claims += [
         bootstrap("rank correlation of flatness and test error, pooled", "> 0", frame,
                   lambda rows: float(rows["relative_flatness_-1"].rank()

@@ -84,12 +84,8 @@ def _split(name: str, seed: int, images: str | None) -> Split:
     return ALL_TASKS[name].split(seed, images)
 
 
-def judge(runs: Sequence[dict[str, Any]], images: str | None) -> list[dict[str, Any]]:
+def judge(name: str, split: int, method: str, images: str | None) -> dict[str, float]:
     """Fit a method to a split: score on the test data, and processor seconds."""
-    return [run | _judge(*run.values(), images) for run in runs]
-
-
-def _judge(name: str, split: int, method: str, images: str | None) -> dict[str, float]:
     parts = _split(name, split, images)
     X, y, X_test, y_test = (part.numpy() for part in (parts.X, parts.y, parts.X_test, parts.y_test))
     model = make(method, split, is_regression=name in REGRESSIONS)
