@@ -32,6 +32,11 @@ def test_seeds_repeat_with_the_random_state(draw):
     assert draw(state) != draw(state)
 
 
+def test_generators_move_on():
+    rng = np.random.default_rng(0)
+    assert draw_seed(rng) != draw_seed(rng)
+
+
 def test_numpys_global_state_is_left_alone():
     before = np.random.get_state()[1].copy()  # noqa: NPY002
     draw_seed(None), draw_seeds(None, 2), as_random_state(None).randint(5)

@@ -14,7 +14,7 @@ from sklearn.neural_network import MLPClassifier
 from relflat_sk import FlatnessWarning, StopAtLoss
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search import _sweep, _task
-from relflat_sk.search._results import is_averaged
+from relflat_sk.search._results import average, is_averaged
 from relflat_sk.search._task import Task
 from tests.search.examples import (
     LABELS,
@@ -193,6 +193,13 @@ def test_a_search_predicts_with_the_flattest_where_predictions_have_no_mean(kind
     assert not hasattr(search, "ensemble_")
     with pytest.raises(ValueError, match="an ensemble averages probabilities of single labels"):
         search.get_ensemble(2)
+
+
+def test_members_of_an_ensemble_have_the_same_classes():
+    few = Y != 2
+    two, three = LogisticRegression().fit(X[few], Y[few]), LogisticRegression().fit(X, Y)
+    with pytest.raises(ValueError, match="lack a class"):
+        average({"trial0": three, "trial1": two}, Y)
 
 
 def members_of(search):

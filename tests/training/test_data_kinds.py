@@ -17,7 +17,7 @@ from sklearn.preprocessing import StandardScaler
 from skorch.dataset import Dataset
 from skorch.helper import predefined_split
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from relflat_sk import (
     FlatMinimaSearch,
@@ -186,6 +186,14 @@ def test_a_stream_that_is_read_once_is_trained_and_not_measured():
     assert np.isnan(net.relative_flatness_)
     for name in ("train_loss", "flatness_penalty", "flatness_clipped"):  # recorded on the way
         assert net.history[0, name] == pytest.approx(in_order.history[0, name], rel=FLOAT32)
+
+
+def test_a_loader_that_shuffles_is_measured_and_predicts_nothing(net):
+    pairs = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    loader = DataLoader(pairs, batch_size=30, shuffle=True)
+    assert_allclose(relative_flatness(net, loader), relative_flatness(net, X, Y), rtol=FLOAT32)
+    with pytest.raises(ValueError, match="random order"):
+        net.predict(loader)
 
 
 class Named(nn.Module):

@@ -9,6 +9,7 @@ from skorch.callbacks import Callback
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
 from torch import nn
+from torch.utils.data import DataLoader, SequentialSampler
 
 from relflat_sk import FlatnessScorer, measure
 from relflat_sk.training._after_fit import measured_later
@@ -59,6 +60,24 @@ def test_order_is_kept_on_demand_in_validation_and_prediction():
     assert torch.cat(batches).tolist() == list(range(N))
     search = GridSearchCV(net, {"iterator_train__shuffle": [True, False]}, cv=2)
     assert np.isfinite(search.fit(NUMBERED, HALVES).cv_results_["mean_test_score"]).all()
+
+
+class _OwnLoader(DataLoader):
+    """A loader without the argument `shuffle`."""
+
+    def __init__(self, dataset, batch_size):
+        super().__init__(dataset, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"iterator_train__sampler": SequentialSampler(range(N))},
+        {"iterator_train": _OwnLoader},
+    ],
+)
+def test_samplers_and_own_loaders_determine_the_order(arguments):
+    assert _orders(**arguments)[True] == [list(range(N))] * 3
 
 
 def _optimizer(optimizer, module=None, **arguments):
