@@ -42,12 +42,10 @@ class QuietHooks:
     @contextmanager
     def guarded(self, modules: Sequence[nn.Module], *, activations: bool) -> Iterator[None]:
         """Guard the hooks of modules, and those of activations, in a forward pass."""
-        present = [
-            hooks for part in modules for name in _OF_MODULES if (hooks := getattr(part, name))
-        ]
+        present = [getattr(part, name) for part in modules for name in _OF_MODULES]
         taken = [(hooks, dict(hooks)) for hooks in present]
         for hooks, before in taken:
-            hooks.update({key: self.guard(hook) for key, hook in before.items()})
+            hooks.update({key: _Guarded(self, hook) for key, hook in before.items()})
         self.retained.clear()
         try:
             with _OfActivations(self) if activations else nullcontext():
@@ -55,10 +53,6 @@ class QuietHooks:
         finally:
             for hooks, before in taken:
                 hooks.update({key: hook for key, hook in before.items() if key in hooks})
-
-    def guard(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a hook that does nothing while all are quiet."""
-        return _Guarded(self, hook)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -106,7 +100,7 @@ class _OfActivations(TorchFunctionMode):
         if func is Tensor.register_hook:
             self._hooks.registers = True
             activation, hook = args
-            return activation.register_hook(self._hooks.guard(hook))
+            return activation.register_hook(_Guarded(self._hooks, hook))
         if func is Tensor.retain_grad:
             self._hooks.registers = True
             self._hooks.retained.append(weakref.ref(args[0]))

@@ -245,7 +245,7 @@ class EpochMean(PassthroughScoring):
     def get_avg_score(self, history: Any) -> Any:
         """Compute the mean over samples."""
         size = "train_batch_size" if self.on_train else "valid_batch_size"
-        batches = [one for one in list.__getitem__(history, -1)["batches"] if self.name in one]
+        batches = [batch for batch in history[-1, "batches"] if self.name in batch]
         total = sum(batch[size] * batch[self.name] for batch in batches)
         return np.float64(total / sum(batch[size] for batch in batches))
 

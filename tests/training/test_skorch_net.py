@@ -224,3 +224,14 @@ def test_predictions_are_made_in_large_batches_where_the_size_does_not_matter(
     net.predict_proba(inputs)
     assert net.module_.sizes == sizes
     assert max(map(len, net.forward_iter(inputs, training=True))) == 4
+
+
+@pytest.mark.parametrize("quantity", ["train_loss", "valid_loss", "flatness_penalty"])
+def test_a_mean_over_an_epoch_is_that_over_its_samples(quantity):
+    net = make(batch_size=4, max_epochs=2, train_split=ValidSplit(3)).fit(NUMBERED, HALVES)
+    size = "valid_batch_size" if quantity == "valid_loss" else "train_batch_size"
+    for epoch in net.history:
+        batches = [batch for batch in epoch["batches"] if quantity in batch]
+        columns = [[batch[name] for batch in batches] for name in (quantity, size)]
+        assert len(set(columns[1])) == 2
+        assert epoch[quantity] == pytest.approx(np.average(columns[0], weights=columns[1]))
