@@ -32,21 +32,6 @@ from relflat_sk._network.recording import (
 BATCH_NORMS = (_BatchNorm, nn.SyncBatchNorm)
 
 
-def is_plain(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Return whether a module is of one of the kinds and computes the same as they do."""
-    return (
-        isinstance(module, kinds)
-        and not has_own_forward(module)
-        and any(type(module).forward is kind.forward for kind in kinds)
-    )
-
-
-def is_plain_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer with a weight matrix that computes ``W x + b``."""
-    kind = weight_kind(module)
-    return kind is not None and is_plain(module, (kind,))
-
-
 @dataclass(frozen=True)
 class AffineLayer:
     """One call of a layer ``W x + b`` in the forward pass."""
@@ -144,7 +129,12 @@ def _layer_before(norm: _Call, module: Any, calls: list[_Call], uses: Counter[An
 
 def _fold(call: _Call, layer: nn.Module, norm: str | None, modules: dict[str, Any]) -> AffineLayer:
     """Return one call of a layer as an affine map."""
-    if not is_plain_layer(layer):
+    kind: Any = weight_kind(layer)
+    if (
+        not isinstance(layer, kind)  # but one with adapters
+        or has_own_forward(layer)
+        or type(layer).forward is not kind.forward
+    ):
         raise ValueError(
             f"layer {call.name!r} is a {type(layer).__name__} with a forward method of its own, so "
             "that it may compute something other than W x + b. Use one of torch's own layers, or a "
