@@ -56,14 +56,12 @@ class Target(NamedTuple):
     """A batch's target as the criterion takes it."""
 
     values: Tensor
-    relevant: Tensor | None
+    relevant: Tensor | None  # the values, if curvatures or divisors depend on them
 
     def to(self, device: torch.device) -> "Target":
         """Move the labels to a device."""
         values = self.values.to(device)
-        if self.relevant is None or self.relevant is self.values:
-            return Target(values, None if self.relevant is None else values)
-        return Target(values, self.relevant.to(device))
+        return Target(values, None if self.relevant is None else values)
 
 
 @dataclass(frozen=True)
