@@ -252,19 +252,22 @@ class TraceMeasures:
 
     def _include(self, forward: ForwardPass, key: Key, *probes: Tensor) -> None:
         """Add terms (r, k) of a batch to a sum: exact ones, or a pair of probes."""
-        weights = forward.row_weights(forward.layers[key[0]])[:, None]
-        total = weights * sum(probes)
+        weights = forward.row_weights(forward.layers[key[0]])
+        total = self._weigh(forward, weights, probes[0] + probes[1] if probes[1:] else probes[0])
         scatter = torch.zeros_like(total)
-        if len(probes) == 2:
-            scatter = (weights * (probes[0] - probes[1])).square() / 2
+        if probes[1:]:
+            squares = (probes[0] - probes[1]).square() / 2
+            scatter = self._weigh(forward, weights.square(), squares)
         both = torch.stack([total, scatter])
-        if self.per_sample:  # the tokens of a sample together
-            both = both.reshape(2, len(forward), -1, both.shape[2]).sum(dim=2)
-        else:
-            both = both.sum(dim=1, keepdim=True)
         batch = self._n_batches if self.per_sample else 0
         parts = self._sums[key].parts
         parts[batch] = parts[batch] + both if batch in parts else both
+
+    def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
+        """Sum rows with their weights: over all, or over the tokens of each sample."""
+        if not self.per_sample:
+            return (weights @ rows)[None]
+        return (weights[:, None] * rows).reshape(len(forward), -1, rows.shape[1]).sum(dim=1)
 
     def _end_pass(self, keys: Iterable[Key], n_probes: int, n_more: int = 0) -> None:
         """Count the probes and other products of a pass over all samples."""
