@@ -2,8 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -176,25 +176,36 @@ def rank_models(  # noqa: PLR0913
     measuring = Measuring(measure, criterion)
     _check_models(models)
     check_held_out(y, X_test, y_test)
-    seed = seed_from(random_state)
-    seed = draw_seed(None) if seed is None else seed
     held_out = X_test, y_test
     data = TrainingData(X, y, X, y, sample_weight=sample_weight, held_out=held_out)
-    ranking = _Ranking(data, measuring, seed, module, load)
+    seed = seed_from(random_state)
+    target = None if module is None else _find_module(module)
+    seed = draw_seed(None) if seed is None else seed
+    reading = _Reading(data, measuring, seed, module, target, load)
+    own_weights = {} if target is None else copy.deepcopy(target.state_dict())
+    rows: list[dict[str, Any]] = []
+    name = ended = ""
     total = len(models) if isinstance(models, Sized) else None
-    bar = tqdm(total=total, desc="models", unit="model", disable=not verbose)
-    with bar, _restored(ranking.target) as restore:
+    with tqdm(total=total, desc="models", unit="model", disable=not verbose) as bar:
         try:
-            for name, item in ranking.named(models):
-                ranking.add(name, item)
+            for name, item in _named(models):
+                rows.append({"model": name, "trial": len(rows)} | reading.row(item))
                 del item  # or this model would be in memory together with the next
-                restore()  # the next one may be the module itself, or share its weights
+                if target is not None:  # the next may be the module itself, or share its weights
+                    target.load_state_dict(own_weights)
                 bar.update()
-        except KeyboardInterrupt:
-            if not ranking.rows:
+        except CallError as error:
+            raise ValueError(f"{name!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
+        except (Exception, KeyboardInterrupt) as error:  # of an iterable, whose models are measured
+            if not rows:
                 raise
-            ranking.ended = "interrupted"
-    return ranking.table()
+            ended = "interrupted"
+            if isinstance(error, Exception):
+                ended = f"models ended with {type(error).__name__}: {error}"
+        finally:
+            if target is not None:
+                target.load_state_dict(own_weights)
+    return _rank(rows, ended, measuring)
 
 
 def _check_models(models: Any) -> None:
@@ -210,57 +221,55 @@ def _check_models(models: Any) -> None:
         )
 
 
+def _named(models: Any) -> Iterator[tuple[str, Any]]:
+    """Yield models with their names, without keeping them."""
+    numbers = count()  # `enumerate` would hold a model
+    for item in models.items() if isinstance(models, Mapping) else models:
+        number = next(numbers)
+        name = item if isinstance(item, str | Path) else number
+        if isinstance(item, tuple):
+            name, item = item  # noqa: PLW2901
+        yield str(name), item
+        del item
+
+
 @dataclass
-class _Ranking:
-    """Models that are measured in the same way on the same data, each a row of a table."""
+class _Reading:
+    """How all models are read and measured, on the same data."""
 
     data: TrainingData
     measuring: Measuring
     seed: int
     module: Any
+    target: nn.Module | None  # in it, which takes weights
     load: Callable[[Any], Any]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    units: dict[Any, Any] = field(default_factory=dict)  # attributes of the table
-    ended: str = ""  # why there are no further models
 
-    def __post_init__(self) -> None:
-        self.target = None if self.module is None else _find_module(self.module)
-
-    def named(self, models: Any) -> Iterator[tuple[str, Any]]:
-        """Yield models with their names, without keeping them; end where an iterable fails."""
-        if isinstance(models, Mapping):
-            yield from ((str(name), model) for name, model in models.items())
-            return
-        try:
-            for item in models:
-                if isinstance(item, tuple):
-                    name, item = item  # noqa: PLW2901
-                else:
-                    name = item if isinstance(item, str | Path) else len(self.rows)
-                yield str(name), item
-                del item
-        except Exception as error:
-            if not self.rows:
-                raise
-            self.ended = f"models ended with {type(error).__name__}: {error}"
-
-    def add(self, name: str, item: Any) -> None:
+    def row(self, item: Any) -> dict[str, Any]:
         """Load and measure one model; one that cannot be has a row with the reason."""
-        minimum, kind, params = Minimum(converged=False, ended_by="", reason=""), None, {}
+        minimum, kind, params, units = (
+            Minimum(converged=False, ended_by="", reason=""),
+            None,
+            {},
+            {},
+        )
         try:
-            model, has_record = self._load(item)
+            model, has_record = self._read(item)
             kind, params = (type(model), type(final_estimator(model))), _parameters(model)
             with seeded(self.seed):  # data loaders draw from torch's random state
-                self._measure(minimum, model, has_record)
-        except CallError as error:
-            raise ValueError(f"{name!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
+                network = assess(
+                    minimum, model, self.data, self.measuring, self.seed,
+                    ranking=self.measuring.names[:1], has_record=has_record,
+                )  # fmt: skip
+            if network.loss.row is None or network.loss.row.task == "regression":
+                units = {"loss_unit": ""}
+        except CallError:
+            raise
         except Exception as error:
             minimum.fail(error)
-        row = {"model": name, "trial": len(self.rows), "kind": kind}
         state = "failed" if minimum.failed else "complete"
-        self.rows.append(row | params | minimum.row() | {"state": state})
+        return params | minimum.row() | {"state": state, "kind": kind, "units": units}
 
-    def _load(self, item: Any) -> tuple[Any, bool]:
+    def _read(self, item: Any) -> tuple[Any, bool]:
         """Return a model, and whether it may have a record of its training."""
         if isinstance(item, str | Path):
             item = self.load(item)
@@ -276,58 +285,35 @@ class _Ranking:
         net = final_estimator(item)
         return item, not isinstance(net, NeuralNet) or bool(getattr(net, "history", None))
 
-    def _measure(self, minimum: Minimum, model: Any, has_record: bool) -> None:
-        """Measure a model, and record what is found."""
-        network = assess(
-            minimum, model, self.data, self.measuring, self.seed,
-            ranking=self.measuring.names[:1], has_record=has_record,
-        )  # fmt: skip
-        if network.loss.row is None or network.loss.row.task == "regression":
-            self.units["loss_unit"] = ""
 
-    def table(self) -> pd.DataFrame:
-        """Return the ranked table; warn of models that are no minima or have no value."""
-        if not self.rows:
-            raise ValueError("there are no models to rank: models is empty.")
-        if all(row["state"] == "failed" for row in self.rows):
-            reasons = list_reasons(pd.DataFrame(self.rows))
-            raise ValueError(f"none of {len(self.rows)} models can be measured:\n{reasons}")
-        if self.ended:
-            self.units["ended"] = self.ended
-            n = len(self.rows)
-            warn(f"{self.ended}: the table has the {n} models that were measured until then.")
-        names = [row.pop("model") for row in self.rows]
-        kinds = [row.pop("kind") for row in self.rows]
-        _check_constants(names, [row.get("constant_loss", nan) for row in self.rows])
-        table = table_of_rows(self.rows, self.units)
-        same = [name for name in parameter_columns(table) if not _differs(name, self.rows, kinds)]
-        table = table.drop(columns=same)
-        table.insert(1, "model", names)
-        no_minima = table[~table["converged"]]
-        if len(no_minima):
-            warn(
-                f"{len(no_minima)} of {len(table)} models are no minima, and rank behind all "
-                f"others. Reasons:\n{list_reasons(no_minima)}"
-            )
-        by = str(self.measuring.names[0])
-        band = self.measuring.depth_band(by)
-        warn_if_few_fit(table, by, band)
-        return rank_minima(table, by, depth_band=band)
-
-
-@contextmanager
-def _restored(module: nn.Module | None) -> Iterator[Callable[[], Any]]:
-    """Yield what gives a module its own weights back, and call it at the end."""
-    weights = {} if module is None else copy.deepcopy(module.state_dict())
-
-    def restore() -> None:
-        if module is not None:
-            module.load_state_dict(weights)
-
-    try:
-        yield restore
-    finally:
-        restore()
+def _rank(rows: list[dict[str, Any]], ended: str, measuring: Measuring) -> pd.DataFrame:
+    """Return the ranked table; warn of models that are no minima or have no value."""
+    if not rows:
+        raise ValueError("there are no models to rank: models is empty.")
+    if all(row["state"] == "failed" for row in rows):
+        reasons = list_reasons(pd.DataFrame(rows))
+        raise ValueError(f"none of {len(rows)} models can be measured:\n{reasons}")
+    attributes = {"ended": ended} if ended else {}
+    if ended:
+        warn(f"{ended}: the table has the {len(rows)} models that were measured until then.")
+    for row in rows:
+        attributes |= row.pop("units")
+    names, kinds = ([row.pop(name) for row in rows] for name in ("model", "kind"))
+    _check_constants(names, [row.get("constant_loss", nan) for row in rows])
+    table = table_of_rows(rows, attributes)
+    same = [name for name in parameter_columns(table) if not _differs(name, rows, kinds)]
+    table = table.drop(columns=same)
+    table.insert(1, "model", names)
+    no_minima = table[~table["converged"]]
+    if len(no_minima):
+        warn(
+            f"{len(no_minima)} of {len(table)} models are no minima, and rank behind all "
+            f"others. Reasons:\n{list_reasons(no_minima)}"
+        )
+    by = measuring.names[0]
+    band = measuring.depth_band(by)
+    warn_if_few_fit(table, by, band)
+    return rank_minima(table, by, depth_band=band)
 
 
 def _find_module(model: Any) -> nn.Module:

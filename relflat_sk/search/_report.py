@@ -37,35 +37,46 @@ LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy",
 def render(search: Any) -> str:
     """Render a fitted search as an HTML page that loads nothing from elsewhere."""
     require_matplotlib()
-    minima = search.minima_
-    by = _ranking_column(search)
+    minima, by = search.minima_, _ranking_column(search)
     page = resources.files("relflat_sk.search").joinpath("report.html").read_text(encoding="utf-8")
+    # without the callbacks that skorch adds to nets
+    params = {n: x for n, x in search.estimator.get_params().items() if "callbacks__" not in n}
+    params.pop("steps", None)
+    versions = {"Python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in LIBRARIES}
+    versions["written"] = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"
+    columns = ["rank", "trial", *minima.columns.drop(["rank", "trial"])]
     return Template(page).substitute(
         title=html.escape(f"Minima of {type(search.estimator).__name__}, ranked by {by}"),
         summary=_summary(search),
-        minima=_table(
-            minima[["rank", "trial", *minima.columns.drop(["rank", "trial"])]],
-            np.where(minima["comparable"], "", "grey"),
-        ),
+        minima=_table(minima[columns], np.where(minima["comparable"], "", "grey")),
         plots=_plots(search, by),
         correlations=_correlations(minima),
         settings=_pairs(_settings(search)),
-        estimator=_pairs(_parameters_of(search.estimator)),
-        versions=_pairs(_versions()),
+        estimator=_pairs(params),
+        versions=_pairs(versions),
     )
+
+
+def render_short(search: Any) -> str:
+    """Render goal, depths and the five flattest minima, for a notebook."""
+    minima, by = search.minima_, _ranking_column(search)
+    columns = ["rank", "trial", *parameter_columns(minima), by, "train_loss", "converged"]
+    shown = minima.head().reindex(columns=columns)  # the measure may be another one by now
+    return _summary(search) + str(shown.to_html(index=False, notebook=True))
 
 
 def _ranking_column(search: Any) -> str:
     return column_of(read_measure(listed(search.measure)[0]).measure)
 
 
-def render_short(search: Any) -> str:
-    """Render goal, depths and the five flattest minima, for a notebook."""
-    minima = search.minima_
-    by = _ranking_column(search)
-    columns = ["rank", "trial", *parameter_columns(minima), by, "train_loss", "converged"]
-    shown = minima.head().reindex(columns=columns)  # the measure may be another one by now
-    return _summary(search) + str(shown.to_html(index=False, notebook=True))
+def _settings(search: Any) -> dict[str, Any]:
+    """Return the parameters of a search, without its estimator, which has a table of its own."""
+    params = search.get_params(deep=False)
+    del params["estimator"]
+    if params["storage"] is not None:
+        params["storage"] = without_password(params["storage"])
+    return {**params, "study": search.study_.study_name}
 
 
 # -- words -------------------------------------------------------------------------------------
@@ -74,20 +85,18 @@ def render_short(search: Any) -> str:
 def _summary(search: Any) -> str:
     """Say what was found, what was trained to, and which candidates were left out."""
     minima = search.minima_
-    ranked = minima[minima["comparable"]]
-    first = f"trial {minima['trial'].iloc[0]}, with " + ", ".join(
-        f"{plain_name(name)} = {text_of(minima[name].iloc[0])}"
-        for name in parameter_columns(minima)
-    )
-    outcome = (
-        f"{len(ranked)} of them are minima that are ranked. The flattest is {first}."
-        if len(ranked)
-        else f"None of them is a minimum. The deepest is {first}."
-    )
+    ranked, first = minima[minima["comparable"]], minima.iloc[0]
+    params = [f"{plain_name(n)} = {text_of(first[n])}" for n in parameter_columns(minima)]
+    outcome = f"{len(ranked)} of them are minima that are ranked. The flattest is"
+    if not len(ranked):
+        outcome = "None of them is a minimum. The deepest is"
+    counts = minima.loc[minima["converged"], "ended_by"].value_counts()
+    ends = ", ".join(f"{what} {n}" for what, n in counts.items()) or "nothing"
     parts = [
         f"{len(minima)} candidates were each trained once on all the data, in "
-        f"{minima['seconds'].sum():.4g} s altogether; {outcome}" + _say_what_predicts(search),
-        _say_how_training_ended(minima, search.goal),
+        f"{minima['seconds'].sum():.4g} s altogether; {outcome} trial {first['trial']}, with "
+        f"{', '.join(params)}.{_say_what_predicts(search)}",
+        f"Goal of the search: {search.goal!r}. What ended the training of minima: {ends}.",
     ]
     depths, losses = ranked["depth"], ranked["train_loss"]
     if depths.notna().any():
@@ -111,13 +120,6 @@ def _say_what_predicts(search: Any) -> str:
     best = trial_at(search.minima_, search.best_index_)
     is_first = best == search.minima_["trial"].iloc[0]
     return f" The search predicts with {'this one' if is_first else f'trial {best}'}."
-
-
-def _say_how_training_ended(minima: pd.DataFrame, goal: Any) -> str:
-    """Say what the candidates were trained to, and what ended the training of the minima."""
-    counts = minima.loc[minima["converged"], "ended_by"].value_counts()
-    ends = ", ".join(f"{what} {n}" for what, n in counts.items())
-    return f"Goal of the search: {goal!r}. What ended the training of minima: {ends or 'nothing'}."
 
 
 def _left_out(minima: pd.DataFrame) -> list[str]:
@@ -151,6 +153,17 @@ def _table(table: pd.DataFrame, kinds: Iterable[str]) -> str:
     return _html(pd.DataFrame(cells, columns=names), index=False)
 
 
+def _pairs(values: Mapping[str, Any]) -> str:
+    """Render names and values as a table of two columns."""
+    cells = {html.escape(name): _cell(text_of(value)) for name, value in values.items()}
+    return _html(pd.Series(cells).to_frame(), header=False)
+
+
+def _html(cells: pd.DataFrame, **settings: Any) -> str:
+    with pd.option_context("display.max_colwidth", None):
+        return str(cells.to_html(border=0, escape=False, **settings))
+
+
 def _cell(value: Any, kind: str = "") -> str:
     """Render a value in short; columns are sorted by the full value."""
     if pd.isna(value):
@@ -161,17 +174,6 @@ def _cell(value: Any, kind: str = "") -> str:
     text = html.escape(text_of(value))
     width = "long" if len(text) > 40 else ""
     return f'<data class="{width} {kind}" value="{text}">{text}</data>'
-
-
-def _pairs(values: Mapping[str, str]) -> str:
-    """Render names and values as a table of two columns."""
-    cells = pd.Series({html.escape(name): _cell(value) for name, value in values.items()})
-    return _html(cells.to_frame(), header=False)
-
-
-def _html(cells: pd.DataFrame, **settings: Any) -> str:
-    with pd.option_context("display.max_colwidth", None):
-        return str(cells.to_html(border=0, escape=False, **settings))
 
 
 def _correlations(minima: pd.DataFrame) -> str:
@@ -195,8 +197,7 @@ def _has_gap(minima: pd.DataFrame) -> bool:
 
 def _plots(search: Any, by: str) -> str:
     """Render the plots for which there is something to draw."""
-    minima = search.minima_
-    images = []
+    minima, images = search.minima_, []
     if minima["comparable"].any():
         ranking = MinimaRankingDisplay.from_minima
         images.append(_image("Minima by rank", ranking, search, by, random_state=0))
@@ -222,28 +223,3 @@ def _image(name: str, draw: Callable[..., Any], *args: Any, **kwargs: Any) -> st
     figure.savefig(file, format="svg")
     data = base64.b64encode(file.getvalue()).decode("ascii")
     return f'<img alt="{html.escape(name)}" src="data:image/svg+xml;base64,{data}">'
-
-
-# -- settings and versions ---------------------------------------------------------------------
-
-
-def _settings(search: Any) -> dict[str, str]:
-    params = search.get_params(deep=False)
-    del params["estimator"]  # has a table of its own
-    if params["storage"] is not None:
-        params["storage"] = without_password(params["storage"])
-    shown = {name: text_of(value) for name, value in params.items()}
-    return {**shown, "study": search.study_.study_name}
-
-
-def _parameters_of(estimator: Any) -> dict[str, str]:
-    """Return the parameters of an estimator, without the callbacks that skorch adds to nets."""
-    params = estimator.get_params()
-    names = [name for name in params if "callbacks__" not in name and name != "steps"]
-    return {name: text_of(params[name]) for name in names}
-
-
-def _versions() -> dict[str, str]:
-    versions = {"Python": platform.python_version()}
-    versions |= {name: metadata.version(name) for name in LIBRARIES}
-    return {**versions, "written": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC"}
