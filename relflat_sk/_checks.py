@@ -52,6 +52,12 @@ def check_number(
     _check(fits, name, value, kind, optional, reason)
 
 
+def check_kind(fits: bool, name: str, value: Any, kind: str) -> None:
+    """Refuse a value that is not of a kind."""
+    if not fits:
+        raise TypeError(f"{name} must be {kind}, got {value!r}.")
+
+
 def check_probability(name: str, value: Any) -> None:
     """Refuse a value that is not between 0 and 1, both left out."""
     _check(is_number(value) and 0 < value < 1, name, value, "a probability between 0 and 1")

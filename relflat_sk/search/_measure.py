@@ -17,7 +17,7 @@ from sklearn.base import is_regressor
 from skorch import NeuralNet
 from torch import nn
 
-from relflat_sk._checks import check_device, check_integer, is_integer, is_number
+from relflat_sk._checks import check_device, check_integer, check_kind, is_integer, is_number
 from relflat_sk._losses.table import TABLE
 from relflat_sk._models.network_of import DataOptions, final_estimator, last_step, open_model
 from relflat_sk._network.network import Network, mean_loss
@@ -54,11 +54,9 @@ class Way:
     def of(cls, measure: Measure, scorer: FlatnessScorer) -> "Way":
         """Check the arguments of a measure."""
         layer, params = scorer.layer, dict(scorer.measure_params or {})
-        if not isinstance(layer, str) and not is_integer(layer):
-            raise TypeError(
-                "layer must be the position of a layer or its dotted name, because every "
-                f"candidate has a network of its own, got {layer!r}."
-            )
+        # every candidate has a network of its own
+        is_name = isinstance(layer, str) or is_integer(layer)
+        check_kind(is_name, "layer", layer, "the position of a layer or its dotted name")
         check_layers([measure], layer)
         batch_size = params.pop("batch_size", DataOptions.batch_size)
         check_integer("batch_size", batch_size, minimum=1)
@@ -103,15 +101,10 @@ class Measuring:
 
     def networks(self, estimator: Any, data: TrainingData) -> dict[Any, Network]:
         """Turn a trained candidate into networks with its training data, as they are read."""
+        options = {"criterion": self.criterion, "sample_weight": data.sample_weight}
         return {
             reading: open_model(
-                estimator,
-                data.X,
-                data.y,
-                criterion=self.criterion,
-                batch_size=reading[0],
-                device=reading[1],
-                sample_weight=data.sample_weight,
+                estimator, data.X, data.y, batch_size=reading[0], device=reading[1], **options
             )
             for reading in dict.fromkeys(way.reading for way in self.ways.values())
         }
@@ -193,26 +186,7 @@ def assess(
     """
     networks = measuring.networks(estimator, data)
     network = next(iter(networks.values()))
-    minimum.values = [np.nan] * len(ranking)
-    measured = _record_measures(minimum, networks, measuring, seed, ranking)
-    if measured:
-        record_held_out(minimum, estimator, data, measuring.criterion)
-        _judge(minimum, estimator if has_record else network.module, goal, measured, ranking)
-    return network
-
-
-def _record_measures(
-    minimum: Minimum,
-    networks: Mapping[Any, Network],
-    measuring: Measuring,
-    seed: int | None,
-    ranking: Sequence[str],
-) -> dict[str, Measured]:
-    """Measure a network, and record the measures and the training loss.
-
-    One pass over the data gives both. A network that diverged need not be measurable, but it
-    has a loss, which then takes a pass of its own. A failure of a `ranking` measure is raised.
-    """
+    minimum.values, minimum.converged = [np.nan] * len(ranking), False
     measured: dict[str, Measured] = {}
     error, train_loss = None, np.nan
     try:
@@ -220,12 +194,12 @@ def _record_measures(
         train_loss = next(iter(measured.values())).passes.risk
     except Exception as caught:
         error = caught
-    if not np.isfinite(train_loss):
-        train_loss = mean_loss(next(iter(networks.values())))
-    minimum.train_loss, minimum.converged = train_loss, False
+    if not np.isfinite(train_loss):  # one that diverged need not be measurable, but it has a loss
+        train_loss = mean_loss(network)
+    minimum.train_loss = train_loss
     if not np.isfinite(train_loss):
         minimum.reason = "the training loss is not finite"
-        return {}
+        return network
     if error is not None:
         raise error
     minimum.measures = {name: result.value for name, result in measured.items()}
@@ -234,7 +208,9 @@ def _record_measures(
     depth = depth_of(train_loss, losses)
     minimum.constant_loss = losses.constant if np.isfinite(losses.constant) else None
     minimum.depth = depth if np.isfinite(depth) else None
-    return measured
+    record_held_out(minimum, estimator, data, measuring.criterion)
+    _judge(minimum, estimator if has_record else network.module, goal, measured, ranking)
+    return network
 
 
 def record_held_out(
@@ -301,7 +277,9 @@ def _judge(
         values = [np.inf if np.isnan(value) else value for value in values]
     else:
         minimum.ended_by, reason = _find_ending(estimator, goal, train_loss, constant_loss)
-        if reason and ranked.fitted is not None and not _has_goal(estimator, goal):
+        chosen = own_goals(final_estimator(estimator))  # by a user, if it is no search's
+        has_goal = is_number(goal) or not all(isinstance(x, StopAtDepth) for x in chosen)
+        if reason and ranked.fitted is not None and not has_goal:
             minimum.ended_by, reason = EQUAL_LOSS, ""
     further = [
         f"{n} is nan: {x.reason}" for n, x in results.items() if x.reason and n not in ranking
@@ -400,9 +378,3 @@ def _is_at_plateau(losses: NDArray[np.float64], constant_loss: float) -> bool:
     before, after = losses[-2 * n_window : -n_window].mean(), losses[-n_window:].mean()
     start = constant_loss if np.isfinite(constant_loss) else losses[0]
     return bool(abs(before - after) <= STILL * (start - after))
-
-
-def _has_goal(estimator: Any, goal: Any) -> bool:
-    """Return whether a user has chosen a goal, for the search or for the net."""
-    chosen = own_goals(final_estimator(estimator))
-    return is_number(goal) or not all(isinstance(callback, StopAtDepth) for callback in chosen)

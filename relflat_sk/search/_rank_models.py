@@ -16,6 +16,7 @@ from skorch import NeuralNet
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from relflat_sk._checks import check_kind
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import draw_seed, seed_from, seeded
@@ -320,12 +321,9 @@ def _find_module(model: Any) -> nn.Module:
     """Find the module that takes the weights: itself, or that of a fitted net."""
     net = final_estimator(model)
     # a compiled one names its weights otherwise
-    module = unwrapped(getattr(net, "module_", net))
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            "module must be a torch module or a fitted skorch net, which takes the weights, got "
-            f"{type(module).__name__}."
-        )
+    module: nn.Module = unwrapped(getattr(net, "module_", net))
+    is_module, kind = isinstance(module, nn.Module), "a torch module or a fitted skorch net"
+    check_kind(is_module, "module", module, f"{kind}, which takes the weights")
     return module
 
 

@@ -19,7 +19,7 @@ from sklearn.base import is_regressor
 from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import Pipeline
 
-from relflat_sk._checks import check_integer
+from relflat_sk._checks import check_integer, check_kind
 from relflat_sk._models.network_of import DataOptions, last_prefix, to_network
 from relflat_sk._random import draw_seed
 from relflat_sk._warnings import warn
@@ -73,11 +73,9 @@ class Recipe:
         fit_params: Mapping[str, Any] | None,
     ) -> None:
         check_integer("n_threads", n_threads, minimum=1, optional=True)
-        if isinstance(estimator, type) or not hasattr(estimator, "get_params"):
-            raise TypeError(
-                "estimator must be an instance of a scikit-learn estimator or skorch net, got "
-                f"{estimator!r}."
-            )
+        is_instance = hasattr(estimator, "get_params") and not isinstance(estimator, type)
+        kind = "an instance of a scikit-learn estimator or skorch net"
+        check_kind(is_instance, "estimator", estimator, kind)
         self.space = Space(space)
         shape = getattr(X, "shape", (2,))
         if shape[0] < 2:
@@ -268,26 +266,12 @@ class Recipe:
 
     # -- measuring finished trials -----------------------------------------------------------------
 
-    def measure_what_is_new(self, study: optuna.Study) -> None:
-        """Measure the minima of earlier sessions as those of this one are going to be measured.
+    def complete(self, study: optuna.Study, measuring: Measuring, *, retrain: bool = False) -> None:
+        """Measure what minima of earlier sessions lack: measures, and the loss on held-out data.
 
-        A session may have measures or held-out data that the sessions before did not have. Minima
-        without saved weights get nan.
+        Minima without saved weights get nan.
         """
-        lacking = self.complete(study, self.task.measuring)
-        if lacking:
-            columns = sorted({name for names in lacking.values() for name in names})
-            warn(
-                f"{', '.join(columns)} of trials {sorted(lacking)} stay nan: an earlier session "
-                "trained them without, and saved no weights, which takes an artifact_store."
-            )
-
-    def complete(
-        self, study: optuna.Study, measuring: Measuring, *, retrain: bool = False
-    ) -> dict[int, list[str]]:
-        """Measure what finished trials lack; return what is lacking where there are no weights."""
-        lacking: dict[int, list[str]] = {}
-        problems = []
+        lacking, problems = dict[int, list[str]](), []
         task, attributes = replace(self.task, measuring=measuring), study.user_attrs
         for trial in study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             minimum = Minimum.from_trial(trial)
@@ -319,4 +303,9 @@ class Recipe:
             advice = "To train the candidates of damaged files again: remeasure(..., retrain=True)."
             text = "\n".join([*problems, "The other minima are measured."])
             warn(text if retrain else f"{text} {advice}")
-        return lacking
+        if lacking:
+            columns = sorted({name for names in lacking.values() for name in names})
+            warn(
+                f"{', '.join(columns)} of trials {sorted(lacking)} stay nan: an earlier session "
+                "trained them without, and saved no weights, which takes an artifact_store."
+            )

@@ -77,18 +77,18 @@ def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
             f"Reasons:\n{list_reasons(table)}"
         )
         return
-    no_minima = table[~table["converged"] & (table["state"] != STATES[TrialState.PRUNED])]
-    if len(no_minima):
-        warn(
-            f"{len(no_minima)} of {len(table)} candidates are no minima, and rank behind all "
-            "others. Reasons:\n" + list_reasons(no_minima)
-        )
-    lacking = table[table["comparable"] & (table["reason"] != "")]
-    if len(lacking):
-        warn(
-            f"{len(lacking)} of {table['comparable'].sum()} minima are ranked, but have no value "
-            "of a measure that does not rank. Reasons:\n" + list_reasons(lacking)
-        )
+    n, n_ranked = len(table), table["comparable"].sum()
+    lacking = "have no value of a measure that does not rank"
+    is_pruned = table["state"] == STATES[TrialState.PRUNED]
+    for rows, what in (
+        (~table["converged"] & ~is_pruned, f"{n} candidates are no minima, and rank last"),
+        (
+            table["comparable"] & (table["reason"] != ""),
+            f"{n_ranked} minima are ranked, but {lacking}",
+        ),
+    ):
+        if rows.any():
+            warn(f"{rows.sum()} of {what}. Reasons:\n{list_reasons(table[rows])}")
     left_out = table[table["converged"] & ~table["comparable"]]
     if len(left_out):
         warn(
@@ -164,6 +164,10 @@ def cv_results(
 
 # -- the mean of networks ------------------------------------------------------------------------
 
+NO_WEIGHTS = (
+    "those of earlier sessions have no weights that can be read. Give the search an artifact_store "
+    "before it trains."
+)
 # how many training inputs get noise, and how much of it, in standard deviations of each feature
 N_NOISY, NOISE = 2000, 0.6
 
@@ -224,10 +228,7 @@ def has_mean(estimator: Any, y: Any = None) -> bool:
 def average(estimators: Mapping[str, Any], y: Any) -> Any:
     """Return fitted estimators, with their names, as one that averages their predictions."""
     if not estimators:
-        raise ValueError(
-            "the networks of earlier sessions have no weights that can be read. Give the search "
-            "an artifact_store before it trains."
-        )
+        raise ValueError(NO_WEIGHTS)
     members = [(name, FrozenEstimator(estimator)) for name, estimator in estimators.items()]
     for estimator in estimators.values():
         is_multilabel = getattr(final_estimator(estimator), "multilabel_", False)

@@ -3,6 +3,7 @@
 import copy
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from tqdm import tqdm
 
-from relflat_sk._checks import check_integer, check_number
+from relflat_sk._checks import check_integer, check_kind, check_number
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._minimum import Minimum
-from relflat_sk.search._measure import EQUAL_LOSS, Measuring
+from relflat_sk.search._measure import Measuring
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
+    NO_WEIGHTS,
     average,
     candidate_table,
     check_nearest,
@@ -71,8 +73,8 @@ def check_arguments(search: Any) -> None:
         ("pruner", optuna.pruners.BasePruner),
     ):
         value = getattr(search, name)
-        if value is not None and not isinstance(value, kind):
-            raise TypeError(f"{name} must be an optuna {name} or None, got {value!r}.")
+        fits = value is None or isinstance(value, kind)
+        check_kind(fits, name, value, f"an optuna {name} or None")
     if search.study_name is not None and search.storage is None:
         raise ValueError(
             f"study_name={search.study_name!r} needs a storage: without one the study is in memory "
@@ -113,17 +115,16 @@ def _log(trial: FrozenTrial) -> None:
 
 def progress(trials: Iterable[FrozenTrial]) -> str:
     """Count the candidates that are finished, and name the flattest."""
-    counts = dict.fromkeys(["goal reached", "plateau", EQUAL_LOSS, "not converged", "failed"], 0)
-    minima = []
+    counts, minima = Counter[str](), []
     for trial in trials:
         minimum = Minimum.from_trial(trial)
         if trial.state == TrialState.COMPLETE and minimum.converged:
             minima.append((trial.values[0], trial.number))
-            counts[minimum.ended_by if minimum.ended_by in counts else "goal reached"] += 1
+            counts[minimum.ended_by or ""] += 1
         elif trial.state == TrialState.COMPLETE or minimum.failed:
             counts["failed" if minimum.failed else "not converged"] += 1
     best = "flattest {:.4g} (trial {})".format(*min(minima)) if minima else "no minimum yet"
-    return ", ".join([best, *(f"{what} {n}" for what, n in counts.items() if n)])
+    return ", ".join([best, *(f"{what} {n}" for what, n in sorted(counts.items()))])
 
 
 def _if_available(method: str) -> Callable[[Any], Any]:
@@ -233,8 +234,8 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         candidate trains. If None, each candidate has a seed from torch's random state. The study
         holds the seeds.
     verbose : int, default=0
-        1 shows a progress bar with the flattest minimum so far, and how many candidates reached
-        their goal, came to a plateau, did not converge and failed; 2 shows Optuna's log as well.
+        1 shows a progress bar with the flattest minimum so far, what ended how many trainings (see
+        `ended_by`), and how many did not converge or failed; 2 shows Optuna's log as well.
 
     Attributes
     ----------
@@ -436,7 +437,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         points, n_trials = _plan(self, recipe.space, seed)
         check_store(recipe.store)
         study, storage = self._open_study(len(recipe.task.ranking), seed)
-        view = SearchStudy(study, storage)
+        view = SearchStudy(study.study_name, storage, study.sampler, study.pruner)
 
         def sampler_of(number: int) -> BaseSampler:
             # depends on the number alone, so that an interrupted search goes on as it would have
@@ -446,7 +447,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
 
         with owned(view) as owner:
             recipe.check_study(study)
-            recipe.measure_what_is_new(study)
+            recipe.complete(study, recipe.task.measuring)
             candidates = Candidates(
                 view, recipe, owner=owner, points=points, n_trials=n_trials,
                 sampler_of=sampler_of, retry_failed=retry_failed, deadline=deadline,
@@ -489,7 +490,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """Train the candidates; return their networks, and whether Ctrl-C ended it."""
         trained: dict[int, Trained] = {}
         study, shown = candidates.study, self.verbose > 0
-        with tqdm(total=len(candidates), desc="minima", unit="net", disable=not shown) as bar:
+        with tqdm(
+            total=candidates.n_candidates, desc="minima", unit="net", disable=not shown
+        ) as bar:
 
             def keep(trial: FrozenTrial, network: Trained | None) -> None:
                 if network is not None and self.refit:
@@ -911,8 +914,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if estimator is None:
             warn(
                 "the interrupted search has no best_estimator_: an earlier session trained trial "
-                f"{best}, and its weights cannot be read. {problem} Fit again, or train it by "
-                f"get_estimator({best})."
+                f"{best}. {problem} Fit again, or call get_estimator({best})."
             )
         elif problem:
             warn(f"best_estimator_ is not the network of the table: {problem}")
@@ -932,8 +934,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             what = "mean of" if self.refit == MEAN else "nearest to the mean of"
             warn(
                 f"the search predicts with the {what} {len(members)} of {n_wanted} networks: "
-                "those of earlier sessions have no weights that can be read. Give the search an "
-                "artifact_store before it trains, or train them again by get_ensemble()."
+                f"{NO_WEIGHTS} get_ensemble() trains them again."
             )
         return mean
 

@@ -16,6 +16,7 @@ from optuna.distributions import (
 )
 from optuna.trial import FixedTrial, FrozenTrial
 
+from relflat_sk._checks import check_kind
 from relflat_sk.search._describe import PLAIN, describe, plain_repr
 from relflat_sk.search._storage import quiet_log
 
@@ -32,7 +33,7 @@ class Space:
     trial had, so its result must depend only on the trial's `suggest_...` methods and `number`.
     """
 
-    def __init__(self, space: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]]) -> None:
+    def __init__(self, space: Any) -> None:
         # the function of the whole space has no name
         self.entries: dict[str, Entry] = {}
         # labels are made once: a class of a script has another `repr` in a worker process
@@ -40,16 +41,13 @@ class Space:
         if callable(space) and not isinstance(space, type):
             self.entries[""] = space
             return
-        if not isinstance(space, Mapping):
-            raise TypeError(
-                "space must be a dict of parameters, see FlatMinimaSearch, or a function of a "
-                f"trial that returns one, got {type(space).__name__}."
-            )
+        kind = "a dict of parameters, or a function of a trial that returns one"
+        check_kind(isinstance(space, Mapping), "space", space, kind)
         if not space:
             raise ValueError(
                 "space is empty: name at least one parameter, as in {'batch_size': [16, 64]}."
             )
-        for name, values in space.items():
+        for name, values in dict(space).items():
             self._read(str(name), values)
 
     def _read(self, name: str, values: Any) -> None:
@@ -61,11 +59,9 @@ class Space:
         if isinstance(values, Range) or (callable(values) and not isinstance(values, type)):
             self.entries[name] = values
             return
-        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-            raise TypeError(
-                f"space[{name!r}] must be a list of choices, a distribution of optuna, or a "
-                f"function of a trial, got {values!r}. A value goes into a list: [{_name(values)}]."
-            )
+        are_choices = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+        kind = "a list of choices, be it one, a distribution of optuna, or a function of a trial"
+        check_kind(are_choices, f"space[{name!r}]", values, kind)
         if not len(values):
             raise ValueError(f"space[{name!r}] has no choices.")
         self.choices[name] = _label_each(values)
@@ -111,7 +107,7 @@ class Space:
             ) from error
         return params
 
-    def _draw(self, trial: Any, name: str, entry: Entry) -> Mapping[str, Any]:
+    def _draw(self, trial: Any, name: str, entry: Entry) -> dict[str, Any]:
         """Draw the value of one parameter, or all of them by the function of the whole space."""
         if isinstance(entry, CategoricalDistribution):
             drawn = trial.suggest_categorical(name, entry.choices)
@@ -122,9 +118,8 @@ class Space:
         value = entry(trial)
         if name:
             return {name: value}
-        if not isinstance(value, Mapping):
-            raise TypeError(f"the function space must return a dict of parameters, got {value!r}.")
-        return value
+        check_kind(isinstance(value, Mapping), "what space returns", value, "a dict of parameters")
+        return dict(value)
 
     def computed(self, trial: Any, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values that functions returned, as columns; without those that Optuna drew."""

@@ -29,6 +29,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial
 from torch import Tensor
 
+from relflat_sk._checks import check_kind
 from relflat_sk.minima._minimum import Minimum
 
 Weights = Mapping[str, Tensor]
@@ -92,11 +93,8 @@ def open_storage(storage: Any) -> BaseStorage:
         return InMemoryStorage()
     if isinstance(storage, BaseStorage):
         return storage
-    if not isinstance(storage, str | Path):
-        raise TypeError(
-            "storage must be the URL of a database, a file such as 'minima.db', an optuna storage "
-            f"or None, got {storage!r}."
-        )
+    kind = "the URL of a database, a file such as 'minima.db', an optuna storage or None"
+    check_kind(isinstance(storage, str | Path), "storage", storage, kind)
     path = Path(storage).expanduser()
     if path.suffix in _OF_JOURNALS and "://" not in str(storage):
         _remove_half_line(path)
@@ -165,12 +163,10 @@ def as_store(store: Any) -> Any:
     """Make an artifact store of a folder; return a store as it is."""
     if isinstance(store, str | Path):
         return _Folder(store)
-    if store is None or (hasattr(store, "open_reader") and hasattr(store, "write")):
-        return store
-    raise TypeError(
-        "artifact_store must be a folder, an optuna artifact store or None, got "
-        f"{store!r}. For files in a folder: artifact_store='minima'."
-    )
+    is_store = store is None or (hasattr(store, "open_reader") and hasattr(store, "write"))
+    kind = "a folder, such as 'minima', an optuna artifact store or None"
+    check_kind(is_store, "artifact_store", store, kind)
+    return store
 
 
 def check_store(store: Any) -> None:

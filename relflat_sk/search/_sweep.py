@@ -14,13 +14,12 @@ import sys
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +28,9 @@ import optuna
 from joblib import Parallel, delayed
 from joblib.parallel import get_active_backend
 from optuna.samplers import BaseSampler, RandomSampler
-from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
-from relflat_sk._checks import is_integer
+from relflat_sk._checks import check_kind, is_integer
 from relflat_sk.fleet._fleet import Fleet, fleet_size
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._recipe import Recipe
@@ -84,10 +82,6 @@ def _is_gone(owner: Sequence[Any] | None) -> bool:
     return False
 
 
-def _name(owner: Sequence[Any]) -> str:
-    return f"process {owner[1]} on {owner[0]}"
-
-
 @contextmanager
 def owned(study: optuna.Study) -> Iterator[list[Any]]:
     """Own a study for a while, and free the trials whose process was killed.
@@ -99,10 +93,10 @@ def owned(study: optuna.Study) -> Iterator[list[Any]]:
     alive = next((owner for owner in owners if not _is_gone(owner)), None)
     if alive is not None:
         raise ValueError(
-            f"study {study.study_name!r} belongs to {_name(alive)}, which is training. Wait until "
-            "it ends; processes share a study by study.optimize(MinimaObjective(...)). If another "
-            f"machine's process is gone: study.set_user_attr({OWNER!r}, None), and for each "
-            "running trial study.tell(number, state=TrialState.FAIL)."
+            f"study {study.study_name!r} belongs to process {alive[1]} on {alive[0]}, which is "
+            "training. Wait until it ends; processes share a study by study.optimize("
+            f"MinimaObjective(...)). If it is gone: study.set_user_attr({OWNER!r}, None), "
+            "and for each running trial study.tell(number, state=TrialState.FAIL)."
         )
     owner = this_process()
     study.set_user_attr(OWNER, owner)
@@ -142,9 +136,7 @@ class SearchStudy(optuna.Study):
     Callbacks and samplers call it outside of `Study.optimize`, where Optuna's own raises.
     """
 
-    def __init__(self, study: optuna.Study, storage: BaseStorage) -> None:
-        super().__init__(study.study_name, storage, study.sampler, study.pruner)
-        self.stopped = False
+    stopped = False
 
     def stop(self) -> None:
         """End the search after the candidates that are in training."""
@@ -201,43 +193,37 @@ class Candidates:
         deadline: float | None,
     ) -> None:
         self.study, self.recipe, self.owner = study, recipe, owner
-        self.sampler_of, self.deadline = sampler_of, deadline
-        self.sampler = study.sampler
+        self.sampler, self.deadline = study.sampler, deadline
         self.trials: dict[int, tuple[optuna.Trial, dict[str, Any]]] = {}  # in training
         self._lock = threading.Lock()  # joblib asks for candidates in threads
         self._has_ended = False
         trials = study.get_trials(deepcopy=False)
         ended = [trial for trial in trials if trial.state.is_finished()]
-        free = [
-            trial
-            for trial in ended
-            if _is_interrupted(trial) or (retry_failed and trial.state == TrialState.FAIL)
-        ]
-        taken = {_key(trial.params) for trial in ended if trial not in free}
+        failed = [trial for trial in ended if trial.state == TrialState.FAIL]
+        free = failed if retry_failed else list(filter(_is_interrupted, failed))
+        self._taken = {_key(trial.params) for trial in ended if trial not in free}
         drawn = recipe.space.distributions().keys()
-        again = {
-            _key(trial.params): trial.params
-            for trial in free
-            if trial.params and drawn <= trial.params.keys() and _key(trial.params) not in taken
-        }
-        self._again = deque(again.values())  # the last: they may have killed a process
-        self._number = len(ended) - len(free) + len(again)
-        self._n_left = max(n_trials - self._number, 0)
-        self._points: deque[Point] = deque()
+        again = {_key(t.params): t.params for t in free if t.params and drawn <= t.params.keys()}
+        again = {key: point for key, point in again.items() if key not in self._taken}
+        n_held = len(ended) - len(free) + len(again)
+        n_left = max(n_trials - n_held, 0)
+        n_enqueued = sum(trial.state == TrialState.WAITING for trial in trials)  # by a user
+        left, n_draws = list[Point](), max(n_left - n_enqueued, 0)
         if points is not None:
-            taken |= again.keys()
-            left = [point for point in points if _key(point) not in taken]
-            self._points.extend(left[: self._n_left] if n_trials < len(points) else left)
-            self._n_left = 0
-        # by a user; Optuna asks for them first
-        self._n_enqueued = sum(trial.state == TrialState.WAITING for trial in trials)
+            taken = self._taken | again.keys()
+            left, n_draws = [point for point in points if _key(point) not in taken], 0
+            left = left[:n_left] if n_trials < len(points) else left
+        self.n_candidates = n_enqueued + len(left) + n_draws + len(again)
+        self._samplers = chain(
+            repeat(study.sampler, n_enqueued),  # which Optuna asks for first
+            self._fixed(left),
+            map(sampler_of, range(n_held, n_held + n_draws)),
+            self._fixed(again.values()),  # the last: they may have killed a process
+        )
 
-    def _count_left(self) -> int:
-        return len(self._points) + self._n_left + len(self._again) + self._n_enqueued
-
-    def __len__(self) -> int:
-        """Count the candidates left, and those in training."""
-        return self._count_left() + len(self.trials)
+    def _fixed(self, points: Iterable[Point]) -> Iterator[BaseSampler]:
+        """Yield samplers of points, without those that a user enqueued."""
+        return (_Fixed(point) for point in points if _key(point) not in self._taken)
 
     def __iter__(self) -> "Candidates":
         return self
@@ -245,32 +231,20 @@ class Candidates:
     def __next__(self) -> Candidate:
         with self._lock:
             is_late = self.deadline is not None and time.time() >= self.deadline
-            if self._has_ended or self.study.stopped or is_late or not self._count_left():
+            if self._has_ended or self.study.stopped or is_late:
                 raise StopIteration
+            sampler = next(self._samplers)
             with blame_storage(self.study):
                 owner = self.study.user_attrs.get(OWNER)
-                if owner is None or owner != self.owner:
+                if owner != self.owner:
+                    name = f"process {owner[1]} on {owner[0]}" if owner else "another program"
                     raise CallError(
-                        f"{_name(owner) if owner else 'Another program'} began to train study "
-                        f"{self.study.study_name!r} at the same moment. Fit again when it has "
-                        "ended."
+                        f"{name} began to train study {self.study.study_name!r} at the same "
+                        "moment. Fit again when it ends."
                     )
-                return self._ask(*self._choose())
+                return self._ask(sampler)
 
-    def _choose(self) -> tuple[BaseSampler, Point | None]:
-        """Choose the next candidate: what draws it, and its values if they are known."""
-        if self._n_enqueued:
-            self._n_enqueued -= 1
-            self._n_left = max(self._n_left - 1, 0)
-            return self.sampler, None
-        if not self._points and self._n_left:
-            self._n_left -= 1
-            self._number += 1
-            return self.sampler_of(self._number - 1), None
-        point = (self._points or self._again).popleft()
-        return _Fixed(point), point
-
-    def _ask(self, sampler: BaseSampler, point: Point | None) -> Candidate:
+    def _ask(self, sampler: BaseSampler) -> Candidate:
         """Begin a trial, which has an owner from then on."""
         self.study.sampler = sampler
         try:
@@ -283,9 +257,7 @@ class Candidates:
                 problem = f"{type(error).__name__}: {error}"
         finally:
             self.study.sampler = self.sampler
-        labels = labels_of(trial)
-        if point is None and labels in self._points:  # a user enqueued a point of the grid
-            self._points.remove(labels)
+        self._taken.add(_key(labels_of(trial)))
         self.trials[trial.number] = trial, params
         return Candidate(trial.number, params, self.recipe.seed_of(trial), problem)
 
@@ -319,8 +291,7 @@ OnFinished = Callable[[FrozenTrial, Trained | None], None]
 
 def n_processes(n_jobs: int | None) -> int:
     """Return the number of worker processes that train; 0 if this process does."""
-    if n_jobs is not None and not is_integer(n_jobs):
-        raise TypeError(f"n_jobs must be an integer or None, got {n_jobs!r}.")
+    check_kind(n_jobs is None or is_integer(n_jobs), "n_jobs", n_jobs, "an integer or None")
     n = 1 if n_jobs is None else int(joblib.effective_n_jobs(n_jobs))  # which refuses 0
     return n if n > 1 else 0
 
@@ -434,7 +405,7 @@ class _Workers:
         task = candidates.recipe.task
         self.task = replace(task, X=None, y=None, X_test=None, y_test=None)
         self.data = task.X, task.y, task.X_test, task.y_test
-        self.at_a_time = min(fleet_size(fleet) or 1, -(-len(candidates) // n_jobs)) or 1
+        self.at_a_time = min(fleet_size(fleet) or 1, -(-candidates.n_candidates // n_jobs)) or 1
         self.n_finished = 0
         self.in_training: dict[int, Candidate] = {}
 

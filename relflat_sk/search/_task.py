@@ -129,11 +129,6 @@ def _train_on_all_data(estimator: Any) -> None:
 _LOCK = threading.RLock()
 
 
-def in_fleet() -> bool:
-    """Return whether the nets of this thread are trained together with others."""
-    return EPOCH_TRAINER.get() is not None
-
-
 @contextmanager
 def isolated(n_threads: int | None) -> Iterator[None]:
     """Compute alone in this process, with a number of threads; None leaves it as it is.
@@ -141,7 +136,7 @@ def isolated(n_threads: int | None) -> Iterator[None]:
     A fleet computes alone as a whole: the trainings in it take turns. A search inside of a fit, as
     by a callback, does not wait for a candidate in another thread, which may wait for that fit.
     """
-    if in_fleet():
+    if EPOCH_TRAINER.get() is not None:
         yield
         return
     with nullcontext() if IN_TURN.get() else _LOCK, ExitStack() as stack:
@@ -159,7 +154,7 @@ def train(
     task: Task, params: Mapping[str, Any], seed: int, on_epoch: OnEpoch | None = None
 ) -> "tuple[Minimum, Trained | None]":
     """Train and measure one candidate; what it raises is recorded, unless it is the call's."""
-    minimum, trained = Minimum(seed=seed, in_fleet=in_fleet()), None
+    minimum, trained = Minimum(seed=seed, in_fleet=EPOCH_TRAINER.get() is not None), None
     with isolated(task.n_threads):
         try:
             trained = _train(minimum, task, params, seed, on_epoch)

@@ -431,7 +431,7 @@ def test_verbose(verbose, bar, log, capfd, caplog, monkeypatch):
     shown = capfd.readouterr()
     assert shown.out == ""
     assert ("minima: 100%" in shown.err) == bool(bar)
-    assert ("goal reached 3" in shown.err) == bool(bar)
+    assert ("solver 3" in shown.err) == bool(bar)
     assert ("Trial 0 finished" in caplog.text) == bool(log)
 
 

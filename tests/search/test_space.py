@@ -133,7 +133,9 @@ def test_one_function_of_the_trial_is_a_space():
     assert space.values(trial) == {"batch_size": size, "lr": 0.01 * size}
     assert trial.user_attrs["param_lr"] == 0.01 * size
     assert space.grid() is None
-    with pytest.raises(TypeError, match="must return a dict of parameters, got None"):
+    with pytest.raises(
+        TypeError, match="what space returns must be a dict of parameters, got None"
+    ):
         draw(Space(lambda trial: None))
 
 

@@ -14,7 +14,7 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from relflat_sk import MinimaObjective, measure
+from relflat_sk import FlatnessWarning, MinimaObjective, measure
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._task import train
@@ -156,3 +156,13 @@ def test_without_weights(tmp_path, store):
     search.set_params(artifact_store=None if store is None else tmp_path)
     with pytest.raises(ValueError, match="no weights of these minima were saved.*artifact_store"):
         search.remeasure(["trace_flatness"], X, Y)
+
+
+def test_some_weights(stored, kept):
+    """The weights of the first session were not saved."""
+    logistic(n_trials=1, refit=False, **stored).fit(X, Y)
+    search = logistic(refit=False, **kept).fit(X, Y)
+    with pytest.warns(FlatnessWarning, match=r"trace_flatness of trials \[0\] stay nan"):
+        table = search.remeasure(["trace_flatness"])
+    found = table.sort_values("trial")["trace_flatness"]
+    assert found.isna().tolist() == [True, False, False]
