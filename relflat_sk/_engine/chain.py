@@ -108,12 +108,6 @@ def draw_mask(
     return (torch.stack(drawn) >= rate).to(like) / max(1 - rate, 1e-30)
 
 
-def _flatten() -> _Function:
-    return _Function(
-        lambda x: x.reshape(*x.shape[:2], -1), lambda outer, x, y: outer.reshape(x.shape)
-    )
-
-
 def _relu(x: Any) -> Any:
     return x.clamp_min(0) if isinstance(x, Tensor) else np.maximum(x, x.dtype.type(0))
 
@@ -212,7 +206,9 @@ def find_chain(module: nn.Module, shape: tuple[int, ...]) -> Chain | None:
             last = layer
             layers.append(_Linear(name, layer))
         elif kind is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
-            layers.append(_flatten())
+            layers.append(
+                _Function(lambda x: x.reshape(*x.shape[:2], -1), lambda g, x, y: g.reshape(x.shape))
+            )
             flat = True
         elif kind is nn.Dropout and flat:
             layers += [_Dropout(layer)] if layer.p else []

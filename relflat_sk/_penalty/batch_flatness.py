@@ -177,7 +177,13 @@ def batch_flatness(  # noqa: PLR0913
     if not layers:
         return _sum([], output)
     for record in layers:
-        _check_trainable(record)
+        record.check()  # that it was called once
+        if record.node is None:
+            raise ValueError(
+                f"there is nothing to train up to layer {record.name!r}: the forward pass ran "
+                "without gradients, or all parameters up to there are frozen. Penalise a later "
+                "layer; to measure, use relflat_sk.relative_flatness."
+            )
     share = scale * _share(loss, output, target.relevant, weights)
     tail = Tail(loss, output, target, records[-1], full_precision)
     # in a network that is piecewise linear behind some layers only, two ways would cost more
@@ -189,17 +195,6 @@ def batch_flatness(  # noqa: PLR0913
     if chosen.others:
         terms.append(make.products(chosen.others))
     return _sum(terms, output)
-
-
-def _check_trainable(record: LayerRecord) -> None:
-    """Refuse a layer that was not called once, or up to which there is nothing to train."""
-    record.check()
-    if record.node is None:
-        raise ValueError(
-            f"there is nothing to train up to layer {record.name!r}: the forward pass ran "
-            "without gradients, or all parameters up to there are frozen. Penalise a later "
-            "layer; to measure, use relflat_sk.relative_flatness."
-        )
 
 
 def _share(
