@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, ClassVar
 
 import numpy as np
@@ -54,7 +55,7 @@ from relflat_sk.training._data import (
     with_weights,
 )
 from relflat_sk.training._mlp import MLP
-from relflat_sk.training._own_steps import penalised, recording, warn_without_penalty
+from relflat_sk.training._penalised_loss import Reading, penalised, warn_without_penalty
 from relflat_sk.training._skorch_net import EpochMean, SkorchNet, check_start, epochs_before
 from relflat_sk.training._tasks import (
     TASKS,
@@ -95,10 +96,11 @@ class _Training:
     penalty: RelativeFlatnessPenalty | None = None
     output_shape: Size | None = None
     output_checked: bool = False
-    # for a class that replaces parts of the step, see `_own_steps`
+    # for a class that replaces parts of the step, see `_penalised_loss`
     in_infer: bool = False
     own_loss: Any = None
     own_criterion: Any = None
+    reading: Reading | None = None
     is_penalised: bool = False  # whether any step has computed the penalty, or that was said
     # of the current step: its loss, then the penalty, then the share of it that the limit leaves
     recorded: bool = False
@@ -111,27 +113,34 @@ def _if_task(suits: Callable[[Task], bool]) -> Callable[[Any], Any]:
     return available_if(lambda net: suits(net._task))  # type: ignore[no-any-return]
 
 
+def _recording(infer: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an `infer` record the penalised layers where it calls the network."""
+
+    @wraps(infer)
+    def recorded(net: Any, x: Any, **fit_params: Any) -> Any:
+        penalty = net._penalty_of_pass()
+        if penalty is None:
+            return infer(net, x, **fit_params)
+        state = net._state()
+        state.in_infer = True  # that of a base class records nothing else
+        try:
+            with uncompiled(net.module_), penalty._record(unwrapped(net.module_)):
+                output = infer(net, x, **fit_params)
+        finally:
+            state.in_infer = False
+        state.recorded = True
+        return output
+
+    return recorded
+
+
 class FlatNet(SkorchNet):
     """Implementation of `RelativeFlatnessRegularizedNet`; see there for the parameters.
 
     Penalty and sample weights enter in `infer` and `get_loss` only. Code that changes other parts
     of skorch's training step (accelerate, gradient accumulation, the two passes of SAM) therefore
-    works together with this class. Those of a subclass need not call these, see `_own_steps`.
+    works together with this class. Those of a subclass need not call these, see `_penalised_loss`.
     """
-
-    flatness_weight: float
-    flatness_layer: Any
-    flatness_normalize: bool
-    flatness_probes: int
-    flatness_warmup: float
-    flatness_clip: float | None
-    flatness_every: int
-    flatness_start: float
-    random_state: Any
-    classes: Any
-
-    module_: Any
-    criterion_: Any
 
     _fixed_task: ClassVar[str | None] = None
     _training: _Training | None = None
@@ -147,7 +156,7 @@ class FlatNet(SkorchNet):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         base = next(kind for kind in cls.__mro__[1:] if issubclass(kind, FlatNet))
-        for name, keep in (("infer", recording), ("get_loss", penalised)):
+        for name, keep in (("infer", _recording), ("get_loss", penalised)):
             method = getattr(cls, name)
             if method is not getattr(base, name):  # of the class, or of a mixin before the base
                 setattr(cls, name, keep(method))
@@ -309,7 +318,7 @@ class FlatNet(SkorchNet):
             elif labelled:
                 if reset:
                     self._task.learn(self, y, classes)
-                    self._check_ignored()
+                    check_ignored(self)
                 y = self._encode(y)
             if labelled and hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
                 raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")
@@ -489,12 +498,7 @@ class FlatNet(SkorchNet):
         return TASKS[self._fixed_task or self._criterion_task]
 
     def _check_task(self) -> None:
-        """Refuse a criterion of another task than the estimator's, and labels of no classifier."""
-        if self.classes is not None and self._task.estimator_type != "classifier":
-            raise ValueError(
-                f"classes={self.classes!r} are labels of a classifier, which a "
-                f"{type(self).__name__} with {self._criterion_class.__name__} is not."
-            )
+        """Refuse a criterion of another task than the estimator's."""
         if self._fixed_task and self._criterion_task not in {None, self._fixed_task}:
             raise ValueError(
                 f"{type(self).__name__} does {self._fixed_task}, but "
@@ -579,7 +583,7 @@ class FlatNet(SkorchNet):
         if isinstance(made, nn.Module) and type(self.module_) is MLP:
             made.to(dtype)
         self.criterion_ = made
-        self._check_ignored()
+        check_ignored(self)
         weight = getattr(made, "weight", None)
         of_classes = self._criterion_task == "classification" and self._knows_labels()
         if of_classes and weight is not None and weight.numel() != len(self.classes_):
@@ -593,10 +597,6 @@ class FlatNet(SkorchNet):
         """Compile a module, if asked to, but no criterion, which is to be differentiated twice."""
         return module if name == "criterion" else super().torch_compile(module, name)
 
-    def _check_ignored(self) -> None:
-        if self._task is TASKS["classification"] and self._knows_labels():
-            check_ignored(self)
-
     # -- the penalty ---------------------------------------------------------------------
 
     def _check_penalty(self) -> None:
@@ -608,7 +608,7 @@ class FlatNet(SkorchNet):
         check_number("flatness_clip", self.flatness_clip, optional=True)
         check_integer("flatness_every", self.flatness_every, minimum=1)
         check_start("flatness_start", self.flatness_start)
-        RelativeFlatnessPenalty(*self._penalty_settings())  # checks the layers
+        RelativeFlatnessPenalty(self.flatness_layer)  # checks the layers
         if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
                 "flatness_layer must be a position or a dotted name, got a module. The net trains "
@@ -630,17 +630,14 @@ class FlatNet(SkorchNet):
         layer = self.flatness_layer
         return layer if isinstance(layer, list | tuple) or layer == "all" else [layer]
 
-    def _penalty_settings(self) -> tuple[Any, bool, int]:
-        return self.flatness_layer, self.flatness_normalize, self.flatness_probes
-
     def _penalty(self) -> RelativeFlatnessPenalty:
-        """Return the training's penalty of this epoch, a new one if its settings have changed."""
-        settings, state = self._penalty_settings(), self._state()
-        penalty = state.penalty
-        if penalty is None or (penalty.layer, penalty.normalize, penalty.probes) != settings:
-            penalty = state.penalty = RelativeFlatnessPenalty(*settings)
+        """Return the training's penalty, with the settings of this epoch."""
+        penalty = self._state().penalty
+        if penalty is None:
+            penalty = self._state().penalty = RelativeFlatnessPenalty(self.flatness_layer)
+        penalty.layer, penalty.normalize = self.flatness_layer, self.flatness_normalize
+        penalty.probes, penalty.every = self.flatness_probes, self.flatness_every
         penalty.weight, penalty.clip = self._penalty_weight(), self.flatness_clip
-        penalty.every = self.flatness_every
         penalty.limit = self._penalty_limit()
         return penalty
 
@@ -688,21 +685,16 @@ class FlatNet(SkorchNet):
 
     # -- called by skorch in each step ---------------------------------------------------
 
+    @_recording
     def infer(self, x: Any, **fit_params: Any) -> Any:
         """Run the module on a batch; record the penalised layers if gradients are enabled."""
-        module, x = self.module_, self._to_inputs(x)
-        if self._is_unseen:
-            with torch.enable_grad():  # the graph shows what the module ends in
-                output = super().infer(x, **fit_params)
-            self._ending = find_ending(primary_output(output))
-            return _on_tensors(lambda one: full_precision(one.detach()), output)
-        penalty = self._penalty_of_pass()
-        if penalty is None:
+        x = cast_inputs(to_tensor(x, device=self.device), self.module_)
+        if not self._is_unseen:
             return _on_tensors(full_precision, super().infer(x, **fit_params))
-        with uncompiled(module), penalty._record(unwrapped(module)):
-            output = _on_tensors(full_precision, super().infer(x, **fit_params))
-        self._state().recorded = True
-        return output
+        with torch.enable_grad():  # the graph shows what the module ends in
+            output = super().infer(x, **fit_params)
+        self._ending = find_ending(primary_output(output))
+        return _on_tensors(lambda part: full_precision(part.detach()), output)
 
     def _penalty_of_pass(self) -> RelativeFlatnessPenalty | None:
         """Return the penalty of a pass through the module, if it has one that is not recorded."""
@@ -717,9 +709,6 @@ class FlatNet(SkorchNet):
             state.rests = self._penalty_limit().is_resting(self.flatness_every)
         return None if state.rests else self._penalty()
 
-    def _to_inputs(self, x: Any) -> Any:
-        return cast_inputs(to_tensor(x, device=self.device), self.module_)
-
     def _to_target(self, y_true: Any) -> Any:
         """Move the targets of a batch to the device; a Dataset may hold labels that are none."""
         try:
@@ -732,43 +721,19 @@ class FlatNet(SkorchNet):
                 "positions in classes_, by np.searchsorted(net.classes_, labels)."
             ) from error
 
+    @penalised
     def get_loss(self, y_pred: Any, y_true: Any, X: Any = None, training: bool = False) -> Tensor:
-        """Compute the loss of a batch, with the penalty added in training."""
-        state = self._state()
-        recorded, state.recorded = state.recorded, False
-        criterion = Loss(unwrapped(self.criterion_))
+        """Compute the loss of a batch, to which training adds the penalty."""
+        state, criterion = self._state(), Loss(unwrapped(self.criterion_))
         if not state.output_checked:
             check_part(criterion, y_pred, self._to_target(split_target(y_true)[0]), "net")
         output = full_precision(primary_output(y_pred))
         self._check_output(criterion, output)
         batch = self._read_loss(output, y_true)
-        loss, penalty, share = batch(output), None, None
-        if training and recorded and state.penalty is not None:
-            penalty, share = self._penalise(state.penalty, batch, output, loss)
-            state.is_penalised = True
-        # the first pass of a step is at its first weights; within a loss of a subclass, that counts
-        if training and state.terms is None and state.own_loss is None:
-            self._count_step()
-            state.terms = [one.detach() for one in (loss, penalty, share) if one is not None]
-        if penalty is None:
-            return loss
-        return loss + (penalty if share is None else share * penalty)
-
-    def _penalise(
-        self, penalty: RelativeFlatnessPenalty, batch: BatchLoss, output: Tensor, loss: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the penalty of a pass; the second one of SAM has the limit of the first."""
-        first = self._state().terms if "_in_second_pass" in vars(self) else None
-        if first is not None:
-            penalty.clip = None
-        value, share = penalty._of_batch(batch, output, self._penalty_weight(), loss)
-        return value, (first[2] if first is not None and len(first) > 2 else share)
-
-    def _count_step(self) -> None:
-        """Count a step of the training, in which the penalty may rest."""
-        if self._penalty_weight():
-            penalised = self._penalty_limit().begin_step(self.flatness_every)
-            self._state().is_penalised |= not penalised
+        loss = batch(output)
+        if state.own_loss is not None:
+            state.reading = Reading(batch, loss, 1.0)
+        return loss
 
     def _read_loss(self, output: Tensor, y_true: Any) -> BatchLoss:
         """Read the targets and the sample weights of a batch."""

@@ -1,22 +1,30 @@
-"""A skorch net with scikit-learn's rules for parameters, and batches that are cut from arrays."""
+"""A skorch net with scikit-learn's rules for parameters, and epochs that other loops train.
+
+Batches are cut from arrays. An epoch is a job of the engine or of a fleet, if nothing in the net
+needs its own loop.
+"""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from skorch import NeuralNet
-from skorch.callbacks import EpochTimer, PassthroughScoring, PrintLog
+from skorch.callbacks import Callback, EpochScoring, EpochTimer, PassthroughScoring, PrintLog
 from skorch.utils import to_device
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from relflat_sk._checks import check_number, did_you_mean
+from relflat_sk._engine.epoch import EPOCH_TRAINER, train_alone
+from relflat_sk._engine.job import Job, NeedsOwnLoop, qualify
 from relflat_sk._network.batches import LoadedBatches, pair_labels
 from relflat_sk.training._data import make_loader, rows_loader, rows_of
-from relflat_sk.training._jobs import train_otherwise
 
 # skorch sets these attributes in __init__, where scikit-learn allows nothing but parameters
 _UNFITTED: dict[str, Callable[[], Any]] = {
@@ -49,6 +57,24 @@ _IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
 _SAMPLES, _NUMBERS = 1024, 2**20
 # columns of the history that the net's own callbacks record on validation data
 _OF_VALIDATION = ("valid_loss", "valid_loss_best", "valid_acc", "valid_acc_best")
+# the methods that make a training step; a subclass that changes them trains in another way
+_STEP = (
+    "_penalty",
+    "_step_optimizer",
+    "_zero_grad_optimizer",
+    "get_loss",
+    "get_train_step_accumulator",
+    "infer",
+    "notify",
+    "on_batch_begin",
+    "on_batch_end",
+    "on_grad_computed",
+    "run_single_epoch",
+    "train_step",
+    "train_step_single",
+)
+# what callbacks may do in every step
+_EVENTS = ("on_batch_begin", "on_batch_end", "on_grad_computed")
 
 
 class SkorchNet(NeuralNet):
@@ -94,7 +120,7 @@ class SkorchNet(NeuralNet):
         try:
             return super().initialize()
         except ValueError as error:
-            advice = _advice(self, _unknown_parameters(self))
+            advice = _advice(self)
             if not advice:
                 raise
             raise ValueError(f"{error}{advice}") from error
@@ -139,7 +165,10 @@ class SkorchNet(NeuralNet):
         iterator, arguments = getattr(self, name), self.get_params_for(name)
         if arguments.get("shuffle") and not _can_shuffle(iterator, dataset, arguments):
             del arguments["shuffle"]
-        arguments["batch_size"] = _batch_size(arguments.get("batch_size", self.batch_size), dataset)
+        size = arguments.get("batch_size", self.batch_size)
+        if isinstance(size, np.integer):
+            size = int(size)
+        arguments["batch_size"] = len(dataset) if size == -1 else size
         return (make_loader if iterator is DataLoader else iterator)(dataset, **arguments)
 
     def forward_iter(self, X: Any, training: bool = False, device: str = "cpu") -> Iterator[Any]:
@@ -155,9 +184,11 @@ class SkorchNet(NeuralNet):
                 "which prediction is whose. Pass a loader with shuffle=False, or loader.dataset."
             )
         rows, chosen = rows_of(iterator), self.get_params_for("iterator_valid")
-        if rows is not None and not (
-            training or chosen or any(map(knows_its_batch, self._parts()))
-        ):
+        # batch norms without running statistics know their batch
+        knows_batch = any(
+            isinstance(part, _BatchNorm) and part.running_mean is None for part in self._parts()
+        )
+        if rows is not None and not (training or chosen or knows_batch):
             size = min(_SAMPLES, _NUMBERS // max(1, rows.n_numbers))
             iterator = rows_loader(rows, batch_size=max(size, iterator.batch_size))
         made = type(iterator) is DataLoader and not isinstance(X, LoadedBatches)
@@ -184,7 +215,28 @@ class SkorchNet(NeuralNet):
 
     def _is_trained_otherwise(self, iterator: Any, fit_params: Mapping[str, Any]) -> bool:
         """Train for an epoch together with other nets, or by written-out gradients, if possible."""
-        return train_otherwise(self, iterator, fit_params)
+        fleet = EPOCH_TRAINER.get()
+        try:
+            job = make_job(self, iterator, fit_params)
+            epoch = train_alone(job) if fleet is None else fleet.train_epoch(job)
+        except NeedsOwnLoop as reason:
+            if fleet is not None:
+                fleet.log_reason(reason)
+            return False
+        rows = zip(epoch.sizes, epoch.losses, epoch.penalties, epoch.shares, strict=True)
+        list.__getitem__(self.history, -1)["batches"].extend(
+            {
+                "train_loss": loss,
+                "train_batch_size": size,
+                "flatness_penalty": share * penalty,
+                "flatness_clipped": 1.0 - share,
+            }
+            for size, loss, penalty, share in rows
+        )
+        self.history.record("train_batch_count", len(epoch.sizes))
+        if epoch.has_ending:
+            self._ending = epoch.ending
+        return True
 
 
 # -- epochs --------------------------------------------------------------------------------
@@ -205,35 +257,116 @@ def epochs_before(start: float, max_epochs: int) -> float:
     return start * max_epochs if isinstance(start, float) else start
 
 
-# -- names of parameters -------------------------------------------------------------------
-
-
-def check_parameters(net: NeuralNet) -> None:
-    """Refuse names that are no parameters of a net or its parts, without making the net."""
-    unknown = _unknown_parameters(net)
-    if unknown:
-        names = ", ".join(unknown)
-        raise ValueError(f"__init__() got unexpected argument(s) {names}.{_advice(net, unknown)}")
-
-
-def _unknown_parameters(net: NeuralNet) -> list[str]:
-    """List the parameters of a net that neither its constructor nor a part of it takes."""
+def _advice(net: NeuralNet) -> str:
+    """Say what is meant by parameters that no part of a net takes: misspelt ones, or others'."""
     accepted = {name for kind in type(net).__mro__ for name in inspect.signature(kind).parameters}
     # skorch learns the names of the last three only where it makes these parts
-    parts = (*net.prefixes_, "module", "criterion", "optimizer")
-    names = sorted(net.get_params(deep=False).keys() - accepted)
-    return [name for name in names if not name.startswith((*parts, "_")) and name[-1] != "_"]
-
-
-def _advice(net: NeuralNet, unknown: Sequence[str]) -> str:
-    """Say what is meant by unknown parameters: those of scikit-learn, or misspelt ones."""
-    known = net.get_params(deep=False).keys() - set(unknown)
+    parts = (*net.prefixes_, "module", "criterion", "optimizer", "_")
+    names = net.get_params(deep=False).keys()
+    unknown = sorted(n for n in names - accepted if not n.startswith(parts) and n[-1] != "_")
+    instead = [f"in place of {n}, use {_OTHER_NAMES[n]}" for n in unknown if n in _OTHER_NAMES]
+    known = names - set(unknown)
     similar = [did_you_mean(name, known) for name in unknown if name not in _OTHER_NAMES]
-    instead = [
-        f"in place of {name}, use {_OTHER_NAMES[name]}" for name in unknown if name in _OTHER_NAMES
-    ]
     advice = f"\nWith nets of relflat_sk, {'; '.join(instead)}." if instead else ""
     return f"{''.join(similar)}{advice}"
+
+
+# -- epochs as jobs ------------------------------------------------------------------------
+
+
+def make_job(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Job:
+    """Read a net and its data for an epoch outside of its own loop; refuse what needs that."""
+    reason = _find_own_step(net, fit_params)
+    if reason is not None:
+        raise NeedsOwnLoop(reason)
+    samples = rows_of(loader)
+    if samples is None:
+        raise NeedsOwnLoop("its batches are not cut out of arrays")
+    inputs, targets = _whole(samples.inputs, "inputs"), _whole(samples.targets, "targets")
+    rows, in_order = torch.from_numpy(samples.rows), torch.arange(len(samples))
+    if samples.weights is not None and not torch.equal(rows, in_order):
+        # weights are in the order of samples
+        inputs, targets, rows = inputs[rows], targets[rows], in_order
+
+    def draw_order() -> Tensor:
+        _draw_seed()  # torch's loader draws a seed for workers, even if it has none
+        # its sampler would turn a permutation into numbers of Python
+        if isinstance(loader.sampler, RandomSampler):
+            generator = torch.Generator().manual_seed(_draw_seed())
+            return rows[torch.randperm(len(samples), generator=generator)]
+        return rows
+
+    size, drop_last = int(loader.batch_size or 1), bool(loader.drop_last)
+    if drop_last and len(samples) < size:
+        raise NeedsOwnLoop("it has fewer samples than a batch, and drops them")
+    job = Job(
+        net.module_,
+        net.optimizer_,
+        net.criterion_,
+        net._penalty() if net._penalty_weight() else None,
+        inputs,
+        targets,
+        samples.weights,
+        draw_order,
+        len(samples),
+        min(size, len(samples)),
+        drop_last,
+        net._check_output,
+    )
+    reason = qualify(job)
+    if reason is not None:
+        raise NeedsOwnLoop(reason)
+    return job
+
+
+def _draw_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_().item())
+
+
+def _whole(data: Any, name: str) -> Tensor:
+    """Return an array as a tensor that shares its memory."""
+    if isinstance(data, Tensor):
+        return data
+    if isinstance(data, np.ndarray):
+        with suppress(ValueError):  # such as negative strides
+            if data.flags.writeable:
+                return torch.from_numpy(data)
+            with warnings.catch_warnings():
+                # torch warns of arrays that it may not write to, and nobody writes to these
+                warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+                return torch.from_numpy(data)
+    raise NeedsOwnLoop(f"its {name} are not one array")
+
+
+def _find_own_step(net: Any, fit_params: Mapping[str, Any]) -> str | None:
+    """Return what a net does in its steps that another loop would leave out, if anything."""
+    if fit_params:
+        return f"its network takes further arguments: {sorted(fit_params)}"
+    library = next(
+        kind
+        for kind in type(net).__mro__
+        if kind.__module__.startswith("relflat_sk.") and issubclass(kind, NeuralNet)
+    )
+    changed = [n for n in _STEP if getattr(type(net), n, None) is not getattr(library, n, None)]
+    if changed:
+        return f"{type(net).__name__} has its own {changed[0]}"
+    trained = {n for n, v in vars(net).items() if isinstance(v, nn.Module | Optimizer)}
+    if not trained <= {"module", "module_", "criterion", "criterion_", "optimizer_"}:
+        return "it has other parts than one module, criterion and optimizer"
+    if "_orig_mod" in getattr(net.module_, "_modules", {}):
+        return "its network is compiled"
+    for event in _EVENTS:
+        for _, callback in net.callbacks_:
+            method = getattr(callback, event)
+            if getattr(method, "__func__", method) is getattr(Callback, event, None):
+                continue  # skorch's empty one
+            harmless = (isinstance(callback, EpochScoring) and not callback.on_train) or (
+                # LRScheduler of skorch, and WeightAverage
+                getattr(callback, "step_every", "batch") == "epoch"
+            )
+            if not harmless:
+                return f"its callback {type(callback).__name__} is called in each step"
+    return None
 
 
 # -- callbacks -----------------------------------------------------------------------------
@@ -261,11 +394,6 @@ class _PrintLog(PrintLog):
 # -- loaders and optimizers ----------------------------------------------------------------
 
 
-def knows_its_batch(part: nn.Module) -> bool:
-    """Return whether a module's output for a sample depends on the others in evaluation, too."""
-    return isinstance(part, _BatchNorm) and part.running_mean is None
-
-
 def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> bool:
     """Return whether a loader can shuffle: not if a stream or a sampler determines the order."""
     if isinstance(dataset, IterableDataset) or arguments.keys() & {"sampler", "batch_sampler"}:
@@ -273,13 +401,6 @@ def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> b
     accepted = inspect.signature(iterator).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     return takes_all or "shuffle" in accepted
-
-
-def _batch_size(size: Any, dataset: Any) -> Any:
-    """Return the number of samples in a batch, as torch's loader takes it."""
-    if isinstance(size, np.integer):
-        size = int(size)
-    return len(dataset) if size == -1 else size
 
 
 def _can_fuse(

@@ -28,19 +28,10 @@ from relflat_sk._warnings import warn
 
 Array = npt.NDArray[Any]
 
-# Numbers of more different values may be those of a regression. scikit-learn takes whole numbers
-# for classes, floats too, and the default criterion is one of classes.
-_MANY = 20
-_FEW_PER_CLASS = 5  # samples
-# torch's criteria with weights of classes
-_WEIGHTED = (
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.CrossEntropyLoss,
-    nn.MultiLabelSoftMarginLoss,
-    nn.MultiMarginLoss,
-    nn.NLLLoss,
-)
+# Numbers of more different values, with few samples of each, may be those of a regression.
+# scikit-learn takes whole numbers for classes, floats too, and the default criterion is one of
+# classes.
+_MANY, _FEW_PER_CLASS = 20, 5
 
 
 @dataclass(frozen=True)
@@ -51,17 +42,15 @@ class Link:
     logarithm: Callable[[Tensor], Tensor] | None = None
 
 
-def _are_several(outputs: Any) -> bool:
-    """Return whether each sample has more than one output."""
-    return bool(outputs.ndim > 1 and math.prod(outputs.shape[1:]) > 1)
+def _squeezed(outputs: Any) -> Any:
+    """Return outputs without their axis if each sample has one."""
+    return outputs.reshape(-1) if math.prod(outputs.shape[1:]) == 1 else outputs
 
 
-def _log_sigmoid(z: Tensor) -> Tensor:
+def _log_sigmoid(outputs: Tensor) -> Tensor:
     """Return the logarithms for two classes with one logit, or for each of several labels."""
-    if _are_several(z):
-        return nn.functional.logsigmoid(z)
-    z = z.reshape(-1)
-    return nn.functional.logsigmoid(torch.stack([-z, z], dim=1))
+    z = _squeezed(outputs)
+    return nn.functional.logsigmoid(z if z.ndim > 1 else torch.stack([-z, z], dim=1))
 
 
 _IDENTITY = Link(lambda output: output)
@@ -204,14 +193,11 @@ class _Binary(_Classification):
         return len(net.classes_) if net.multilabel_ else 1
 
     def probabilities(self, outputs: Array) -> Array:
-        if _are_several(outputs):
-            return outputs
-        second = outputs.reshape(-1)
-        return np.stack([1 - second, second], axis=1)
+        second = _squeezed(outputs)
+        return second if second.ndim > 1 else np.stack([1 - second, second], axis=1)
 
     def predict(self, outputs: Array) -> Array:
-        rows = outputs if _are_several(outputs) else outputs.reshape(-1)
-        return (rows > 0.5).astype(np.int64)
+        return (_squeezed(outputs) > 0.5).astype(np.int64)  # type: ignore[no-any-return]
 
     def decode(self, net: Any, predicted: Array) -> Array:
         return predicted if predicted.ndim > 1 else super().decode(net, predicted)
@@ -317,28 +303,28 @@ def _listed(labels: Array) -> str:
 
 def _check_are_labels(net: Any, y: Array) -> None:
     """Refuse floats that look like the values of a regression; warn of integers that do."""
-    n, n_classes = len(y), len(net.classes_)
+    n, n_classes, kind = len(y), len(net.classes_), y.dtype.kind
+    if kind not in "fiu" or n_classes <= _MANY or n >= _FEW_PER_CLASS * n_classes:
+        return
     instead = (
         "use RelativeFlatnessRegularizedRegressor"
         if net._fixed_task
         else "pass a regression loss, such as criterion=torch.nn.MSELoss"
     )
-    if y.dtype.kind == "f" and (n_classes > _MANY or n_classes > max(2, n / 2)):
-        raise ValueError(
-            f"y has {n_classes} different values of {y.dtype} in {n} samples, which look like the "
-            f"values of a regression, but the criterion is one of classes. If they are, {instead}. "
-            "If they are class labels, pass them as integers: y.astype(int)."
-        )
-    if y.dtype.kind in "iu" and n_classes > _MANY and n < _FEW_PER_CLASS * n_classes:
-        warn(
-            f"y has integers of more than {_MANY} different values, with fewer than "
-            f"{_FEW_PER_CLASS} samples of each on average. They are taken for classes. If they are "
-            f"the values of a regression, {instead}."
-        )
+    text = (
+        f"y has {n_classes} different values of {y.dtype} in {n} samples, which look like the "
+        "values of a regression, but the criterion is one of classes. If they are values, "
+        f"{instead}."
+    )
+    if kind == "f":
+        raise ValueError(f"{text} If they are class labels, pass them as integers: y.astype(int).")
+    warn(f"{text} They are taken for classes.")
 
 
 def check_ignored(net: Any) -> None:
     """Refuse an index to ignore that the encoding of labels gives another meaning."""
+    if net._task is not TASKS["classification"] or not net._knows_labels():
+        return
     classes = net.classes_
     ignored = getattr(getattr(net, "criterion_", None), "ignore_index", IGNORED)
     if np.array_equal(classes, np.arange(len(classes))):
@@ -356,19 +342,17 @@ def check_ignored(net: Any) -> None:
 
 
 def with_class_weights(
-    criterion: type, given: Mapping[str, Any], dtype: torch.dtype
+    criterion: type, arguments: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Convert the weights of classes among the arguments of one of torch's criteria to tensors."""
-    found = dict(given)
-    if not issubclass(criterion, _WEIGHTED):
-        return found
-    dtype = torch.promote_types(dtype, torch.float32)
-    for name in ("weight", "pos_weight"):
-        value = found.get(name)
-        if value is None or isinstance(value, Tensor):
-            continue
-        found[name] = torch.tensor(np.asarray(value, dtype=np.float64), dtype=dtype)
-    return found
+    converted = dict(arguments)
+    names = ("weight", "pos_weight") if criterion.__module__.startswith("torch.nn.") else ()
+    for name in names:
+        value = converted.get(name)
+        if value is not None and not isinstance(value, Tensor):
+            numbers = np.asarray(value, dtype=np.float64)
+            converted[name] = torch.tensor(numbers, dtype=torch.promote_types(dtype, torch.float32))
+    return converted
 
 
 # -- outputs, which may be mappings with `logits` ------------------------------------------

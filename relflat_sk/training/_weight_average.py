@@ -1,6 +1,5 @@
 """A callback that averages the weights of a training, for any skorch net."""
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,9 @@ from skorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from relflat_sk._checks import check_number
+from relflat_sk._checks import check_probability
 from relflat_sk._network.batches import split_labels
-from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk._warnings import warn
 from relflat_sk.training._skorch_net import check_start, epochs_before
 
 
@@ -96,9 +95,8 @@ class WeightAverage(Callback):
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and begin a new average."""
         check_start("start", self.start)
-        check_number("decay", self.decay, positive=False, optional=True)
-        if self.decay is not None and self.decay >= 1:
-            raise ValueError(f"decay must be below 1, got {self.decay!r}.")
+        if self.decay is not None:
+            check_probability("decay", self.decay)
         self._first = len(net.history) + epochs_before(self.start, net.max_epochs)
         self.n_averaged_ = 0
         self._average: AveragedModel | None = None
@@ -129,12 +127,10 @@ class WeightAverage(Callback):
     def on_train_end(self, net: NeuralNet, **kwargs: Any) -> None:
         """Give the net the average, with statistics of batch norms that suit it."""
         if self._average is None:
-            warnings.warn(
+            warn(
                 f"WeightAverage(start={self.start!r}) averaged no weights, because the training "
                 f"ended after {len(net.history)} epochs. The net keeps its last weights. Choose "
-                "an earlier start.",
-                FlatnessWarning,
-                stacklevel=2,
+                "an earlier start."
             )
             return
         averages = self._average.module.parameters()

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from sklearn.compose import TransformedTargetRegressor
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from relflat_sk import relative_flatness
@@ -42,8 +41,6 @@ def test_classes_that_y_lacks_have_outputs():
     [
         (Classifier, {"classes": ["x", "y"]}, NAMES, "not seen"),
         (Classifier, {"classes": ["x", "x", "y"]}, NAMES, "different labels"),
-        (Regressor, {"classes": [1, 2]}, X[:, 0], "of a classifier"),
-        (Net, {"classes": [1, 2], "criterion": nn.MSELoss}, X[:, 0], "of a classifier"),
     ],
 )
 def test_wrong_classes_are_refused(kind, params, y, match):

@@ -1,8 +1,7 @@
-"""The penalty in nets whose class replaces parts of skorch's training step.
+"""The penalty of the loss that a net's `get_loss` returns.
 
-A subclass may have an `infer` or a `get_loss` of its own, which need not call those of `FlatNet`.
-The layers of the network are recorded wherever `infer` calls it, and the penalty is that of the
-loss which `get_loss` returns.
+A subclass may have a `get_loss` of its own, which need not call that of `FlatNet`: the penalty is
+that of the loss which it returns.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from relflat_sk._losses.loss import BatchLoss, Loss, multiple_of
 from relflat_sk._losses.table import Target
-from relflat_sk._network.borrowing import ReplacedForwards, uncompiled, unwrapped
 from relflat_sk._network.network import REFUSALS, primary_output
 from relflat_sk._numerics import full_precision
 from relflat_sk._warnings import warn
@@ -23,57 +21,31 @@ from relflat_sk._warnings import warn
 Method = Callable[..., Any]
 
 
-def recording(infer: Method) -> Method:
-    """Let an `infer` of a subclass record the penalised layers wherever it calls the network."""
-
-    @wraps(infer)
-    def recorded(net: Any, x: Any, **fit_params: Any) -> Any:
-        penalty = net._penalty_of_pass()
-        if penalty is None:
-            return infer(net, x, **fit_params)
-        state, network = net._state(), unwrapped(net.module_)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            replaced.__exit__()
-            try:
-                with penalty._record(network):
-                    output = network.forward(*args, **kwargs)
-            finally:
-                replaced.__enter__()
-            state.recorded = True
-            return output
-
-        replaced = ReplacedForwards([(network, forward)])
-        state.in_infer = True
-        try:
-            with uncompiled(net.module_), replaced:
-                return infer(net, x, **fit_params)
-        finally:
-            state.in_infer = False
-
-    return recorded
-
-
 def penalised(get_loss: Method) -> Method:
-    """Let a `get_loss` of a subclass return its loss with the penalty of this loss."""
+    """Let a `get_loss` return its loss with the penalty of this loss in training."""
 
     @wraps(get_loss)
     def with_penalty(net: Any, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
-        training = kwargs.get("training", args[1:2] == (True,))
-        if not training or net._state().own_loss is not None:
-            return get_loss(net, y_pred, y_true, *args, **kwargs)
         state = net._state()
-        is_first, recorded, state.recorded = state.terms is None, state.recorded, False
+        if state.own_loss is not None:  # called by the get_loss of a subclass
+            return get_loss(net, y_pred, y_true, *args, **kwargs)
+        recorded, state.recorded = state.recorded, False
+        if not kwargs.get("training", args[1:2] == (True,)):
+            return get_loss(net, y_pred, y_true, *args, **kwargs)
+        # the first pass of a step is at its first weights
+        is_first, penalty = state.terms is None, state.penalty if recorded else None
         own = state.own_loss = _OwnLoss(get_loss, net, y_pred, args, kwargs)
         try:
             loss = get_loss(net, y_pred, y_true, *args, **kwargs)
-            total, terms = _with_penalty(own, loss, y_true, state.penalty if recorded else None)
+            total, terms = _with_penalty(own, loss, y_true, penalty)
         finally:
-            state.own_loss = None
+            state.own_loss = state.reading = None
         state.is_penalised |= len(terms) > 1
         if is_first:
-            net._count_step()
             state.terms = terms
+            if net._penalty_weight():  # it may rest
+                begins = net._penalty_limit().begin_step(net.flatness_every)
+                state.is_penalised |= not begins
         return total
 
     return with_penalty
@@ -101,8 +73,11 @@ class _OwnLoss:
             return self.get_loss(self.net, whole, target, training=True)
         return self.get_loss(self.net, whole, target, *self.args, **self.kwargs)
 
-    def read_criterion(self, loss: Tensor, y_true: Any) -> "_Reading | None":
+    def read_criterion(self, loss: Tensor, y_true: Any) -> "Reading | None":
         """Read the net's criterion on the batch, if the loss is a multiple of it."""
+        reading = self.net._state().reading
+        if reading is not None and reading.value is loss:
+            return reading  # type: ignore[no-any-return]
         part = self.part
         if not part.requires_grad:
             return None
@@ -113,9 +88,9 @@ class _OwnLoss:
         except REFUSALS:  # a criterion that this get_loss does not use
             return None
         factor = multiple_of(loss, value, part)
-        return None if factor is None else _Reading(batch, value, factor)
+        return None if factor is None else Reading(batch, value, factor)
 
-    def read(self, loss: Tensor, y_true: Any) -> "_Reading | None":
+    def read(self, loss: Tensor, y_true: Any) -> "Reading | None":
         """Read the loss itself; None if it takes more of the output than can be changed."""
         if not isinstance(self.y_pred, Tensor | tuple):
             return None
@@ -123,10 +98,10 @@ class _OwnLoss:
         if state.own_criterion is None:
             state.own_criterion = _make_criterion(self.net, state)
         batch = BatchLoss(Loss(state.own_criterion), Target(y_true, y_true))
-        return _Reading(batch, loss, 1.0)
+        return Reading(batch, loss, 1.0)
 
 
-class _Reading(NamedTuple):
+class Reading(NamedTuple):
     """A loss on a batch, as `RelativeFlatnessPenalty` takes it, and a factor of it."""
 
     batch: BatchLoss
@@ -160,8 +135,14 @@ def _with_penalty(
         reading = own.read(loss, y_true)
     if penalty is None or reading is None:
         return loss, terms
-    batch, value, factor = reading
-    added, share = own.net._penalise(penalty, batch, full_precision(own.part), value)
+    net, (batch, value, factor) = own.net, reading
+    first = net._state().terms if "_in_second_pass" in vars(net) else None
+    if first is not None:  # the second pass of SAM has the limit of the first
+        penalty.clip = None
+    output = full_precision(own.part)
+    added, share = penalty._of_batch(batch, output, net._penalty_weight(), value)
+    if first is not None and len(first) > 2:
+        share = first[2]
     terms += [term.detach() for term in (added, share) if term is not None]
     return loss + factor * (added if share is None else share * added), terms
 
