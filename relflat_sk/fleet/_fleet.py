@@ -252,10 +252,14 @@ class Fleet:
         kind.prepare(job)
 
     def _kind_of(self, job: Job) -> "ChainNets | VmappedNets | NeedsOwnLoop":
-        """Find how nets are stacked, or the reason why they are not."""
-        reason = why_alone(job.module) if self.auto else None
-        if reason is not None:
-            return NeedsOwnLoop(reason)
+        """Find how nets are stacked, or why not; some are about as fast one by one."""
+        parameters = list(job.module.parameters())
+        if self.auto and sum(p.numel() for p in parameters) > _MANY_NUMBERS:
+            return NeedsOwnLoop(f"its network has more than {_MANY_NUMBERS:,} weights")
+        kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
+        convolves = any(isinstance(part, kinds) for part in job.module.modules())
+        if self.auto and convolves and parameters[0].is_cpu:
+            return NeedsOwnLoop("its convolutions are faster one by one on a CPU")
         with suppress(NeedsOwnLoop):
             return ChainNets(job)
         try:
@@ -308,14 +312,3 @@ class ChainNets:
     def train(self, jobs: Sequence[Job]) -> list[Epoch]:
         """Train nets for an epoch."""
         return train_chain(jobs, Stack(jobs))
-
-
-def why_alone(module: nn.Module) -> str | None:
-    """Return why networks are about as fast one by one, if they are."""
-    parameters = list(module.parameters())
-    if sum(one.numel() for one in parameters) > _MANY_NUMBERS:
-        return f"its network has more than {_MANY_NUMBERS:,} weights"
-    kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
-    if parameters[0].is_cpu and any(isinstance(part, kinds) for part in module.modules()):
-        return "its convolutions are faster one by one on a CPU"
-    return None

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from relflat_sk._engine.job import Job, NeedsOwnLoop, Parts
 from relflat_sk._engine.step import split_rows
-from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 
 
 class Stack:
@@ -33,13 +32,10 @@ class Stack:
             self.weights, self.gradients = (
                 split_rows(array, self._own[0]) for array in (self._rows, self.slopes)
             )
-            parts = [one.parts for one in jobs]
-            self.fixed = {
-                name: tensor
-                for name, tensor in stack_tensors([one.parameters for one in parts]).items()
-                if name in unused
-            }
-            self.buffers = stack_tensors([one.buffers for one in parts])
+            self.fixed = stack_tensors([
+                [pair for pair in job.parts.parameters if pair[0] in unused] for job in jobs
+            ])
+            self.buffers = stack_tensors([job.parts.buffers for job in jobs])
         self._make_optimizer()
 
     def _make_optimizer(self) -> None:
@@ -129,17 +125,15 @@ class Stack:
             optimizer._opt_called = True  # else torch's schedulers warn of a missing step
         for some, places in self._runs:
             for name, value in self._optimizer.state[some].items():
+                is_row = name != "step" and isinstance(value, Tensor)
                 for i, k in enumerate(places):
-                    self._hand_over_state(k, name, value, i)
-
-    def _hand_over_state(self, k: int, name: str, value: Any, row: int) -> None:
-        """Give a job's optimizer one kind of its state."""
-        own, state = self._own[k], self._jobs[k].optimizer.state
-        is_row = name != "step" and isinstance(value, Tensor)
-        pieces = split_rows(value[row], own) if is_row else {}
-        for key, parameter in own:
-            piece = pieces.get(key, value)
-            state[parameter][name] = piece.clone() if isinstance(piece, Tensor) else piece
+                    own, state = self._own[k], self._jobs[k].optimizer.state
+                    pieces = split_rows(value[i], own) if is_row else {}
+                    for key, parameter in own:
+                        piece = pieces.get(key, value)
+                        state[parameter][name] = (
+                            piece.clone() if isinstance(piece, Tensor) else piece
+                        )
 
 
 def stack_tensors(named: Sequence[Sequence[tuple[str, Tensor]]]) -> dict[str, Tensor]:
@@ -154,27 +148,38 @@ _OF_TORCH = nn.Module().__dict__.keys()
 
 
 def key_of(job: Job) -> tuple[Any, ...]:
-    """Return what nets have in common that can be trained as one stacked model."""
-    inputs, targets = job.inputs, job.targets
+    """Return what nets have in common that can be trained as one stacked model.
+
+    The settings of their optimizers, and the weight and the limit of their penalties, may be each
+    net's own.
+    """
+    inputs, targets, criterion, penalty = job.inputs, job.targets, job.criterion, job.penalty
+    group, *other_groups = job.optimizer.param_groups
+    if other_groups:
+        raise NeedsOwnLoop("its optimizer has several groups of parameters")
+    if any(isinstance(value, Tensor) for value in group.values()):
+        raise NeedsOwnLoop("its optimizer has a setting that is a tensor")
     shapes = [(tuple(part.shape[1:]), part.dtype, part.device) for part in (inputs, targets)]
-    ignored = getattr(job.criterion, "ignore_index", None)
+    ignored = getattr(criterion, "ignore_index", None)
+    of_criterion: tuple[Any, ...] = (Same(criterion),)
+    if isinstance(criterion, nn.Module):
+        parts = Parts(criterion)
+        buffers = [tuple(buffer.flatten().tolist()) for _, buffer in parts.buffers]
+        of_criterion = parts_key(parts), *buffers
+    of_penalty: tuple[Any, ...] = ()
+    if penalty is not None:
+        layer: Any = penalty.layer
+        layers = tuple(layer) if isinstance(layer, list | tuple) else (layer,)
+        of_penalty = layers, penalty.normalize, penalty.probes, penalty.clip is None, penalty.every
     return (
         (job.n_rows, job.batch_size, job.drop_last, *shapes),
         ignored is not None and bool((targets == ignored).any()),
         job.weights is not None,
         parts_key(job.parts),
-        criterion_key(job.criterion),
-        _optimizer_key(job.optimizer),
-        _penalty_key(job.penalty),
+        of_criterion,
+        type(job.optimizer),
+        of_penalty,
     )
-
-
-def criterion_key(criterion: Any) -> tuple[Any, ...]:
-    """Return what makes two criteria without parameters the same function of their inputs."""
-    if not isinstance(criterion, nn.Module):
-        return (Same(criterion),)
-    parts = Parts(criterion)
-    return parts_key(parts), *[tuple(buffer.flatten().tolist()) for _, buffer in parts.buffers]
 
 
 def parts_key(parts: Parts) -> tuple[Any, ...]:
@@ -220,21 +225,3 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def _optimizer_key(optimizer: Any) -> type:
-    """Return the kind of an optimizer, whose settings may be each net's own."""
-    if len(optimizer.param_groups) > 1:
-        raise NeedsOwnLoop("its optimizer has several groups of parameters")
-    if any(isinstance(value, Tensor) for value in optimizer.param_groups[0].values()):
-        raise NeedsOwnLoop("its optimizer has a setting that is a tensor")
-    return type(optimizer)
-
-
-def _penalty_key(penalty: RelativeFlatnessPenalty | None) -> tuple[Any, ...]:
-    """Return the settings of the penalty that nets have in common, but for weight and limit."""
-    if penalty is None:
-        return ()
-    layer: Any = penalty.layer
-    layers = tuple(layer) if isinstance(layer, list | tuple) else (layer,)
-    return layers, penalty.normalize, penalty.probes, penalty.clip is None, penalty.every

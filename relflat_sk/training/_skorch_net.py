@@ -163,7 +163,14 @@ class SkorchNet(NeuralNet):
             return dataset.loader
         name = "iterator_train" if training else "iterator_valid"
         iterator, arguments = getattr(self, name), self.get_params_for(name)
-        if arguments.get("shuffle") and not _can_shuffle(iterator, dataset, arguments):
+        accepted = inspect.signature(iterator).parameters
+        takes = "shuffle" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+        # a stream or a sampler determines the order
+        has_order = isinstance(dataset, IterableDataset) or arguments.keys() & {
+            "sampler",
+            "batch_sampler",
+        }
+        if arguments.get("shuffle") and (has_order or not takes):
             del arguments["shuffle"]
         size = arguments.get("batch_size", self.batch_size)
         if isinstance(size, np.integer):
@@ -392,15 +399,6 @@ class _PrintLog(PrintLog):
 
 
 # -- loaders and optimizers ----------------------------------------------------------------
-
-
-def _can_shuffle(iterator: Any, dataset: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return whether a loader can shuffle: not if a stream or a sampler determines the order."""
-    if isinstance(dataset, IterableDataset) or arguments.keys() & {"sampler", "batch_sampler"}:
-        return False
-    accepted = inspect.signature(iterator).parameters
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    return takes_all or "shuffle" in accepted
 
 
 def _can_fuse(

@@ -67,6 +67,9 @@ class Task:
     estimator_type: str | None = None
     # the name of an attribute that the net has after `learn`
     learned = ""
+    # number of axes from which on labels are those of positions, such as pixels or tokens; 0: none
+    n_axes = 0
+    dtype: type = np.int64  # of targets
     # from the module's outputs to what `predict` takes, and to the logarithm of it
     link = _IDENTITY
 
@@ -80,9 +83,15 @@ class Task:
         """Turn labels into targets."""
         return y
 
-    def read_positions(self, y: Any) -> Any:
-        """Return labels of the positions of each sample as targets; None if y has no such axes."""
-        return None
+    def read_positions(self, y: Any) -> Array | None:
+        """Return whole numbers for the positions of each sample as targets, if y has such axes."""
+        array = np.asarray(to_array(y))
+        several = self.n_axes and array.ndim >= self.n_axes and array[:1].size > 1
+        if not several or array.dtype.kind not in "biuf":
+            return None
+        assert_all_finite(array, input_name="y")
+        numbers = array.astype(np.int64)
+        return numbers.astype(self.dtype) if np.array_equal(array, numbers) else None
 
     def n_outputs(self, net: Any) -> int | None:
         """Count the outputs that the targets need."""
@@ -106,6 +115,7 @@ class _Classification(Task):
 
     estimator_type = "classifier"
     learned = "classes_"
+    n_axes = 2
     link = _SOFTMAX
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
@@ -131,9 +141,6 @@ class _Classification(Task):
                 f"classes has {describe_labels(net)}, but the module has {n_outputs} outputs: pass "
                 "one label for each output, in their order."
             )
-
-    def read_positions(self, y: Any) -> Any:
-        return _read_positions(y, 2, np.int64)  # of pixels or tokens
 
     def encode(self, net: Any, y: Any) -> Any:
         y = column_or_1d(to_array(y), warn=True)
@@ -161,6 +168,7 @@ class _Classification(Task):
 class _Binary(_Classification):
     """One logit for two classes, or one for each label of a multi-label task."""
 
+    n_axes, dtype = 3, np.float32  # two axes are those of several labels
     link = _SIGMOID
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
@@ -176,9 +184,6 @@ class _Binary(_Classification):
                 f"{len(net.classes_)} classes, but one logit separates two. Use "
                 "torch.nn.CrossEntropyLoss for more classes, or one 0/1 column per label."
             )
-
-    def read_positions(self, y: Any) -> Any:
-        return _read_positions(y, 3, np.float32)  # two axes are those of several labels
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         super().learn_from_outputs(net, max(n_outputs, 2))
@@ -254,15 +259,6 @@ def _in_order(classes: Any) -> Array:
     if labels.ndim != 1 or len(np.unique(labels)) < len(labels):
         raise ValueError(f"classes must be a list of different labels, got {classes!r}.")
     return labels
-
-
-def _read_positions(y: Any, least: int, dtype: Any) -> Array | None:
-    """Return y as an array of targets if it has at least so many axes, and is of whole numbers."""
-    array = np.asarray(to_array(y))
-    if array.ndim < least or array[:1].size < 2 or array.dtype.kind not in "biuf":
-        return None
-    assert_all_finite(array, input_name="y")
-    return array.astype(dtype) if np.array_equal(array, array.astype(np.int64)) else None
 
 
 def _require(y: Any) -> Any:
