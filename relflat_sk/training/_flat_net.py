@@ -269,10 +269,7 @@ class FlatNet(SkorchNet):
         self._record = None
         try:
             with self._own_random_state(restart=restart):
-                n_epochs = 0 if restart else len(self.history)
                 yield tuple(data)
-                if any(any(epoch.get("batches", ())) for epoch in self.history[n_epochs:]):
-                    self._check_penalised()  # a class may have its own on_epoch_end
                 self._learn_from_outputs()
                 record_outcome(self, self._training.dataset, since=since)
         finally:
@@ -783,7 +780,15 @@ class FlatNet(SkorchNet):
         return step
 
     def notify(self, method_name: str, **cb_kwargs: Any) -> None:
-        """Call the callbacks, which get batches without sample weights."""
+        """Call the callbacks, which get batches without sample weights.
+
+        Warn after an epoch whose steps were to compute the penalty and did not.
+        """
+        # before callbacks, of which some end the training
+        has_trained = method_name == "on_epoch_end" and self.history[-1].get("train_batch_count", 1)
+        if has_trained and self._penalty_weight() and not self._state().is_penalised:
+            warn_without_penalty(self)
+            self._state().is_penalised = True
         if "batch" in cb_kwargs:
             cb_kwargs["batch"] = plain_batch(cb_kwargs["batch"])
         super().notify(method_name, **cb_kwargs)
@@ -797,18 +802,6 @@ class FlatNet(SkorchNet):
         done = super()._is_trained_otherwise(*args)
         self._state().is_penalised |= done
         return done
-
-    def on_epoch_end(self, net: Any, *args: Any, **kwargs: Any) -> None:
-        """Warn after an epoch whose steps were to compute the penalty and did not."""
-        super().on_epoch_end(net, *args, **kwargs)
-        if self.history[-1].get("train_batch_count", 1):
-            self._check_penalised()
-
-    def _check_penalised(self) -> None:
-        state = self._state()
-        if self._penalty_weight() and not state.is_penalised:
-            warn_without_penalty(self)
-            state.is_penalised = True
 
     def train_step(self, batch: Any, **fit_params: Any) -> Any:
         """Make a step of training; its numbers leave an accelerator in one transfer."""
