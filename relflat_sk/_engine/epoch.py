@@ -18,8 +18,8 @@ from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
 from relflat_sk._losses.curvature import ArrayLoss, find_array_loss, namespace
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
+from relflat_sk._network.layers import find_names
 from relflat_sk._numerics import or_one
-from relflat_sk._penalty.capture import find_names
 
 # what trains the epochs of all nets that are fitted in this context, for instance of many nets
 # together: its `train_epoch(job)` returns an `Epoch`, or raises `NeedsOwnLoop`; None if each net

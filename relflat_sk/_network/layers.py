@@ -421,6 +421,15 @@ def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = No
     return name
 
 
+def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
+    """Return the dotted names of the layers that the user asked for, each once."""
+    if asked is None:
+        return order
+    if asked == (-1,) and order:  # without a walk through the network, in every epoch
+        return order[-1:]
+    return list(dict.fromkeys(find_layer(module, layer, order) for layer in asked))
+
+
 def _describe(layers: Mapping[str, nn.Module]) -> str:
     """Return the sentence of an error message that lists the layers there are."""
     if not layers:

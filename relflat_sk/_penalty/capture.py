@@ -18,7 +18,7 @@ from relflat_sk._network.borrowing import (
 )
 from relflat_sk._network.layers import (
     Layer,
-    find_layer,
+    find_names,
     weight_kind,
     weight_layers,
     why_shared,
@@ -235,15 +235,6 @@ class Survey:
             if name in self._rows:
                 refuse_layers([why_not_linear(record, *self._rows[name])])
         self._rows.clear()
-
-
-def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str]) -> list[str]:
-    """Return the dotted names of the layers that the user asked for, each once."""
-    if asked is None:
-        return order
-    if asked == (-1,) and order:  # without a walk through the network, in every epoch
-        return order[-1:]
-    return list(dict.fromkeys(find_layer(module, layer, order) for layer in asked))
 
 
 def _inside(module: nn.Module) -> nn.Module:

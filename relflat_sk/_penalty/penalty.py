@@ -8,6 +8,7 @@ second pass. Its gradient flows to all parameters that influence features, weigh
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -159,8 +160,12 @@ class RelativeFlatnessPenalty:
         self.every = every
         self.limit = PenaltyLimit()
         self._checked: Any = None  # a criterion
-        self._capture = Capture()
         self._hooks = QuietHooks()
+
+    @cached_property
+    def _capture(self) -> Capture:
+        # written-out gradients need none
+        return Capture()
 
     def __repr__(self) -> str:
         names = ("layer", "normalize", "probes", "weight", "clip", "every")

@@ -106,6 +106,8 @@ TRACE_LIKE: dict[str, TraceLike] = {
         normalized=True,
     ),
 }
+# how many standard errors below zero a curvature must be to be called negative
+_SURE = 4
 # The measures of layers, and one that `theory` needs, the mean trace of the Hessian of the loss in
 # the features of each sample, ``mean_i Tr(W^T B_i W)``: relative flatness without the factors
 # ``|phi_i|^2``. Noise of deviation h in each feature raises the loss by ``h^2 / 2`` times that.
@@ -114,6 +116,18 @@ _QUANTITIES = TRACE_LIKE | {
 }
 # the measure with a value for each neuron, of which it is the largest
 LARGEST_NEURON = "neuron_flatness_max"
+
+
+def warn_of_saddle(layer: str, name: str, measured: Measured) -> None:
+    """Warn if a curvature is negative beyond doubt."""
+    if name not in TRACE_LIKE:
+        return
+    if measured.value < -max(_SURE * measured.stderr, 1e-9 * abs(measured.passes.risk)):
+        warn(
+            f"{name} at layer {layer!r} is negative ({measured.value:.3g}): the loss curves down "
+            "there, so this point is no minimum, and flatness says nothing about it. Train "
+            "further, or check gradient_norm."
+        )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from relflat_sk._warnings import warn
 from relflat_sk.measures._equal_loss import at_equal_loss
 from relflat_sk.measures._layer_measures import (
     GRADIENT_NORM,
-    TRACE_LIKE,
     measure_layers,
+    warn_of_saddle,
 )
 from relflat_sk.measures._names import (
     ALWAYS,
@@ -46,10 +46,6 @@ from relflat_sk.measures._scan import scan
 Tolerates = Callable[[str, Exception], bool]
 
 # -- measuring ----------------------------------------------------------------------------------
-
-
-# how many standard errors below zero a curvature must be to be called negative
-_SURE = 4
 
 
 @torch.inference_mode(False)  # measures write to tensors of their own, and differentiate
@@ -173,18 +169,6 @@ def _measure_whole(
             measured = Measured.without_value(f"{kind}{error}".removesuffix("."))
         results["", name] = replace(measured, passes=Passes(summary))
     return results
-
-
-def warn_of_saddle(layer: str, name: str, measured: Measured) -> None:
-    """Warn if a curvature is negative beyond doubt."""
-    if name not in TRACE_LIKE:
-        return
-    if measured.value < -max(_SURE * measured.stderr, 1e-9 * abs(measured.passes.risk)):
-        warn(
-            f"{name} at layer {layer!r} is negative ({measured.value:.3g}): the loss curves down "
-            "there, so this point is no minimum, and flatness says nothing about it. Train "
-            "further, or check gradient_norm."
-        )
 
 
 def warn_of_non_finite(network: Network, results: Results) -> None:

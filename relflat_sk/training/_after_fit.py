@@ -19,8 +19,7 @@ from relflat_sk._models.network_of import defaults_of, describe
 from relflat_sk._network.network import REFUSALS
 from relflat_sk._random import fork_rng
 from relflat_sk._warnings import warn
-from relflat_sk.measures._layer_measures import measure_layers
-from relflat_sk.measures._measure_network import warn_of_saddle
+from relflat_sk.measures._layer_measures import measure_layers, warn_of_saddle
 from relflat_sk.measures._minimum import (
     ConstantComparison,
     compare_with_constant,
