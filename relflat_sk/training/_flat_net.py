@@ -72,7 +72,7 @@ from relflat_sk.training._tasks import (
 
 # the attributes that `fit` learns from the data
 _LEARNED = (
-    "_knows_outputs",
+    "_n_outputs",
     "classes_",
     "flat_target_",
     "is_double_",
@@ -149,8 +149,8 @@ class FlatNet(SkorchNet):
     _is_unseen = False  # in a prediction that needs to know the ending
     # what `fit` measured on the training data
     _record: Record | None = None
-    # whether what the task knows comes from outputs, because the labels were in a Dataset
-    _knows_outputs = False
+    # number of outputs that the targets need, known from labels and not from a Dataset
+    _n_outputs: int | None = None
     _rng_states: list[NDArray[np.uint8]]  # skops stores arrays, and no tensors
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -302,7 +302,7 @@ class FlatNet(SkorchNet):
         """Check data and weights, and learn from them; a fitted net survives bad data."""
         labelled = y is not None or not isinstance(X, Dataset | DataLoader)
         # initialize() may have been called by hand, and labels may come after a Dataset
-        reset = reset or (labelled and not self._knows_labels())
+        reset = reset or (labelled and self._n_outputs is None)
         attributes = self.__dict__  # skorch's own __delattr__ would unregister components
         learned = {name: attributes.pop(name) for name in _LEARNED if reset and name in attributes}
         try:
@@ -527,16 +527,11 @@ class FlatNet(SkorchNet):
             callbacks.insert(-1, ("valid_acc", accuracy))
         return callbacks
 
-    def _knows_labels(self) -> bool:
-        """Return whether the task has learned from labels, rather than from a Dataset."""
-        return hasattr(self, self._task.learned) and not self._knows_outputs
-
     def _learn_from_outputs(self) -> None:
         """After training on a Dataset, learn the classes from the number of outputs."""
         shape = self._state().output_shape
         if shape is not None and len(shape) <= 1:
             self._task.learn_from_outputs(self, shape.numel())
-            self._knows_outputs = True
 
     def _gets_targets(self) -> bool:
         """Return whether labels come as targets: in training, its own data sets hold targets."""
@@ -545,11 +540,8 @@ class FlatNet(SkorchNet):
     def _encode(self, y: Any) -> Any:
         """Turn labels into the criterion's targets."""
         # a net that was trained on a Dataset has met targets only
-        labels = self._knows_labels() and not self._gets_targets()
+        labels = self._n_outputs is not None and not self._gets_targets()
         return self._task.encode(self, y) if labels else y
-
-    def _n_outputs(self) -> int | None:
-        return self._task.n_outputs(self) if self._knows_labels() else None
 
     def initialize_module(self) -> "FlatNet":
         """Make the module, sized from the data where its constructor asks for sizes."""
@@ -558,7 +550,7 @@ class FlatNet(SkorchNet):
         if isinstance(self.module, nn.Module) and not kwargs:
             self.module_ = copy.deepcopy(self.module)
             return self
-        sizes = {"n_features": getattr(self, "n_inputs_", None), "n_outputs": self._n_outputs()}
+        sizes = {"n_features": getattr(self, "n_inputs_", None), "n_outputs": self._n_outputs}
         factory = type(self.module) if isinstance(self.module, nn.Module) else self.module
         self.module_ = factory(**with_sizes(factory, kwargs, sizes))
         # float64 as in scikit-learn's networks; users choose the dtype of their own modules
@@ -582,7 +574,7 @@ class FlatNet(SkorchNet):
         self.criterion_ = made
         check_ignored(self)
         weight = getattr(made, "weight", None)
-        of_classes = self._criterion_task == "classification" and self._knows_labels()
+        of_classes = self._criterion_task == "classification" and self._n_outputs is not None
         if of_classes and weight is not None and weight.numel() != len(self.classes_):
             raise ValueError(
                 f"criterion__weight has {weight.numel()} number(s), but y has "
@@ -744,7 +736,7 @@ class FlatNet(SkorchNet):
 
     def _check_output(self, criterion: Loss, y_pred: Tensor) -> None:
         """Refuse outputs of another size than the labels need; at first, of another kind too."""
-        state, n_outputs = self._state(), self._n_outputs()
+        state, n_outputs = self._state(), self._n_outputs
         if n_outputs is None:
             state.output_shape = y_pred.shape[1:]
         elif y_pred.shape[1:].numel() != n_outputs:

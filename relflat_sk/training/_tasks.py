@@ -65,8 +65,6 @@ class Task:
 
     # the name of the task in scikit-learn's tags; None if scikit-learn has no such task
     estimator_type: str | None = None
-    # the name of an attribute that the net has after `learn`
-    learned = ""
     # number of axes from which on labels are those of positions, such as pixels or tokens; 0: none
     n_axes = 0
     dtype: type = np.int64  # of targets
@@ -74,7 +72,7 @@ class Task:
     link = _IDENTITY
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Store on the net what encoding and decoding need."""
+        """Store on the net how many outputs the targets need, and what encoding and decoding do."""
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         """Store on the net what is known without labels, which are targets in a Dataset."""
@@ -93,10 +91,6 @@ class Task:
         numbers = array.astype(np.int64)
         return numbers.astype(self.dtype) if np.array_equal(array, numbers) else None
 
-    def n_outputs(self, net: Any) -> int | None:
-        """Count the outputs that the targets need."""
-        return None
-
     def probabilities(self, outputs: Array) -> Array:
         """Arrange the probabilities in one column per class."""
         return outputs
@@ -114,7 +108,6 @@ class _Classification(Task):
     """Labels of any type, with one output per class."""
 
     estimator_type = "classifier"
-    learned = "classes_"
     n_axes = 2
     link = _SOFTMAX
 
@@ -133,6 +126,7 @@ class _Classification(Task):
                 "a classifier needs at least two classes in y, got one class: "
                 f"{net.classes_.tolist()}."
             )
+        net._n_outputs = len(net.classes_)
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         net.classes_ = np.arange(n_outputs) if net.classes is None else _in_order(net.classes)
@@ -153,9 +147,6 @@ class _Classification(Task):
         order = np.argsort(net.classes_)
         return order[np.searchsorted(net.classes_, y, sorter=order)].astype(np.int64)
 
-    def n_outputs(self, net: Any) -> int | None:
-        return len(net.classes_)
-
     def predict(self, outputs: Array) -> Array:
         indices: Array = outputs.argmax(axis=1)
         return indices
@@ -175,7 +166,8 @@ class _Binary(_Classification):
         y = _require(y)
         net.multilabel_ = type_of_target(y, input_name="y") == "multilabel-indicator"
         if net.multilabel_:
-            net.classes_ = np.arange(np.asarray(y).shape[1])
+            net._n_outputs = np.asarray(y).shape[1]
+            net.classes_ = np.arange(net._n_outputs)
             return
         super().learn(net, y, classes)
         if len(net.classes_) > 2:
@@ -184,6 +176,7 @@ class _Binary(_Classification):
                 f"{len(net.classes_)} classes, but one logit separates two. Use "
                 "torch.nn.CrossEntropyLoss for more classes, or one 0/1 column per label."
             )
+        net._n_outputs = 1
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         super().learn_from_outputs(net, max(n_outputs, 2))
@@ -193,9 +186,6 @@ class _Binary(_Classification):
         if net.multilabel_:
             return np.array(to_array(y), dtype=np.float32)
         return super().encode(net, y).astype(np.float32)[:, None]
-
-    def n_outputs(self, net: Any) -> int | None:
-        return len(net.classes_) if net.multilabel_ else 1
 
     def probabilities(self, outputs: Array) -> Array:
         second = _squeezed(outputs)
@@ -212,19 +202,15 @@ class _Regression(Task):
     """Numbers, with one output per column of y."""
 
     estimator_type = "regressor"
-    learned = "n_outputs_"
 
     def learn(self, net: Any, y: Any, classes: Any = None) -> None:
         y = _numbers(y)
-        net.n_outputs_ = int(np.prod(y.shape[1:]))
+        net.n_outputs_ = net._n_outputs = int(np.prod(y.shape[1:]))
         net.flat_target_ = y.ndim == 1
 
     def encode(self, net: Any, y: Any) -> Any:
         numbers = _numbers(y)
         return numbers if numbers.ndim > 2 else numbers.reshape(len(numbers), -1)
-
-    def n_outputs(self, net: Any) -> int | None:
-        return int(net.n_outputs_)
 
     def predict(self, outputs: Array) -> Array:
         return outputs.astype(np.float64)  # as scikit-learn's regressors do
@@ -319,7 +305,7 @@ def _check_are_labels(net: Any, y: Array) -> None:
 
 def check_ignored(net: Any) -> None:
     """Refuse an index to ignore that the encoding of labels gives another meaning."""
-    if net._task is not TASKS["classification"] or not net._knows_labels():
+    if net._task is not TASKS["classification"] or net._n_outputs is None:
         return
     classes = net.classes_
     ignored = getattr(getattr(net, "criterion_", None), "ignore_index", IGNORED)
