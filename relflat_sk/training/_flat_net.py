@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import ClassifierTags, RegressorTags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
-from skorch.callbacks import EpochScoring
+from skorch.callbacks import EpochScoring, EpochTimer
 from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -56,7 +56,13 @@ from relflat_sk.training._data import (
 )
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._penalised_loss import Reading, penalised, warn_without_penalty
-from relflat_sk.training._skorch_net import EpochMean, SkorchNet, check_start, epochs_before
+from relflat_sk.training._skorch_net import (
+    EpochMean,
+    QuietPrintLog,
+    SkorchNet,
+    check_start,
+    epochs_before,
+)
 from relflat_sk.training._tasks import (
     TASKS,
     UNSEEN,
@@ -517,15 +523,19 @@ class FlatNet(SkorchNet):
 
     @property
     def _default_callbacks(self) -> list[tuple[str, Any]]:
-        """Record the penalty per epoch as well, and a classifier's accuracy."""
-        callbacks = super()._default_callbacks
+        """Record time, losses, penalty and a classifier's accuracy per epoch, and print them."""
+        callbacks: list[tuple[str, Any]] = [
+            ("epoch_timer", EpochTimer()),
+            ("train_loss", EpochMean("train_loss", on_train=True)),
+            ("valid_loss", EpochMean("valid_loss")),
+        ]
         for name in ("flatness_penalty", "flatness_clipped"):
             mean = EpochMean(name, on_train=True, lower_is_better=None)
-            callbacks.insert(-1, (name, mean))
+            callbacks.append((name, mean))
         if self._task.estimator_type == "classifier":
             accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
-            callbacks.insert(-1, ("valid_acc", accuracy))
-        return callbacks
+            callbacks.append(("valid_acc", accuracy))
+        return [*callbacks, ("print_log", QuietPrintLog())]
 
     def _learn_from_outputs(self) -> None:
         """After training on a Dataset, learn the classes from the number of outputs."""
@@ -608,10 +618,9 @@ class FlatNet(SkorchNet):
         searches = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.LBFGS)
         if self.flatness_weight != 0 and searches:
             raise ValueError(
-                f"{optimizer.__name__} evaluates the objective several times per step and "
-                "compares the values, but the penalty may use new random probes each time, and "
-                "depends on the batch. Use another optimizer, such as SGD or Adam, or "
-                "flatness_weight=0."
+                f"{optimizer.__name__} compares values of the objective within a step, but the "
+                "penalty may draw new random probes each time. Use another optimizer, such as SGD "
+                "or Adam, or flatness_weight=0."
             )
 
     def _layers(self) -> Any:
@@ -789,11 +798,6 @@ class FlatNet(SkorchNet):
         """Forget losses that were computed between steps."""
         super().on_batch_begin(net, batch=batch, training=training)
         self._state().terms = None
-
-    def _is_trained_otherwise(self, *args: Any) -> bool:
-        done = super()._is_trained_otherwise(*args)
-        self._state().is_penalised |= done
-        return done
 
     def train_step(self, batch: Any, **fit_params: Any) -> Any:
         """Make a step of training; its numbers leave an accelerator in one transfer."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from skorch import NeuralNet
-from skorch.callbacks import Callback, EpochScoring, EpochTimer, PassthroughScoring, PrintLog
+from skorch.callbacks import Callback, EpochScoring, PassthroughScoring, PrintLog
 from skorch.utils import to_device
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -101,16 +101,6 @@ class SkorchNet(NeuralNet):
         return {name: value for name, value in found.items() if not name.startswith("_")}
 
     # -- the parts of a net --------------------------------------------------------------
-
-    @property
-    def _default_callbacks(self) -> list[tuple[str, Any]]:
-        """Record time and losses per epoch, and print them."""
-        return [
-            ("epoch_timer", EpochTimer()),
-            ("train_loss", EpochMean("train_loss", on_train=True)),
-            ("valid_loss", EpochMean("valid_loss")),
-            ("print_log", _PrintLog()),
-        ]
 
     def initialize(self) -> Any:
         """Make the parts of the net; say what was meant by names that skorch refuses."""
@@ -241,6 +231,7 @@ class SkorchNet(NeuralNet):
             for size, loss, penalty, share in rows
         )
         self.history.record("train_batch_count", len(epoch.sizes))
+        self._state().is_penalised = True
         if epoch.has_ending:
             self._ending = epoch.ending
         return True
@@ -390,7 +381,7 @@ class EpochMean(PassthroughScoring):
         return np.float64(total / sum(batch[size] for batch in batches))
 
 
-class _PrintLog(PrintLog):
+class QuietPrintLog(PrintLog):
     """skorch's table of epochs, which is laid out only if somebody sees it."""
 
     def on_epoch_end(self, net: Any, **kwargs: Any) -> None:
