@@ -16,7 +16,7 @@ from relflat_sk._engine.epoch import make_generators, train_epoch
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop, Parts
 from relflat_sk._engine.step import Settings, Step, StepBatch
 from relflat_sk._losses.curvature import ArrayLoss, find_array_loss
-from relflat_sk._losses.loss import Loss, explain_ending, name_criterion, weighted_loss
+from relflat_sk._losses.loss import Loss, name_criterion, weighted_loss
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.borrowing import find_fused
@@ -93,9 +93,6 @@ class VmappedNets:
             if after.get(name) != value:
                 raise NeedsOwnLoop(f"its network changes its attribute {name} in each pass")
         self._ending = find_ending(output)
-        problem = explain_ending(job.criterion, self._ending)
-        if problem is not None:
-            raise NeedsOwnLoop(problem)  # its own fit raises the error
         job.check_output(Loss(job.criterion), output)
         if plan is not None:
             self._find_layers(plan, module, recorder, output)
@@ -304,8 +301,6 @@ def _find_unused(module: nn.Module, output: Tensor, optimizer: Any) -> set[str]:
     where the running mean lags behind. Its gradient is a rounding error, by which Adam moves it in
     full steps, and in others in a stack, which rounds in another way: that is refused.
     """
-    if not output.requires_grad:
-        raise NeedsOwnLoop("its output depends on no parameter")  # its own fit raises the error
     names, parameters = zip(*module.named_parameters(), strict=True)
     draws = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
     cotangent = draws.to(output) / len(output)
@@ -316,7 +311,7 @@ def _find_unused(module: nn.Module, output: Tensor, optimizer: Any) -> set[str]:
         if gradient is not None
     }
     eps = optimizer.param_groups[0].get("eps", torch.inf)  # what Adam adds to sizes
-    rounding = 100 * torch.finfo(output.dtype).eps * max(sizes.values())
+    rounding = 100 * torch.finfo(output.dtype).eps * max(sizes.values(), default=0.0)
     for name, size in sizes.items():
         if eps / 100 < size < rounding:
             raise NeedsOwnLoop(f"{type(optimizer).__name__} amplifies rounding errors of {name}")

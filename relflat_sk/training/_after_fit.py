@@ -27,7 +27,7 @@ from relflat_sk.measures._minimum import (
     epoch_losses,
 )
 from relflat_sk.measures._results import Results
-from relflat_sk.training._convergence import missed_goal
+from relflat_sk.training._convergence import required_goals
 from relflat_sk.training._data import training_network
 
 # A net has collapsed if its best epoch had learned something, as a share of a constant's loss, and
@@ -89,11 +89,11 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
     _finish(net, dataset, seed, since)
     if since is None or getattr(net, "converged_", True):  # nets without a goal have none to miss
         return
-    goal = missed_goal(net, len(net.history) - since)
-    if goal:
+    goals = required_goals(net)
+    if goals and 0 < net.max_epochs <= len(net.history) - since:
         # of the class only: one warning for many nets at a line that differ in parameters
         warn(
-            f"the {type(net).__name__} has not reached {goal} with max_epochs="
+            f"the {type(net).__name__} has not reached {goals} with max_epochs="
             f"{net.max_epochs}. Train longer, or to a goal within reach.",
             ConvergenceWarning,
         )

@@ -82,10 +82,8 @@ class _StopWhenReached(Callback):
         raise NotImplementedError
 
 
-def missed_goal(net: NeuralNet, n_epochs: int) -> str:
-    """Describe the goal that a net has not reached in all its epochs."""
-    if getattr(net, "converged_", True) or not 0 < net.max_epochs <= n_epochs:
-        return ""
+def required_goals(net: NeuralNet) -> str:
+    """Describe the goals without which a net's training has failed."""
     callbacks = [one for _, one in net.callbacks_ if isinstance(one, _StopWhenReached)]
     return " or ".join(one._describe() for one in callbacks if one._is_required)
 

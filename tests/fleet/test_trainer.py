@@ -104,6 +104,13 @@ class Configured(MLP):
         return super().forward(self.act(x * self._scales[0]))
 
 
+class Mapped(Double):
+    """Returns its logits in a mapping."""
+
+    def forward(self, x):
+        return {"logits": super().forward(x), "other": x}
+
+
 class Ordered(nn.Sequential):
     """Uses one of two activations twice."""
 
@@ -212,6 +219,7 @@ ALIKE = {
         [PLAIN | {"criterion__weight": [1.0, heavy, 1.0]} for heavy in [1.0, 5.0] * 2],
         {},
     ),
+    "mappings": ([{"module": Mapped}, {"module": Mapped, "flatness_weight": 1.0}], {}),
     "other attributes of criteria": (
         [PLAIN | {"criterion": Focal, "criterion__gamma": gamma} for gamma in [0.0, 2.0] * 2],
         {},
