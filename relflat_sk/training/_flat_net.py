@@ -78,7 +78,7 @@ from relflat_sk.training._tasks import (
 
 # the attributes that `fit` learns from the data
 _LEARNED = (
-    "_n_outputs",
+    "_learned",
     "classes_",
     "flat_target_",
     "is_double_",
@@ -155,8 +155,8 @@ class FlatNet(SkorchNet):
     _is_unseen = False  # in a prediction that needs to know the ending
     # what `fit` measured on the training data
     _record: Record | None = None
-    # number of outputs that the targets need, known from labels and not from a Dataset
-    _n_outputs: int | None = None
+    # the task that has learned from labels, and not from a Dataset, and the outputs that they need
+    _learned: tuple[str | None, int | None] = (None, None)
     _rng_states: list[NDArray[np.uint8]]  # skops stores arrays, and no tensors
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -320,7 +320,8 @@ class FlatNet(SkorchNet):
                 y = positions
             elif labelled:
                 if reset:
-                    self._task.learn(self, y, classes)
+                    n_outputs = self._task.learn(self, y, classes)
+                    self._learned = self._fixed_task or self._criterion_task, n_outputs
                     check_ignored(self)
                 y = self._encode(y)
             if labelled and hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
@@ -499,6 +500,12 @@ class FlatNet(SkorchNet):
     @property
     def _task(self) -> Task:
         return TASKS[self._fixed_task or self._criterion_task]
+
+    @property
+    def _n_outputs(self) -> int | None:
+        """The number of outputs that the targets need, if the task has learned it from labels."""
+        task, n_outputs = self._learned
+        return n_outputs if task == (self._fixed_task or self._criterion_task) else None
 
     def _check_task(self) -> None:
         """Refuse a criterion of another task than the estimator's."""

@@ -71,8 +71,9 @@ class Task:
     # from the module's outputs to what `predict` takes, and to the logarithm of it
     link = _IDENTITY
 
-    def learn(self, net: Any, y: Any, classes: Any = None) -> None:
-        """Store on the net how many outputs the targets need, and what encoding and decoding do."""
+    def learn(self, net: Any, y: Any, classes: Any = None) -> int | None:
+        """Store on the net what encoding and decoding need; return the number of outputs."""
+        return None
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         """Store on the net what is known without labels, which are targets in a Dataset."""
@@ -111,7 +112,7 @@ class _Classification(Task):
     n_axes = 2
     link = _SOFTMAX
 
-    def learn(self, net: Any, y: Any, classes: Any = None) -> None:
+    def learn(self, net: Any, y: Any, classes: Any = None) -> int | None:
         y = column_or_1d(_require(y), warn=True)
         assert_all_finite(y, input_name="y")
         check_classification_targets(y)
@@ -126,7 +127,7 @@ class _Classification(Task):
                 "a classifier needs at least two classes in y, got one class: "
                 f"{net.classes_.tolist()}."
             )
-        net._n_outputs = len(net.classes_)
+        return len(net.classes_)
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         net.classes_ = np.arange(n_outputs) if net.classes is None else _in_order(net.classes)
@@ -162,13 +163,12 @@ class _Binary(_Classification):
     n_axes, dtype = 3, np.float32  # two axes are those of several labels
     link = _SIGMOID
 
-    def learn(self, net: Any, y: Any, classes: Any = None) -> None:
+    def learn(self, net: Any, y: Any, classes: Any = None) -> int | None:
         y = _require(y)
         net.multilabel_ = type_of_target(y, input_name="y") == "multilabel-indicator"
         if net.multilabel_:
-            net._n_outputs = np.asarray(y).shape[1]
-            net.classes_ = np.arange(net._n_outputs)
-            return
+            net.classes_ = np.arange(np.asarray(y).shape[1])
+            return len(net.classes_)
         super().learn(net, y, classes)
         if len(net.classes_) > 2:
             raise ValueError(
@@ -176,7 +176,7 @@ class _Binary(_Classification):
                 f"{len(net.classes_)} classes, but one logit separates two. Use "
                 "torch.nn.CrossEntropyLoss for more classes, or one 0/1 column per label."
             )
-        net._n_outputs = 1
+        return 1
 
     def learn_from_outputs(self, net: Any, n_outputs: int) -> None:
         super().learn_from_outputs(net, max(n_outputs, 2))
@@ -203,10 +203,10 @@ class _Regression(Task):
 
     estimator_type = "regressor"
 
-    def learn(self, net: Any, y: Any, classes: Any = None) -> None:
+    def learn(self, net: Any, y: Any, classes: Any = None) -> int | None:
         y = _numbers(y)
-        net.n_outputs_ = net._n_outputs = int(np.prod(y.shape[1:]))
-        net.flat_target_ = y.ndim == 1
+        net.n_outputs_, net.flat_target_ = int(np.prod(y.shape[1:])), y.ndim == 1
+        return net.n_outputs_  # type: ignore[no-any-return]
 
     def encode(self, net: Any, y: Any) -> Any:
         numbers = _numbers(y)
