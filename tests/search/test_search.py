@@ -17,7 +17,6 @@ from optuna.samplers import (
     GridSampler,
     NSGAIISampler,
     RandomSampler,
-    TPESampler,
 )
 from optuna.trial import TrialState
 from pandas.testing import assert_frame_equal
@@ -460,16 +459,6 @@ def test_flatness_against_loss():
     # the first objective ranks
     assert table["relative_flatness"].is_monotonic_increasing
     assert -search.best_score_ == table["relative_flatness"][0]
-
-
-@NO_MINIMA
-def test_several_objectives_are_resumed(stored):
-    search_for_both(4, **stored).fit(X, Y)
-    search = search_for_both(8, refit=False, **stored).fit(X, Y)
-    assert len(search.minima_) == 8
-    single = search_for_both(9, sampler=TPESampler(seed=0), **stored)
-    with pytest.raises(ValueError, match=r"are \['minimize', 'minimize'\]"):
-        single.fit(X, Y)
 
 
 @NO_MINIMA

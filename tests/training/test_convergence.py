@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
-from skorch import NeuralNetClassifier, NeuralNetRegressor
+from skorch import NeuralNetClassifier
 from skorch.callbacks import Callback, EarlyStopping
 from skorch.dataset import ValidSplit
 from torch import nn
@@ -94,26 +94,6 @@ def test_says_once_that_it_did_not_converge_where_all_epochs_of_a_fit_were_train
         net.fit(X, NAMES)
     assert len(caught) == 1
     assert net.converged_ is False
-
-
-class Decayed(NeuralNetRegressor):
-    """A net of skorch whose loss has a term of its own, in training or always."""
-
-    always = False
-
-    def get_loss(self, y_pred, y_true, X=None, training=False):
-        loss = super().get_loss(y_pred, y_true, X=X, training=training)
-        return loss + 3.0 if training or self.always else loss
-
-
-@pytest.mark.parametrize("always", [False, True])
-def test_the_loss_of_a_net_s_own_is_that_outside_of_training(always):
-    stop = StopAtLoss(100.0)
-    net = type("Net", (Decayed,), {"always": always})(
-        nn.Linear(4, 1), callbacks=[stop], max_epochs=1, train_split=None, verbose=0
-    ).fit(X, X[:, :1])
-    mean = np.mean((net.predict(X) - X[:, :1]) ** 2)
-    assert stop.loss_ == pytest.approx(mean + 3.0 * always, rel=FLOAT32)
 
 
 HEAVY = torch.tensor([1.0, 5.0, 0.2])

@@ -8,9 +8,8 @@ import scipy.sparse
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
 from pandas.testing import assert_frame_equal
-from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_iris
-from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -32,7 +31,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.exceptions import FlatnessWarning
-from tests.data_kinds import KINDS, SETS, Stream
+from tests.data_kinds import KINDS, Stream
 from tests.rounding import FLOAT32, rounding
 from tests.training.common import Binary, Classifier, same
 
@@ -122,12 +121,6 @@ def test_a_pipeline_transforms_inputs_of_any_kind(kind, tmp_path):
         model = make_pipeline(StandardScaler(), StandardScaler(), last).fit(X, Y)
         found = relative_flatness(model, inputs, labels, batch_size=20)
         assert_allclose(found, relative_flatness(model, X, Y), rtol=FLOAT32)
-
-
-def test_labels_of_a_data_set_are_not_transformed(tmp_path):
-    model = TransformedTargetRegressor(LinearRegression(), transformer=StandardScaler()).fit(X, Y)
-    with pytest.raises(ValueError, match="transforms y, which it cannot do inside a TensorData"):
-        relative_flatness(model, *SETS["tensors"](tmp_path, X, Y))
 
 
 class Once(IterableDataset):
