@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from relflat_sk._warnings import warn
+from relflat_sk._checks import warn
 
 RandomState = int | np.random.RandomState | None
 

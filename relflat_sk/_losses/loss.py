@@ -11,6 +11,7 @@ from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.special import entr
 
+from relflat_sk._checks import warn
 from relflat_sk._losses.curvature import ClosedForm
 from relflat_sk._losses.table import (
     LINKS,
@@ -23,7 +24,6 @@ from relflat_sk._losses.table import (
     shares_in_parts,
 )
 from relflat_sk._numerics import full_precision, or_one
-from relflat_sk._warnings import warn
 
 # Criteria as users give them, and how they are called.
 

@@ -30,7 +30,7 @@ from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from relflat_sk._checks import check_device, is_integer
+from relflat_sk._checks import check_device, is_integer, warn
 from relflat_sk._losses.loss import Loss, as_criterion, call_criterion, multiple_of
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
@@ -39,7 +39,6 @@ from relflat_sk._network.borrowing import autocast_off, borrowed, uncompiled, un
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
 from relflat_sk._numerics import full_precision
-from relflat_sk._warnings import warn
 
 # -- options -------------------------------------------------------------------------------
 

@@ -14,9 +14,8 @@ from scipy.sparse import issparse
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
-from relflat_sk._checks import check_integer
+from relflat_sk._checks import check_integer, warn
 from relflat_sk._numerics import native, native_type
-from relflat_sk._warnings import warn
 
 Array = NDArray[Any]
 

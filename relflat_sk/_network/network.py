@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._checks import warn
 from relflat_sk._losses.loss import Loss, constant_risk, lowest_risk, name_criterion
 from relflat_sk._network.batches import Batch, Batches, cast_inputs, check_finite, count_samples
 from relflat_sk._network.borrowing import borrowed
@@ -18,7 +19,6 @@ from relflat_sk._network.layers import find_layer
 from relflat_sk._network.recording import nodes_behind, record_order
 from relflat_sk._numerics import full_precision, read_numbers, without_autocast
 from relflat_sk._random import fork_rng
-from relflat_sk._warnings import warn
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.dropout import _DropoutNd
 
+from relflat_sk._checks import warn
 from relflat_sk._losses.curvature import ClosedForm, Softmax
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
@@ -50,7 +51,6 @@ from relflat_sk._network.recording import (
     only_moves_axes,
 )
 from relflat_sk._numerics import without_autocast
-from relflat_sk._warnings import warn
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relflat_sk._checks import warn
 from relflat_sk._network.borrowing import (
     ExplicitLayers,
     eagerly,
@@ -41,7 +42,6 @@ from relflat_sk._network.tail import (
     why_used_elsewhere,
 )
 from relflat_sk._numerics import without_autocast
-from relflat_sk._warnings import warn
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from relflat_sk._checks import warn
 from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
 from relflat_sk._random import alone
-from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import MAX_PASSES
 from relflat_sk.measures._measure_network import (
     OF_DATA,

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
+from relflat_sk._checks import warn
 from relflat_sk._network.network import Network
 from relflat_sk._numerics import column_squares
 from relflat_sk._random import RandomState, seed_from
-from relflat_sk._warnings import warn
 from relflat_sk.measures._quantities import LayerPass
 from relflat_sk.measures._results import Measured, Passes, Results, Summary
 from relflat_sk.measures._scan import ForwardPass, scan_again

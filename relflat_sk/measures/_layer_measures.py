@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from relflat_sk._checks import check_integer, check_number
+from relflat_sk._checks import check_integer, check_number, warn
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
 from relflat_sk._numerics import column_squares, inverse_spread, read_numbers, varies
 from relflat_sk._random import RandomState, make_generator
-from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
 from relflat_sk.measures._quantities import (
     DEFLATION,

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from relflat_sk._checks import warn
 from relflat_sk._models.network_of import name_layer
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
 from relflat_sk._network.network import Network
 from relflat_sk._random import alone
-from relflat_sk._warnings import warn
 from relflat_sk.measures._equal_loss import at_equal_loss
 from relflat_sk.measures._layer_measures import (
     GRADIENT_NORM,

@@ -14,13 +14,13 @@ from sklearn.base import BaseEstimator
 from skorch import NeuralNet
 from torch import nn
 
+from relflat_sk._checks import warn
 from relflat_sk._losses.curvature import product_curvature, pull_back
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._random import make_generator, rademacher
-from relflat_sk._warnings import warn
 from relflat_sk.measures._equal_loss import are_no_logarithms
 from relflat_sk.measures._names import CURVATURES
 from relflat_sk.measures._predictions import Score, auc_of, score_of

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from relflat_sk._checks import check_number, is_number
+from relflat_sk._checks import check_number, is_number, warn
 from relflat_sk._network.borrowing import ReplacedForwards, borrowed
 from relflat_sk._network.folding import AffineLayer, fold_layers
 from relflat_sk._network.network import Network, layer_names, primary_output
@@ -55,7 +55,6 @@ from relflat_sk._network.recording import (
     layer_input,
     steps_behind,
 )
-from relflat_sk._warnings import warn
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._predictions import sample_margins
 from relflat_sk.measures._results import (

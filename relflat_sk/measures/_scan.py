@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from relflat_sk._checks import is_integer
+from relflat_sk._checks import is_integer, warn
 from relflat_sk._losses.curvature import pull_back
 from relflat_sk._losses.loss import Loss, has_hooks, warn_of_ending
 from relflat_sk._network.batches import Batch
@@ -45,7 +45,6 @@ from relflat_sk._network.tail import (
     why_used_elsewhere,
 )
 from relflat_sk._numerics import full_precision
-from relflat_sk._warnings import warn
 from relflat_sk.measures._quantities import Gradients, LayerPass
 from relflat_sk.measures._results import Summary
 

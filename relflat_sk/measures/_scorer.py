@@ -11,10 +11,10 @@ from sklearn.utils.validation import check_is_fitted
 from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 
+from relflat_sk._checks import warn
 from relflat_sk._models.network_of import describe, final_estimator, open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
-from relflat_sk._warnings import warn
 from relflat_sk.measures._api import relative_flatness
 from relflat_sk.measures._measure_network import OF_DATA, measure_opened
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection

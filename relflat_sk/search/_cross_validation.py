@@ -13,8 +13,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import get_routing_for_object
 
-from relflat_sk._checks import check_number
-from relflat_sk._warnings import warn
+from relflat_sk._checks import check_number, warn
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.fleet._trainer import fleet_training
 from relflat_sk.search._results import average

@@ -14,7 +14,7 @@ import joblib
 import numpy as np
 import torch
 
-from relflat_sk._warnings import INSTALLED, PACKAGE, warn
+from relflat_sk._checks import INSTALLED, PACKAGE, warn
 
 PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
 _DEEPEST, _LONG = 6, 100

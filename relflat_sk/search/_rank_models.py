@@ -16,11 +16,10 @@ from skorch import NeuralNet
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from relflat_sk._checks import check_kind
+from relflat_sk._checks import check_kind, warn
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import draw_seed, seed_from, seeded
-from relflat_sk._warnings import warn
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._minimum import PARAM_PREFIX, Minimum
 from relflat_sk.minima._table import list_reasons, parameter_columns, table_of_rows

@@ -19,10 +19,9 @@ from sklearn.base import is_regressor
 from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import Pipeline
 
-from relflat_sk._checks import check_integer, check_kind
+from relflat_sk._checks import check_integer, check_kind, warn
 from relflat_sk._models.network_of import DataOptions, last_prefix, to_network
 from relflat_sk._random import draw_seed
-from relflat_sk._warnings import warn
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.minima._table import UNITS, remeasured_key
 from relflat_sk.search._data import LR_SCALING, check_fit_params, check_held_out

@@ -22,9 +22,8 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from tqdm import tqdm
 
-from relflat_sk._checks import check_integer, check_kind, check_number
+from relflat_sk._checks import check_integer, check_kind, check_number, warn
 from relflat_sk._random import as_random_state, draw_seed
-from relflat_sk._warnings import warn
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._minimum import Minimum

@@ -29,7 +29,7 @@ from scipy.special import gammainc, gammaincinv
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from relflat_sk._checks import check_integer, check_number
+from relflat_sk._checks import check_integer, check_number, warn
 from relflat_sk._losses.table import LINKS
 from relflat_sk._models.network_of import name_layer
 from relflat_sk._network.batches import Batch
@@ -37,7 +37,6 @@ from relflat_sk._network.borrowing import ReplacedForwards, borrowed
 from relflat_sk._network.layers import Layer, LayerMap, weight_layers
 from relflat_sk._network.network import Network, outcome_of, sample_weight
 from relflat_sk._network.recording import LayerRecord, Recorder, find_link, layer_input, record_tail
-from relflat_sk._warnings import warn
 from relflat_sk.measures._scan import find_measured_layer
 
 # from arrays of moved features, (n, m), and of labels before to labels after the move, as the

@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_integer
+from relflat_sk._checks import check_integer, warn
 from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite
 from relflat_sk._network.network import Network, layer_names
 from relflat_sk._random import RandomState, as_random_state, make_generator
-from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers
 from relflat_sk.theory._moves import (
     Site,

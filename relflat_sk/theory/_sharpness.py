@@ -29,14 +29,13 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_number, check_probability, is_number
+from relflat_sk._checks import check_number, check_probability, is_number, warn
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import open_model
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.folding import fold_layers
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk._network.recording import LayerRecord, Recorder, is_piecewise_linear, keep_graph
-from relflat_sk._warnings import warn
 from relflat_sk.theory._moves import counting
 
 # name and meaning of each condition's constant

@@ -14,11 +14,11 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from torch import nn
 
+from relflat_sk._checks import warn
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import defaults_of, describe
 from relflat_sk._network.network import REFUSALS
 from relflat_sk._random import fork_rng
-from relflat_sk._warnings import warn
 from relflat_sk.measures._layer_measures import measure_layers, warn_of_saddle
 from relflat_sk.measures._minimum import (
     ConstantComparison,

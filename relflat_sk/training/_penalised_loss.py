@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from relflat_sk._checks import warn
 from relflat_sk._losses.loss import BatchLoss, Loss, multiple_of
 from relflat_sk._losses.table import Target
 from relflat_sk._network.network import REFUSALS, primary_output
 from relflat_sk._numerics import full_precision
-from relflat_sk._warnings import warn
 
 Method = Callable[..., Any]
 

@@ -19,12 +19,12 @@ from sklearn.utils import assert_all_finite, check_array, column_or_1d
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
 from torch import Tensor, nn
 
+from relflat_sk._checks import warn
 from relflat_sk._losses.loss import Loss, explain_ending
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.network_of import IGNORED
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.recording import find_ending
-from relflat_sk._warnings import warn
 
 Array = npt.NDArray[Any]
 

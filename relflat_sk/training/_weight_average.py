@@ -9,9 +9,8 @@ from skorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from relflat_sk._checks import check_probability
+from relflat_sk._checks import check_probability, warn
 from relflat_sk._network.batches import split_labels
-from relflat_sk._warnings import warn
 from relflat_sk.training._skorch_net import check_start, epochs_before
 
 

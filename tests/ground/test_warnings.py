@@ -7,7 +7,7 @@ import pytest
 
 import relflat_sk
 from relflat_sk import FlatnessWarning
-from relflat_sk._warnings import warn
+from relflat_sk._checks import warn
 
 
 def inside(package, function):
