@@ -174,11 +174,10 @@ def choose_measures(
     target: str,
 ) -> list[str]:
     if measures is None:
-        names = [name for name in measure_columns(minima) if name != target]
+        measures = [name for name in measure_columns(minima) if name != target]
     elif isinstance(measures, str) or callable(measures):
-        names = [column_of(measures)]
-    else:
-        names = [column_of(measure) for measure in measures]
+        measures = [measures]
+    names = [column_of(measure) for measure in measures]
     for name in names:
         numeric_column(minima, name, argument="measures")
     if not names:

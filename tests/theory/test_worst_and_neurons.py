@@ -81,10 +81,14 @@ def test_the_largest_change_by_multiples_of_given_matrices(layer):
     assert both.fall == max(one.fall for one in found)
 
 
-def test_the_worst_change_may_be_inside():
-    """The loss of one sample is lowest where the squared error vanishes, before delta."""
+def on_a_line(y, **options):
+    """The squared error of one sample whose prediction is 2 (1 + share)."""
     model = LinearRegression(fit_intercept=False).fit([[1.0]], [2.0])
-    found = worst_feature_robustness(model, [[1.0]], [3.0], 1.0, matrices=[[1.0]])
+    return worst_feature_robustness(model, [[1.0]], [y], 1.0, random_state=0, **options)
+
+
+def test_the_worst_change_may_be_inside():
+    found = on_a_line(3.0, matrices=[[1.0]])
     assert found.fall == pytest.approx(1.0, abs=1e-9)  # 2 (1 + 0.5) = 3
     assert found.matrix == pytest.approx(-1.0)  # but it rises more the other way
     assert found.rise == pytest.approx(9.0 - 1.0, rel=1e-12)
@@ -92,12 +96,10 @@ def test_the_worst_change_may_be_inside():
 
 def test_the_loss_may_fall_most_near_the_features_as_they_are():
     """One step from the identity or its negative does not get below the loss of the still one."""
-    model = LinearRegression(fit_intercept=False).fit([[1.0]], [2.0])
-    options = {"n_steps": 1, "n_restarts": 0, "random_state": 0}
-    found = worst_feature_robustness(model, [[1.0]], [2.08], 1.0, **options)
+    found = on_a_line(2.08, n_steps=1, n_restarts=0)
     assert found.fall == pytest.approx(0.08**2 - 0.02**2, rel=1e-9)  # by a share of 0.03
     # the negative of the identity raises the loss most, which no step from the identity finds
-    found = worst_feature_robustness(model, [[1.0]], [3.0], 1.0, **options)
+    found = on_a_line(3.0, n_steps=1, n_restarts=0)
     assert found.rise == pytest.approx(3.0**2 - 1.0**2, rel=1e-9)
 
 
