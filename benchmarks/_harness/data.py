@@ -72,3 +72,14 @@ def _decode(path: Path) -> tuple[np.ndarray, np.ndarray]:
         file = io.BytesIO(jpeg[offsets[i] : offsets[i + 1]].tobytes())
         images[row] = np.asarray(Image.open(file))
     return images, y[order]
+
+
+def mislabel(y: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Replace a share of the labels by another class, drawn at random."""
+    if not share:
+        return y
+    rng, n_classes = np.random.default_rng(seed), int(y.max()) + 1
+    rows = rng.permutation(len(y))[: round(share * len(y))]
+    y = y.copy()
+    y[rows] = (y[rows] + rng.integers(1, n_classes, len(rows))) % n_classes
+    return y

@@ -24,8 +24,7 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import OneHotEncoder
 from torch import Tensor
 
-from benchmarks._harness.data import load_images
-from benchmarks._harness.problems import mislabel
+from benchmarks._harness.data import load_images, mislabel
 from benchmarks._harness.stacked import Candidate
 
 Arrays = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]  # X, y, X_test and y_test

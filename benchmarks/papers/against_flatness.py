@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from benchmarks._harness.problems import SmallConvNet
+from benchmarks._harness.networks import SmallConvNet
 from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
     Arrays,

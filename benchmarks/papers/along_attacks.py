@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from benchmarks._harness.problems import SmallConvNet
+from benchmarks._harness.networks import SmallConvNet
 from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import Arrays, bootstrap, finish, load, losses_of, read_arguments
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, relative_flatness

@@ -19,8 +19,7 @@ import pandas as pd
 import torch
 from skorch.callbacks import LRScheduler
 
-from benchmarks._harness.networks import SharpnessAwareClassifier
-from benchmarks._harness.problems import SmallConvNet
+from benchmarks._harness.networks import SharpnessAwareClassifier, SmallConvNet
 from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import Arrays, bootstrap, finish, load, losses_of, read_arguments
 from relflat_sk import MLP, FleetTrainer, RelativeFlatnessRegularizedClassifier, WeightAverage

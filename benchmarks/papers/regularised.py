@@ -19,8 +19,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from benchmarks._harness.networks import SharpnessAwareClassifier
-from benchmarks._harness.problems import SmallConvNet
+from benchmarks._harness.networks import SharpnessAwareClassifier, SmallConvNet
 from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
     Arrays,

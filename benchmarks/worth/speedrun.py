@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from benchmarks._harness.data import load_images
+from benchmarks._harness.data import load_images, mislabel
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.problems import mislabel
 from benchmarks._harness.timing import environment, table
 from benchmarks.worth.tuned import interval
 from relflat_sk import RelativeFlatnessPenalty

@@ -18,21 +18,32 @@ With ``--store FOLDER`` each training is saved, and an interrupted run can be co
 
 import warnings
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from joblib import Memory
+from sklearn.datasets import load_breast_cancer, load_digits, load_wine
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
 
+from benchmarks._harness.data import load_images, mislabel
+from benchmarks._harness.networks import SmallConvNet
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.problems import Arrays, Problem, load_problem, mislabel
 from benchmarks._harness.timing import environment, table
-from relflat_sk import FlatnessWarning, RelativeFlatnessRegularizedClassifier, flatness_report
+from relflat_sk import (
+    MLP,
+    FlatnessWarning,
+    RelativeFlatnessRegularizedClassifier,
+    flatness_report,
+)
 from relflat_sk._models.network_of import open_model
 from relflat_sk._network.network import mean_loss
 
+Arrays = tuple[np.ndarray, np.ndarray]
+TABLES = {"wine": load_wine, "breast cancer": load_breast_cancer, "digits": load_digits}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9},
     "Adam": {"optimizer": torch.optim.Adam},
@@ -44,6 +55,32 @@ RATES = {
 }
 LAYERS = {"last": -1, "first": 0, "all": "all"}
 WEIGHTS = [0.1, 1.0, 3.0, 10.0, 30.0]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Training data, test data, and the arguments of a net that make its module."""
+
+    name: str
+    train: Arrays
+    test: Arrays
+    network: dict[str, Any]
+
+
+def load_problem(name: str, n_train: int | None = None, images: str | None = None) -> Problem:
+    """Load half of a table (or n samples), or 1,000 images (or n) of "CIFAR-10", and test data."""
+    if name == "CIFAR-10":
+        n_train = n_train or 1000
+        X, y = (tensor.numpy() for tensor in load_images(n_train + 5000, images))
+        parts = (X[:n_train], y[:n_train]), (X[n_train:], y[n_train:])
+        return Problem(f"{name} {n_train}", *parts, {"module": SmallConvNet})
+    X, y = TABLES[name](return_X_y=True)
+    n_train = n_train or len(y) // 2
+    X, X_test, y, y_test = train_test_split(X, y, train_size=n_train, stratify=y, random_state=0)
+    scaler = StandardScaler().fit(X)
+    X, X_test = (scaler.transform(part).astype(np.float32) for part in (X, X_test))
+    network = {"module": MLP, "module__hidden_layer_sizes": (128, 64)}
+    return Problem(f"{name} {n_train}", (X, y), (X_test, y_test), network)
 
 
 class FlatnessAtLoss(Callback):
