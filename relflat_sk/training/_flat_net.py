@@ -152,7 +152,6 @@ class FlatNet(SkorchNet):
     _training: _Training | None = None
     _limit: PenaltyLimit | None = None  # a new network gets a new one
     _ending: str | None = UNSEEN  # the function that the module ends in
-    _is_unseen = False  # in a prediction that needs to know the ending
     # what `fit` measured on the training data
     _record: Record | None = None
     # the task that has learned from labels, and not from a Dataset, and the outputs that they need
@@ -694,17 +693,18 @@ class FlatNet(SkorchNet):
     def infer(self, x: Any, **fit_params: Any) -> Any:
         """Run the module on a batch; record the penalised layers if gradients are enabled."""
         x = cast_inputs(to_tensor(x, device=self.device), self.module_)
-        if not self._is_unseen:
+        is_seen = self._criterion_task is not None or self._ending != UNSEEN
+        if is_seen or torch.is_grad_enabled() or IS_MEASURED.get():
             return _on_tensors(full_precision, super().infer(x, **fit_params))
-        with torch.enable_grad():  # the graph shows what the module ends in
+        # with a criterion of the user's own, predictions depend on what the module ends in
+        with torch.enable_grad():  # the graph shows it
             output = super().infer(x, **fit_params)
         self._ending = find_ending(primary_output(output))
         return _on_tensors(lambda part: full_precision(part.detach()), output)
 
     def _penalty_of_pass(self) -> RelativeFlatnessPenalty | None:
         """Return the penalty of a pass through the module, if it has one that is not recorded."""
-        is_free = self._is_unseen or IS_MEASURED.get() or not torch.is_grad_enabled()
-        if is_free or not self._penalty_weight():
+        if IS_MEASURED.get() or not torch.is_grad_enabled() or not self._penalty_weight():
             return None
         state = self._state()
         # the penalty is that of the output which get_loss receives, not of one that it computes
@@ -770,13 +770,9 @@ class FlatNet(SkorchNet):
 
     def evaluation_step(self, batch: Any, training: bool = False) -> Any:
         """Run the module for its output alone, without keeping a graph for the penalty."""
-        own = self._criterion_task is None
-        if own and not training and self._ending == UNSEEN:
-            self.__dict__["_is_unseen"] = True  # skorch's own setattr is for parts of the net
         try:
             return movable(super().evaluation_step(batch, training=training))
         finally:
-            self.__dict__.pop("_is_unseen", None)
             state = self._training
             if state is not None and state.recorded:
                 state.recorded, state.penalty = False, None

@@ -45,11 +45,6 @@ _OTHER_NAMES = {
     "max_iter": "max_epochs",
     "solver": "optimizer (a class)",
 }
-# what a net makes instances of
-_CLASSES = {
-    "criterion": "such as torch.nn.CrossEntropyLoss, or a module",
-    "optimizer": "such as torch.optim.Adam",
-}
 # torch's optimizers with an implementation in one kernel, on every device that torch 2.6 knows
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _IMPLEMENTATIONS = {"fused", "foreach", "capturable", "differentiable"}
@@ -104,9 +99,12 @@ class SkorchNet(NeuralNet):
 
     def initialize(self) -> Any:
         """Make the parts of the net; say what was meant by names that skorch refuses."""
-        for name, example in _CLASSES.items():
-            if not callable(getattr(self, name)):
-                raise TypeError(f"{name} must be a class, {example}, got {getattr(self, name)!r}.")
+        for name in ("criterion", "optimizer"):
+            value = getattr(self, name)
+            if not callable(value):
+                raise TypeError(
+                    f"{name} must be a class, such as torch.optim.Adam, or a module, got {value!r}."
+                )
         try:
             return super().initialize()
         except ValueError as error:
