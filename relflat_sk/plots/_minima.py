@@ -20,9 +20,16 @@ from relflat_sk.minima._table import (
     numeric_column,
 )
 from relflat_sk.plots._base import (
+    SYMBOLS,
+    Colors,
     Display,
     Floats,
+    MinimaDisplay,
+    Points,
+    choose_measures,
     choose_scale,
+    color_column,
+    correlation_of,
     curve_style,
     divide,
     draw_grid,
@@ -31,17 +38,8 @@ from relflat_sk.plots._base import (
     make_panels,
     measure_label,
     shorten,
-    write_note,
-)
-from relflat_sk.plots._points import (
-    SYMBOLS,
-    Colors,
-    MinimaDisplay,
-    Points,
-    choose_measures,
-    color_column,
-    correlation_of,
     show_correlation,
+    write_note,
 )
 
 if TYPE_CHECKING:

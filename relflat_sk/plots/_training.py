@@ -14,9 +14,12 @@ from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._table import curves_of, is_comparable, minima_table
 from relflat_sk.plots._base import (
     ON_THE_RIGHT,
+    Colors,
     EstimatorDisplay,
     Floats,
+    MinimaDisplay,
     choose_scale,
+    color_column,
     curve_style,
     divide,
     draw_grid,
@@ -25,7 +28,6 @@ from relflat_sk.plots._base import (
     make_axes,
     with_unit,
 )
-from relflat_sk.plots._points import Colors, MinimaDisplay, color_column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

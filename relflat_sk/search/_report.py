@@ -24,8 +24,7 @@ from relflat_sk.plots import (
     MinimaRankingDisplay,
     TrainingCurvesDisplay,
 )
-from relflat_sk.plots._base import require_matplotlib
-from relflat_sk.plots._points import color_column
+from relflat_sk.plots._base import color_column, require_matplotlib
 from relflat_sk.search._describe import plain_repr
 from relflat_sk.search._measure import listed
 from relflat_sk.search._results import trial_at
