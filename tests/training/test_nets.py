@@ -617,7 +617,9 @@ def test_is_silent_if_the_penalty_did_not_keep_the_net_from_learning():
 
 def test_is_silent_if_the_net_recovers_or_its_best_weights_are_back(tmp_path):
     trained(-1.0, epoch=5)
-    best = Checkpoint(monitor="train_loss_best", load_best=True, dirname=tmp_path)
+    # of the weights, and not of the history
+    files = {"dirname": tmp_path, "f_history": None}
+    best = Checkpoint(monitor="train_loss_best", load_best=True, **files)
     assert trained(-1.0, callbacks=[best], lr=0.02).constant_comparison_.loss < 0.6
     trained(1.3)  # noise
     # a warm start is compared with itself
