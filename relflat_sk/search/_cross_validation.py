@@ -158,8 +158,9 @@ class FlattestWithin:
         rounding = ROUNDING * (abs(best) + self.tolerance)
         good = known & (best - scores <= self.tolerance + rounding)
         if good.any():
-            return _best(flatness, good)
-        chosen = _best(scores, known if known.any() else scored)
+            return int(np.argmax(np.where(good, flatness, -np.inf)))  # the first of equal ones
+        among = known if known.any() else scored
+        chosen = int(np.argmax(np.where(among, scores, -np.inf)))
         warn(
             f"no candidate within {self.tolerance:g} of the best {score!r}, {best:g}, has a "
             f"finite {column!r}, and {known.sum()} of all {len(scores)} have both. Candidate "
@@ -182,11 +183,6 @@ class FlattestWithin:
                 "flattest_within(..., score=..., flatness=...)."
             )
         return score, flatness
-
-
-def _best(values: np.ndarray, among: np.ndarray) -> int:
-    """Return the index of the first of the largest values among some candidates."""
-    return int(np.argmax(np.where(among, values, -np.inf)))
 
 
 # -- the penalty ---------------------------------------------------------------------------------

@@ -104,14 +104,6 @@ def _plan(search: Any, space: Space, seed: int | None) -> tuple[list[dict[str, A
     return [grid[i] for i in order], int(search.n_trials)
 
 
-def _log(trial: FrozenTrial) -> None:
-    """Say in Optuna's log how a trial ended, as `Study.optimize` does."""
-    text = f"ended as {trial.state.name}: {Minimum.from_trial(trial).reason}"
-    if trial.state == TrialState.COMPLETE:
-        text = f"finished with values: {trial.values} and parameters: {trial.params}."
-    optuna.logging.get_logger("optuna.study").info(f"Trial {trial.number} {text}")
-
-
 def progress(trials: Iterable[FrozenTrial]) -> str:
     """Count the candidates that are finished, and name the flattest."""
     counts, minima = Counter[str](), []
@@ -499,8 +491,13 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 if shown:
                     bar.set_postfix_str(progress(study.get_trials(deepcopy=False)), refresh=False)
                 bar.update()
-                if self.verbose > 1:
-                    _log(trial)
+                if self.verbose > 1:  # as `Study.optimize` says it
+                    text = f"ended as {trial.state.name}: {Minimum.from_trial(trial).reason}"
+                    if trial.state == TrialState.COMPLETE:
+                        text = (
+                            f"finished with values: {trial.values} and parameters: {trial.params}."
+                        )
+                    optuna.logging.get_logger("optuna.study").info(f"Trial {trial.number} {text}")
                 for callback in callbacks:
                     callback(study, trial)
 

@@ -330,15 +330,14 @@ def _curves(estimator: Any) -> dict[str, list[Any]] | None:
         return None
     kept = np.unique(np.linspace(0, len(history) - 1, MOST_EPOCHS).round().astype(int)).tolist()
     return {"epoch": [row + 1 for row in kept]} | {
-        name: [_short(sign * history[row].get(name, np.nan)) for row in kept]
+        # as JSON stores values: with six digits, None if one is not finite
+        name: [
+            float(f"{sign * value:.6g}") if np.isfinite(value) else None
+            for value in (history[row].get(name, np.nan) for row in kept)
+        ]
         for name, sign in signs.items()
         if name in recorded
     }
-
-
-def _short(value: float) -> float | None:
-    """Return a value as JSON stores it: with six digits, None if it is not finite."""
-    return float(f"{value:.6g}") if np.isfinite(value) else None
 
 
 # -- trained networks ----------------------------------------------------------------------------
