@@ -108,10 +108,10 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 # -- warnings ------------------------------------------------------------------------------
 
-PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parent) + os.sep
 # code of Python and of installed packages, such as scikit-learn's loop over folds
 _PATHS = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")]
-INSTALLED = ("<frozen ", *(path + os.sep for path in _PATHS))
+_INSTALLED = ("<frozen ", *(path + os.sep for path in _PATHS))
 # what has been said at lines of the user's code: file, line and text
 _SAID: set[tuple[str, int, str]] = set()
 
@@ -130,8 +130,8 @@ def warn(
     """
     frames = list(traceback.walk_stack(inspect.currentframe()))
     files = [frame.f_code.co_filename for frame, _ in frames]
-    outside = [i for i, file in enumerate(files) if not file.startswith(PACKAGE)]
-    users = [i for i in outside if not files[i].startswith(INSTALLED)]
+    outside = [i for i, file in enumerate(files) if not file.startswith(_PACKAGE)]
+    users = [i for i in outside if not files[i].startswith(_INSTALLED)]
     place = next(iter([*users, *outside]), len(files) - 1)
     if said is not None and users[:1] != outside[:1]:
         line = files[place], frames[place][1]

@@ -8,13 +8,14 @@ import re
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import joblib
 import numpy as np
 import torch
 
-from relflat_sk._checks import INSTALLED, PACKAGE, warn
+from relflat_sk._checks import warn
 
 PLAIN = (type(None), bool, int, float, str)  # the types that Optuna stores
 _DEEPEST, _LONG = 6, 100
@@ -94,7 +95,8 @@ def _describe_code(code: Any) -> str:
 def _is_of_user(code: Any) -> bool:
     """Return whether a class or function is no library's."""
     module = getattr(code, "__module__", None) or type(code).__module__
+    top = module.partition(".")[0]
+    if top == __name__.partition(".")[0] or (top in sys.stdlib_module_names and top != "__main__"):
+        return False
     file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:  # of a prompt, or written in C
-        return module == "__main__" or module.partition(".")[0] not in sys.stdlib_module_names
-    return not file.startswith((PACKAGE, *INSTALLED))
+    return file is None or {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
