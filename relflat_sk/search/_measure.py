@@ -33,7 +33,7 @@ from relflat_sk.minima._table import column_of
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._storage import KEPT, CallError, blame_call
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
-from relflat_sk.training._convergence import StopAtDepth
+from relflat_sk.training._callbacks import StopAtDepth
 
 AUTO = "auto"
 LAST = -1  # the position of the last layer, which each network has that can be measured at one

@@ -1,7 +1,7 @@
 """skorch nets that are trained to be flat, and callbacks for training to convergence."""
 
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
-from relflat_sk.training._convergence import StopAtGradientNorm, StopAtLoss
+from relflat_sk.training._callbacks import StopAtGradientNorm, StopAtLoss, WeightAverage
 from relflat_sk.training._mlp import MLP
 from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedBinaryClassifier,
@@ -10,7 +10,6 @@ from relflat_sk.training._nets import (
     RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk.training._sam import SharpnessAwareMixin
-from relflat_sk.training._weight_average import WeightAverage
 
 __all__ = [
     "MLP",

@@ -27,7 +27,7 @@ from relflat_sk.measures._minimum import (
     epoch_losses,
 )
 from relflat_sk.measures._results import Results
-from relflat_sk.training._convergence import required_goals
+from relflat_sk.training._callbacks import required_goals
 from relflat_sk.training._data import training_network
 
 # A net has collapsed if its best epoch had learned something, as a share of a constant's loss, and

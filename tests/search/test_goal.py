@@ -25,7 +25,7 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from relflat_sk.training._convergence import StopAtDepth
+from relflat_sk.training._callbacks import StopAtDepth
 from tests.search.examples import (
     TARGET,
     X,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from relflat_sk import StopAtGradientNorm, StopAtLoss
-from relflat_sk.training._convergence import gradient_norm
+from relflat_sk.training._callbacks import gradient_norm
 from relflat_sk.training._data import with_weights
 from tests.rounding import FLOAT32
 from tests.training import common
