@@ -163,8 +163,8 @@ class _Sum:
     deflatable: bool
     deflated: bool = False
     n_probes: int = 0  # 1 if it is exact
-    # of each batch, or of all as one: total and scatter over the probes, of the samples' sum
-    # (2, 1, k) or of each sample (2, n, k)
+    # of each batch, or of all as one: total and, if it is not exact, scatter over the probes, of
+    # the samples' sum (2, 1, k) or of each sample (2, n, k)
     parts: dict[int, Tensor] = field(default_factory=dict)
 
     def restart(self, *, exact: bool) -> None:
@@ -175,7 +175,8 @@ class _Sum:
     def mean(self, *, each: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the mean over probes, and its standard error, of all samples or of each."""
         parts = torch.cat(list(self.parts.values()), dim=1)
-        total, scatter = parts if each else parts.sum(dim=1, keepdim=True)
+        total, *rest = parts if each else parts.sum(dim=1, keepdim=True)
+        scatter = rest[0] if rest else torch.zeros_like(total)
         return total / self.n_probes, (2 * scatter).sqrt() / self.n_probes
 
 
@@ -267,14 +268,13 @@ class TraceMeasures:
         """Add terms (r, k) of a batch to a sum: exact ones, or a pair of probes."""
         weights = forward.row_weights(forward.layers[key[0]])
         total = self._weigh(forward, weights, probes[0] + probes[1] if probes[1:] else probes[0])
-        scatter = torch.zeros_like(total)
+        sums = total[None]
         if probes[1:]:
             squares = (probes[0] - probes[1]).square() / 2
-            scatter = self._weigh(forward, weights.square(), squares)
-        both = torch.stack([total, scatter])
+            sums = torch.stack([total, self._weigh(forward, weights.square(), squares)])
         batch = self._n_batches if self.per_sample else 0
         parts = self._sums[key].parts
-        parts[batch] = parts[batch] + both if batch in parts else both
+        parts[batch] = parts[batch] + sums if batch in parts else sums
 
     def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
         """Sum rows with their weights: over all, or over the tokens of each sample."""

@@ -130,7 +130,9 @@ def _with_penalty(
     """
     with nullcontext() if penalty is None else penalty._hooks.quiet():
         reading = own.read_criterion(loss, y_true)
-    terms = [loss.detach() / (1.0 if reading is None else reading.factor)]
+    terms = [loss.detach()]
+    if reading is not None and reading.factor != 1:
+        terms = [loss.detach() / reading.factor]
     if penalty is not None and reading is None:
         reading = own.read(loss, y_true)
     if penalty is None or reading is None:
@@ -144,7 +146,8 @@ def _with_penalty(
     if first is not None and len(first) > 2:
         share = first[2]
     terms += [term.detach() for term in (added, share) if term is not None]
-    return loss + factor * (added if share is None else share * added), terms
+    added = added if share is None else share * added
+    return loss + (added if factor == 1 else factor * added), terms
 
 
 def warn_without_penalty(net: Any) -> None:
