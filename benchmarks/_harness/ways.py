@@ -31,6 +31,7 @@ FORM, SHARE = "comparable_flatness", 0.1
 # share of the candidates that reach the loss, from which on flatness may choose: with wrong labels
 # there are fewer, on the data sets of `CHOSEN_ON`
 FIT = 0.4
+HALVES = ("davies_bouldin", "within_scatter", "label_wise_mixup")  # of which the mean is taken
 N_ORDERS = 20  # of candidates that are tied where five are taken
 FEW = 5
 
@@ -247,6 +248,11 @@ def ways(fits: Fits) -> dict[str, Way]:
         "random": Way(same, 1.0, full, errors),
         "5 random": Way(same, 1.0, full, errors, FEW),
         "flatter half": Way(flat, 1.0, full, errors, n // 2),
+    }
+    found |= {
+        f"half of lowest {name}": Way(scores[name], 1.0, full, errors, n // 2)
+        for name in HALVES
+        if name in scores
     }
     found |= {
         name: Way(np.where(kept, 0.0, np.inf), 1.0, full, errors, int(kept.sum()))

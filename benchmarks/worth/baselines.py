@@ -44,12 +44,12 @@ RESULTS = Path(__file__).parents[1] / "results" / "baselines.csv"
 ALL_TASKS = TASKS | FURTHER
 REGRESSIONS = [name for name in ALL_TASKS if name.startswith(("friedman", "diabetes"))]
 N_SEEDS = 10
-SEARCH = "search, mean"
+SEARCH, NEAREST = "search, mean", "search, nearest"
 # the flattest network is of the same search as the mean
 FLATTEST = "search, flattest"
 OURS = ["net, default", "net, no penalty", "net, all layers, weight 1", "penalty by folds"]
 THEIRS = ["MLP", "MLP, early stopping"]
-NEURAL = [SEARCH, FLATTEST, *OURS, *THEIRS]
+NEURAL = [SEARCH, NEAREST, FLATTEST, *OURS, *THEIRS]
 OTHERS = ["forest", "boosting", "linear", "support vectors"]
 METHODS = [method for method in (*NEURAL, *OTHERS) if method != FLATTEST]
 
@@ -60,10 +60,10 @@ def make(method: str, seed: int, *, is_regression: bool) -> Any:
     ours: Any = (RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor)[kind]
     mlp: Any = (MLPClassifier, MLPRegressor)[kind]
     net = ours(verbose=0, random_state=seed)
+    seeds = {"random_state": list(range(N_SEEDS * seed, N_SEEDS * (seed + 1)))}
     return {
-        SEARCH: lambda: FlatMinimaSearch(
-            net, {"random_state": list(range(N_SEEDS * seed, N_SEEDS * (seed + 1)))}
-        ),
+        SEARCH: lambda: FlatMinimaSearch(net, seeds),
+        NEAREST: lambda: FlatMinimaSearch(net, seeds, refit="nearest"),
         OURS[0]: lambda: net,
         OURS[1]: lambda: net.set_params(flatness_weight=0),
         OURS[2]: lambda: net.set_params(flatness_layer="all", flatness_weight=1),

@@ -76,10 +76,15 @@ MEASURES = {
         "adaptive_sharpness", "expected_sharpness", "keskar_sharpness", "network_flatness",
         "joint_eigenvalue_flatness", "pac_bayes_flatness", "pac_bayes_magnitude_flatness",
     ),
+    "heads": (),
 }  # fmt: skip
 OF_CLASSES = {
-    "norms": ("inverse_margin", "log_robustness", "calibration_error", "takeuchi_criterion")
-}
+    "norms": ("inverse_margin", "log_robustness", "calibration_error", "takeuchi_criterion"),
+    "heads": (
+        "leave_one_out", "leave_one_out_at_equal_loss", "laplace_evidence", "davies_bouldin",
+        "within_scatter", "label_wise_mixup", "gradient_weight_alignment",
+    ),
+}  # fmt: skip
 NOISE = 0.6  # in standard deviations, of the inputs on which candidates are compared
 N_NOISY = 2000
 # what is trained or measured, with the folds that are held out and their number
@@ -89,6 +94,7 @@ ORDER: dict[str, Callable[[int], float]] = {
     "held out": lambda at: at,
     "5-fold": lambda at: 2 * at + 2.5,
     "norms": lambda at: 3 * at + 2.7,
+    "heads": lambda at: 3 * at + 2.8,
     "10-fold": lambda at: 4 * at + 4.5,
     "dear": lambda at: 8 * at + 6.5,
 }
@@ -99,6 +105,7 @@ MARKS = {
     "5-fold": "5-fold, log loss, refit",
     "10-fold": "10-fold, log loss, refit",
     "norms": "stable_rank",
+    "heads": "davies_bouldin",
     "dear": "keskar_sharpness",
 }
 
@@ -215,7 +222,7 @@ class Unit:
         rows = []
         for weights in self.all():
             report = pd.DataFrame({"measure": names, "value": np.nan})
-            if torch.isfinite(apply(weights, self.split.X)).all():
+            if apply(weights, self.split.X).abs().max() < 1e30:  # it has not diverged
                 report = flatness_report(
                     to_module(weights), self.split.X, self.split.y,
                     measures=[RIVALS.get(name, name) for name in names],
@@ -305,6 +312,8 @@ def schedule(arguments: Namespace, store: Path) -> Iterator[tuple[Unit, str]]:
     for at, part in sorted(steps, key=lambda step: ORDER[step[1]](step[0])):
         for name in arguments.only:
             if TASKS[name].needs_images and not arguments.data:
+                continue
+            if part == "heads" and name in selection_report.REGRESSIONS:
                 continue
             for space in arguments.space:
                 yield Unit(name, space, at, arguments.data, store, few), part

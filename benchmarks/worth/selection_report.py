@@ -11,6 +11,7 @@ from benchmarks._harness.timing import table
 from benchmarks._harness.ways import FEW, FORM, FORMS, SHARE, SHARES
 
 BASE = "20%, log loss, refit"
+MEAN = "average, as in a search"
 IF_MOST_FIT = "flattest if most fit, else 20%"
 REGRESSIONS = ("friedman", "diabetes")
 FLAT = f"{FORM} at {SHARE:g}"
@@ -104,8 +105,13 @@ def compare(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
 
 def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
     """Print all tables, and draw the diagram if a path is given."""
-    if BASE not in set(rows["way"]):
-        print(f"no rows of the way {BASE!r} yet: nothing to compare with")
+    if BASE not in set(rows["way"]):  # nothing was held out
+        for title, names in GROUPS.items():
+            for space in SPACES:
+                some = rows[rows["data"].isin(names) & (rows["space"] == space)]
+                if len(some):
+                    print(f"\n{title}; {space} candidates\n")
+                    print(_layout(compare(some, MEAN), MEAN))
         return
     _print_splits(rows)
     _print_constants(rows)
@@ -152,8 +158,8 @@ def _mean(rows: pd.DataFrame) -> str:
     return f"{means['regret']:.2f} {means['tau']:.2f}"
 
 
-def _layout(compared: pd.DataFrame) -> str:
-    cells = [["way", "regret", f"minus {BASE}", "worst", "5 best", "tau", "fits", "splits"]]
+def _layout(compared: pd.DataFrame, base: str = BASE) -> str:
+    cells = [["way", "regret", f"minus {base}", "worst", "5 best", "tau", "fits", "splits"]]
     for row in compared.itertuples():
         cells.append([
             row.way, f"{row.regret:.2f}", f"{row.difference:+.2f} +- {row.width:.2f}",
