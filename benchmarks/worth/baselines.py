@@ -144,9 +144,11 @@ def report(rows: pd.DataFrame) -> None:
         *([str(name), str(n_splits[name]), *(f"{value:.1f}" for value in row)]
           for name, row in means.iterrows()),
     ]))  # fmt: skip
+    is_regression, is_wrong = means.index.isin(REGRESSIONS), means.index.str.contains("wrong")
     groups = {
-        "classification": ~means.index.isin(REGRESSIONS),
-        "regression": means.index.isin(REGRESSIONS),
+        "right labels": ~is_regression & ~is_wrong,
+        "wrong labels": is_wrong,
+        "regression": is_regression,
         "all": np.ones(len(means), dtype=bool),
     }
     for title, is_in in groups.items():
