@@ -105,6 +105,9 @@ def compare(rows: pd.DataFrame, base: str = BASE) -> pd.DataFrame:
 
 def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
     """Print all tables, and draw the diagram if a path is given."""
+    if rows.empty:
+        print("no rows yet: nothing to compare")
+        return
     if BASE not in set(rows["way"]):  # nothing was held out
         for title, names in GROUPS.items():
             for space in SPACES:

@@ -259,7 +259,10 @@ def test_the_report_prints_tables_and_draws(tmp_path, capsys):
     for expected in ("classification, held back; mixed", "regret by data set; equal"):
         assert expected in printed
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
-    selection_report.report(stored(1)[:0])
+    rows = stored(2).replace(selection_report.BASE, selection_report.MEAN)
+    selection_report.report(rows)  # nothing was held out
+    assert f"minus {selection_report.MEAN}" in capsys.readouterr().out
+    selection_report.report(rows[:0])
     assert "nothing to compare" in capsys.readouterr().out
 
 
