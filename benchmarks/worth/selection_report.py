@@ -109,26 +109,25 @@ def report(rows: pd.DataFrame, figure: str | Path | None = None) -> None:
         print("no rows yet: nothing to compare")
         return
     if BASE not in set(rows["way"]):  # nothing was held out
-        for title, names in GROUPS.items():
-            for space in SPACES:
-                some = rows[rows["data"].isin(names) & (rows["space"] == space)]
-                if len(some):
-                    print(f"\n{title}; {space} candidates\n")
-                    print(_layout(compare(some, MEAN), MEAN))
+        _print_groups(rows, MEAN)
         return
     _print_splits(rows)
     _print_constants(rows)
-    for title, names in GROUPS.items():
-        for space in SPACES:
-            some = rows[rows["data"].isin(names) & (rows["space"] == space)]
-            if BASE in set(some["way"]):
-                print(f"\n{title}; {space} candidates\n")
-                print(_layout(compare(some)))
+    _print_groups(rows, BASE)
     for space in SPACES:
         _print_by_data(rows[rows["space"] == space], space)
     _print_rules(rows)
     if figure:
         draw(rows, figure)
+
+
+def _print_groups(rows: pd.DataFrame, base: str) -> None:
+    for title, names in GROUPS.items():
+        for space in SPACES:
+            some = rows[rows["data"].isin(names) & (rows["space"] == space)]
+            if base in set(some["way"]):
+                print(f"\n{title}; {space} candidates\n")
+                print(_layout(compare(some, base), base))
 
 
 def _print_splits(rows: pd.DataFrame) -> None:
@@ -161,7 +160,7 @@ def _mean(rows: pd.DataFrame) -> str:
     return f"{means['regret']:.2f} {means['tau']:.2f}"
 
 
-def _layout(compared: pd.DataFrame, base: str = BASE) -> str:
+def _layout(compared: pd.DataFrame, base: str) -> str:
     cells = [["way", "regret", f"minus {base}", "worst", "5 best", "tau", "fits", "splits"]]
     for row in compared.itertuples():
         cells.append([
