@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from relflat_sk._losses.curvature import ClosedForm
 from relflat_sk._losses.table import (
     LINKS,
     LOGITS,
+    MODULES_OF_FUNCTIONS,
     TABLE,
     TOGETHER,
     UNKNOWN,
@@ -34,9 +36,11 @@ _ONE_TENSOR = (
 
 
 def as_criterion(criterion: Any) -> Any:
-    """Make a criterion from a class, an instance or a plain function."""
+    """Make a criterion from a class, an instance or a plain function, of torch or of a user."""
     if isinstance(criterion, type) and issubclass(criterion, nn.Module):
         return criterion()
+    if isinstance(criterion, FunctionType):
+        return MODULES_OF_FUNCTIONS.get(criterion, criterion)
     if callable(criterion) and not isinstance(criterion, type):
         return criterion
     raise TypeError(

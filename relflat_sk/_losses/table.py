@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
+from torch.nn import functional as F
 
 from relflat_sk._losses.curvature import ClosedForm, Diagonal, Softmax
 from relflat_sk._numerics import read_numbers
@@ -181,7 +181,7 @@ def _class_shares(criterion: Any, target: Tensor, shape: torch.Size) -> Tensor:
     else:
         matters = target != criterion.ignore_index
         counts = matters[..., None].double()
-        of_labels = one_hot(target.where(matters, 0), n_classes) * counts
+        of_labels = F.one_hot(target.where(matters, 0), n_classes) * counts
     smoothing = getattr(criterion, "label_smoothing", 0.0)
     shares = (1 - smoothing) * of_labels + smoothing / n_classes * counts
     shares = shares if criterion.weight is None else shares * criterion.weight.to(shares)
@@ -433,6 +433,19 @@ OUTPUT_LOSSES[WeightedLogisticLoss] = replace(
 
 
 TABLE: dict[type, Row] = {**CLASS_LOSSES, **OUTPUT_LOSSES}
+
+# torch's functions of output and target alone, as the modules that compute the same
+MODULES_OF_FUNCTIONS: dict[Any, nn.Module] = {
+    F.cross_entropy: nn.CrossEntropyLoss(),
+    F.nll_loss: nn.NLLLoss(),
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss(),
+    F.binary_cross_entropy: nn.BCELoss(),
+    F.mse_loss: nn.MSELoss(),
+    F.poisson_nll_loss: nn.PoissonNLLLoss(),
+    F.l1_loss: nn.L1Loss(),
+    F.smooth_l1_loss: nn.SmoothL1Loss(),
+    F.huber_loss: nn.HuberLoss(),
+}
 
 # any other criterion: a mean over samples, of targets of any type
 UNKNOWN = Row(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from relflat_sk._checks import check_boolean, check_integer, check_number
 from relflat_sk._losses.loss import BatchLoss, Loss, as_criterion, warn_of_ending
 from relflat_sk._network.batches import check_weights
-from relflat_sk._network.borrowing import requiring_grad
+from relflat_sk._network.borrowing import requiring_grad, unwrapped
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import (
     check_part,
@@ -76,9 +77,9 @@ class RelativeFlatnessPenalty:
         Factor of the penalty, as `flatness_weight` of `RelativeFlatnessRegularizedNet`.
     clip : float or None, default=1.0
         Limit of ``weight * penalty``, as `flatness_clip` of `RelativeFlatnessRegularizedNet`. The
-        penalty is scaled down to it, by what its past calls have shown: use one penalty for one
-        training. None: no limit, as published. Without a limit, a large weight can end in a dead
-        network, which is perfectly flat.
+        penalty is scaled down to it, by what its past calls have shown of the captured network:
+        another network begins anew. None: no limit, as published. Without a limit, a large weight
+        can end in a dead network, which is perfectly flat.
     every : int, default=1
         Steps from one penalty to the next. With k, every k-th call returns the penalty k times as
         heavy, which is the same in the mean, and the others return 0 at no cost.
@@ -159,6 +160,8 @@ class RelativeFlatnessPenalty:
         self.clip = clip
         self.every = every
         self.limit = PenaltyLimit()
+        # those of the captured networks; with None, the next network goes on with `limit`
+        self._limits: WeakKeyDictionary[nn.Module, PenaltyLimit] | None = None
         self._checked: Any = None  # a criterion
         self._hooks = QuietHooks()
 
@@ -173,11 +176,12 @@ class RelativeFlatnessPenalty:
         return f"{type(self).__name__}({values})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # a criterion may be a function, which pickle cannot store
-        return vars(self) | {"_checked": None}
+        # a criterion may be a function, which pickle cannot store; a copy goes on with a copied
+        # network
+        return vars(self) | {"_checked": None, "_limits": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what past steps have shown the limit, to resume a training.
+        """Return what past steps of the last network have shown the limit, to resume a training.
 
         Returns
         -------
@@ -194,7 +198,7 @@ class RelativeFlatnessPenalty:
         return self.limit.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where another penalty has stopped.
+        """Go on where another penalty has stopped, with the network that is captured next.
 
         The training goes on as without interruption if torch's random state is restored as well.
 
@@ -214,6 +218,7 @@ class RelativeFlatnessPenalty:
         >>> penalty.load_state_dict(RelativeFlatnessPenalty().state_dict())
         """
         self.limit.load_state_dict(state_dict)
+        self._limits = None
 
     def capture(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Record what a forward pass sends through the layers.
@@ -240,6 +245,9 @@ class RelativeFlatnessPenalty:
         >>> with penalty.capture(net):
         ...     y_pred = net(torch.ones(5, 4))
         """
+        limit = self.limit if self._limits is None else PenaltyLimit()
+        self._limits = self._limits or WeakKeyDictionary()
+        self.limit = self._limits.setdefault(unwrapped(module), limit)
         return nullcontext() if self.limit.is_resting(self.every) else self._record(module)
 
     @contextmanager

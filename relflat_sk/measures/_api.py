@@ -521,7 +521,8 @@ def relative_flatness(  # noqa: PLR0913
         If the value is doubtful: negative, zero for lack of curvature in the criterion or because
         the network is dead or saturated, or nan, with the likely cause. If `max_passes` ended an
         estimate, with the standard error that it reached. If ``layer=-1`` is not the head,
-        because a parameter that is no layer multiplies its output.
+        because a parameter that is no layer multiplies its output. If the network of a net was
+        initialised again after `fit`.
 
     See Also
     --------

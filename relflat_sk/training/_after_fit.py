@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from relflat_sk._checks import warn
 from relflat_sk._losses.loss import name_criterion
@@ -57,19 +58,25 @@ def measured_later() -> Iterator[list[Callable[[], None]]]:
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured on the training data, how, and a checksum of the weights at which."""
+    """What was measured on the training data, how, and checksums of weights: those at which.
+
+    `initialized` is the checksum of a network that was made after the training.
+    """
 
     value: float
     comparison: ConstantComparison
     layer: Any
     normalize: bool
     weights: int
+    initialized: int | None = None
 
 
 def checksum(module: nn.Module) -> int:
     """Compute a number of parameters and buffers that tells whether they have changed."""
     found = 0
     for tensor in (*module.parameters(), *module.buffers()):
+        if is_lazy(tensor):
+            continue
         numbers = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         found = zlib.crc32(numbers.data, found)
     return found

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from relflat_sk._checks import check_boolean, check_device, check_integer, check_number
+from relflat_sk._checks import check_boolean, check_device, check_integer, check_number, warn
 from relflat_sk._losses.loss import BatchLoss, Loss
 from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
 from relflat_sk._models.network_of import (
@@ -562,17 +562,23 @@ class FlatNet(SkorchNet):
     def initialize_module(self) -> "FlatNet":
         """Make the module, sized from the data where its constructor asks for sizes."""
         self._limit = None
+        self.module_ = self._make_module()
+        if self._record is not None:  # by set_params, for example
+            self._record = replace(self._record, initialized=checksum(self.module_))
+        return self
+
+    def _make_module(self) -> nn.Module:
+        """Copy the module, or call its class."""
         kwargs = self.get_params_for("module")
         if isinstance(self.module, nn.Module) and not kwargs:
-            self.module_ = copy.deepcopy(self.module)
-            return self
+            return copy.deepcopy(self.module)
         sizes = {"n_features": getattr(self, "n_inputs_", None), "n_outputs": self._n_outputs}
         factory = type(self.module) if isinstance(self.module, nn.Module) else self.module
-        self.module_ = factory(**with_sizes(factory, kwargs, sizes))
+        module: nn.Module = factory(**with_sizes(factory, kwargs, sizes))
         # float64 as in scikit-learn's networks; users choose the dtype of their own modules
         if factory is MLP and getattr(self, "is_double_", False) and str(self.device) == "cpu":
-            self.module_.double()
-        return self
+            module.double()
+        return module
 
     def initialize_criterion(self) -> "FlatNet":
         """Make the criterion; `NLLLoss` takes probabilities, as in skorch's classifiers."""
@@ -834,6 +840,13 @@ CRITERION_ALONE.add(FlatNet.get_loss)
 @to_network.register
 def _(model: FlatNet, X: Any, y: Any, options: DataOptions) -> Network:
     check_is_fitted(model, "module_")
+    record = model._record
+    if record is not None and record.initialized == checksum(model.module_):
+        # of the class only: one warning for many nets at a line
+        warn(
+            f"the {type(model).__name__} is not trained: its network was initialised again after "
+            "fit, as set_params does for parameters of the module. Call fit again, or load_params."
+        )
     X = check_inputs(model, X, reset=False)
     if isinstance(X, Dataset):
         y = None  # the Dataset holds the labels

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ from relflat_sk import (
     FlatnessWarning,
     RelativeFlatnessPenalty,
     RelativeFlatnessRegularizedNet,
+    relative_flatness,
 )
 from tests import oracles
 from tests.cases import CASES, Net, mlp, published_penalty
@@ -92,6 +94,39 @@ def test_a_constant_factor_behind_the_last_layer_keeps_the_closed_form(
     assert torch.equal(torch.get_rng_state(), state) == is_closed  # no probe was drawn
     if is_closed:
         assert value.item() == pytest.approx(expected(net, -1, criterion, X, y), rel=EXACT)
+
+
+# torch's functions, the modules that compute the same, and cases with networks for them
+FUNCTIONS = [
+    (F.cross_entropy, nn.CrossEntropyLoss(), "cross-entropy"),
+    (F.nll_loss, nn.NLLLoss(), "nll of log-softmax"),
+    (
+        F.binary_cross_entropy_with_logits,
+        nn.BCEWithLogitsLoss(),
+        "bce multi-label, pos_weight and weight",
+    ),
+    (F.binary_cross_entropy, nn.BCELoss(), "bce of sigmoid"),
+    (F.mse_loss, nn.MSELoss(), "squared error"),
+    (F.poisson_nll_loss, nn.PoissonNLLLoss(), "poisson"),
+    (F.l1_loss, nn.L1Loss(), "huber"),
+    (F.smooth_l1_loss, nn.SmoothL1Loss(), "huber"),
+    (F.huber_loss, nn.HuberLoss(), "huber"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*L1Loss has no curvature")
+@pytest.mark.parametrize(
+    ("function", "module", "case"), FUNCTIONS, ids=[function.__name__ for function, *_ in FUNCTIONS]
+)
+def test_functions_of_torch_are_known_as_their_modules(function, module, case):
+    net, _, X, y = make(case)
+    parameters, found = list(net.parameters()), []
+    for seed, criterion in enumerate([module, function]):
+        torch.manual_seed(seed if case in CLOSED else 0)
+        value = evaluate(RelativeFlatnessPenalty(weight=2.0), net, criterion, X, y)
+        slopes = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+        found.append([value, *slopes, relative_flatness(net, X, y, criterion=criterion)])
+    assert_close(*found, rtol=EXACT, atol=0)
 
 
 DRAWN = [  # the last layer without a closed form, earlier ones, and several
@@ -690,6 +725,38 @@ def test_a_resumed_training_goes_on_as_the_uninterrupted_one(copied, layer):
         train_held(trained, 20, lr=0.2)
         found.append(torch.cat([parameter.flatten() for parameter in trained.parameters()]))
     assert torch.equal(*found)
+
+
+def steps_of_networks(order, penalties):
+    """Train two networks, one step at a time, by the penalty of each; return their weights."""
+    torch.manual_seed(0)
+    X, y = torch.randn(20, 5), torch.arange(20) % 3
+    nets = [nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)) for _ in range(2)]
+    for number in order:
+        train(penalties[number], nets[number], CE, X, y, 1, lr=1.0)
+    return [net.state_dict() for net in nets]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    "order", [[0] * 12 + [1] * 12, [0, 1] * 12], ids=["one after the other", "alternately"]
+)
+def test_each_network_has_a_limit_of_its_own(order, every):
+    options = {"weight": 5.0, "every": every}
+    alone = [RelativeFlatnessPenalty(**options), RelativeFlatnessPenalty(**options)]
+    shared = [RelativeFlatnessPenalty(**options)] * 2
+    expected = steps_of_networks(order, alone)
+    assert_close(steps_of_networks(order, shared), expected, rtol=0, atol=0)
+    # a network that is gone leaves nothing to the next one
+    assert_close(steps_of_networks(order, shared), expected, rtol=0, atol=0)
+
+
+def test_wrappers_have_the_limit_of_the_network_inside():
+    net, penalty = mlp(3), RelativeFlatnessPenalty()
+    X, y = torch.randn(6, 5).double(), torch.arange(6) % 3
+    for module in (net, torch.compile(net, backend="eager"), net):
+        evaluate(penalty, module, CE, X, y)
+    assert penalty.state_dict()["steps"] == 3
 
 
 class Attending(nn.Module):

@@ -1,17 +1,20 @@
 """Where nets differ from skorch's: order, optimizers, prediction; what they measure after fit."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
 from skorch.callbacks import Callback
 from skorch.dataset import Dataset as SkorchDataset
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
-from relflat_sk import FlatnessScorer, measure
+from relflat_sk import FlatnessScorer, flatness_report, measure, relative_flatness
 from relflat_sk.training._after_fit import measured_later
 from tests.rounding import FLOAT32
 from tests.training.common import INDEX, Classifier, X, make
@@ -187,6 +190,21 @@ def test_what_was_measured_belongs_to_the_weights(change, tmp_path):
     with pytest.raises(ValueError, match="the weights have changed since"):
         scorer(net, X, INDEX)
     assert net.fit(X, INDEX).relative_flatness_ > 0
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_network_that_was_made_after_fit_is_measured_with_a_warning(change, tmp_path):
+    net = make(max_epochs=1).fit(X, INDEX)
+    CHANGES[change](net, tmp_path / "weights.pt")
+    for measured in (relative_flatness, flatness_report):
+        for ours in (net, make_pipeline("passthrough", net)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                measured(ours, X, INDEX)
+            made_again = any("initialised again" in str(warning.message) for warning in caught)
+            assert made_again == (change in {"initialize", "set_params"})
+    net.partial_fit(X, INDEX)
+    relative_flatness(net, X, INDEX)
 
 
 class _BatchSizes(nn.Module):
