@@ -4,10 +4,12 @@ import difflib
 import inspect
 import math
 import os
+import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,7 @@ def check_device(device: Any) -> None:
 
 
 _MOST_MEANT = 4  # names in a suggestion
+_CLOSE = 0.55  # "btch" stands for "batch_size"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -101,9 +104,31 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     names = sorted(names)
     endings = [name.split("__", i)[-1] for i in range(name.count("__") + 1)]
     same_end = [other for ending in endings for other in names if other.endswith(f"__{ending}")]
-    close = difflib.get_close_matches(name, names, n=_MOST_MEANT)
+    close = difflib.get_close_matches(name, names, n=_MOST_MEANT, cutoff=_CLOSE)
     meant = " or ".join(map(repr, list(dict.fromkeys([*same_end, *close]))[:_MOST_MEANT]))
     return f" Did you mean {meant}?" if meant else ""
+
+
+@contextmanager
+def naming_parameters(estimator: Any, params: Mapping[str, Any]) -> Iterator[None]:
+    """List the public parameters, and say what was meant, where `set_params` refuses a name."""
+    try:
+        yield
+    except ValueError as error:
+        params_now = estimator.get_params()
+        known = [key for key in params_now if not key.split("__")[-1].startswith("_")]
+        wrong = re.search(r"Invalid parameter '(\w+)'", str(error))
+        refused = [name for name in params if wrong and wrong[1] in name.split("__")]
+        if wrong is None or not refused:
+            raise
+        before = refused[0].split("__")[: refused[0].split("__").index(wrong[1])]
+        holder = params_now.get("__".join(before), estimator)
+        beside = sorted(key.split("__")[-1] for key in known if key.split("__")[:-1] == before)
+        meant = did_you_mean(wrong[1], beside) or did_you_mean(refused[0], known)
+        raise ValueError(
+            f"Invalid parameter {wrong[1]!r} for estimator {type(holder).__name__}.{meant} Valid "
+            f"parameters are: {beside}."
+        ) from error
 
 
 # -- warnings ------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Flatness as a scikit-learn scorer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sklearn import get_config
@@ -12,13 +13,14 @@ from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 
 from relflat_sk._checks import warn
-from relflat_sk._models.network_of import describe, final_estimator, open_model
+from relflat_sk._models.network_of import describe, final_estimator, name_layers, open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
+from relflat_sk._random import alone
 from relflat_sk.measures._api import relative_flatness
-from relflat_sk.measures._measure_network import OF_DATA, measure_opened
+from relflat_sk.measures._measure_network import OF_DATA, measure_network
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
-from relflat_sk.measures._names import check_arguments, find_measure
+from relflat_sk.measures._names import check_arguments, check_layers, find_measure
 from relflat_sk.measures._results import Measured, name_of
 
 DATA = ("given", "train")
@@ -46,13 +48,16 @@ class FlatnessScorer(BaseEstimator):
     measure : str or callable, default="relative_flatness"
         The measure's name, one of `get_measure_names`, or a function of model, X and y that
         returns a number which is small for good minima; see `measure`.
-    layer : int, str or nn.Module, default=-1
+    layer : int, str, nn.Module, a list of these, or "all", default=-1
         Where to measure: position among the layers with a weight matrix (-1 is the last one),
-        dotted module name, or the module itself.
+        dotted module name, or the module itself. The values of a list of layers, or of "all", are
+        added, as in the penalty. Compare scores of the same `layer` only.
     data : {"given", "train"}, default="given"
         "given" measures on the data that the scorer is called with. "train" takes the value that
-        a `RelativeFlatnessRegularizedNet` recorded on its training data at the end of `fit`; the
-        net's `flatness_layer` and `flatness_normalize` have to match `layer` and `measure`.
+        a `RelativeFlatnessRegularizedNet` recorded on its training data at the end of `fit`. The
+        net's `flatness_layer` has to be `layer`, or has to contain the last layer if `layer` is -1,
+        as "all" does; `flatness_normalize` has to match `measure`. A net that recorded another
+        layer or measure has the score nan, with a `FlatnessWarning`.
     non_minimum : {"reject", "warn", "accept"}, default="reject"
         What to do with a model that is not at a minimum, or has no curvature. "reject" warns, and
         returns nan, which scikit-learn's searches rank last. "warn" warns, and scores the model
@@ -130,7 +135,7 @@ class FlatnessScorer(BaseEstimator):
         self,
         measure: Any = "relative_flatness",
         *,
-        layer: Layer = -1,
+        layer: Layer | Sequence[Layer] = -1,
         data: str = "given",
         non_minimum: str = "reject",
         measure_params: Mapping[str, Any] | None = None,
@@ -146,14 +151,14 @@ class FlatnessScorer(BaseEstimator):
         self._check_parameters()
         opened, comparison = None, None
         if self.data == "train":
-            flatness, comparison = self._read_recorded(estimator)
+            flatness, comparison, reason = self._read_recorded(estimator)
         else:
             opened = self._measure(estimator, X, y, sample_weight)
             flatness, reason = opened[1].value, opened[1].reason
-            if reason:
-                name = describe(final_estimator(estimator))
-                self._warn(f"the {name} cannot be scored: {reason}. Its score is nan.")
-                return math.nan
+        if reason:
+            name = describe(final_estimator(estimator))
+            self._warn(f"the {name} cannot be scored: {reason}. Its score is nan.")
+            return math.nan
         score = 0.0 - flatness  # which is never -0.0
         if self.non_minimum == "accept":
             return score
@@ -171,7 +176,12 @@ class FlatnessScorer(BaseEstimator):
         of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}
         check_arguments([self.measure], params)
         network = open_model(estimator, X, y, **of_data, sample_weight=sample_weight)
-        return network, measure_opened(network, self.measure, layer=self.layer, **params)
+        check_layers([self.measure], self.layer)
+        with alone():
+            layers = name_layers(estimator, self.layer)
+            results = measure_network(network, [self.measure], layers, **params)
+        total = sum(measured.value for measured in results.values())
+        return network, replace(next(iter(results.values())), value=total)
 
     def _check_minimum(self, model: Any, flatness: float, comparison: ConstantComparison) -> bool:
         """Warn if the flatness of a model is no score, or may be none; return False for none."""
@@ -212,8 +222,8 @@ class FlatnessScorer(BaseEstimator):
                 'data="given" with the training data.'
             )
 
-    def _read_recorded(self, estimator: Any) -> tuple[float, ConstantComparison | None]:
-        """Return what a net recorded in fit: its flatness at the scorer's layer, loss and score."""
+    def _read_recorded(self, estimator: Any) -> tuple[float, ConstantComparison | None, str]:
+        """Return what a net recorded in fit: flatness, loss and score; or why it did not."""
         net = final_estimator(estimator)
         check_is_fitted(net)
         try:
@@ -227,13 +237,16 @@ class FlatnessScorer(BaseEstimator):
         expected = {"layer": self.layer, "normalize": RECORDED[self.measure]}
         # the net's parameters may have other values since fit
         recorded = {"layer": net._record.layer, "normalize": net._record.normalize}
+        if self.layer == -1 != net._record.layer and net._record.at_last is not None:
+            found, recorded["layer"] = net._record.at_last, -1
+        reason = ""
         if expected != recorded:
-            raise ValueError(
-                f"the {type(net).__name__} recorded its flatness with {_listed(recorded)}, but "
-                f"the scorer asks for {_listed(expected)}. Give the same layer and measure to "
-                "both."
+            reason = (
+                f"it recorded its flatness with {_listed(recorded)}, but the scorer asks for "
+                f"{_listed(expected)}. Values at different layers cannot be compared: give "
+                'the same layer and measure to both, or measure with data="given"'
             )
-        return float(found), getattr(net, "constant_comparison_", None)
+        return float(found), getattr(net, "constant_comparison_", None), reason
 
     # -- metadata routing ----------------------------------------------------------------
     # scikit-learn generates these methods for `score`, but not for `__call__`

@@ -7,17 +7,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import clone
+from sklearn.base import clone, is_classifier
 from sklearn.metrics import check_scoring
 from sklearn.model_selection import GridSearchCV
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import get_routing_for_object
+from sklearn.utils.multiclass import type_of_target
 
 from relflat_sk._checks import check_number, warn
+from relflat_sk._models.network_of import last_prefix
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.fleet._trainer import fleet_training
+from relflat_sk.search._data import check_fit_params
 from relflat_sk.search._results import average
 from relflat_sk.training._nets import RelativeFlatnessRegularizedClassifier
+from relflat_sk.training._tasks import looks_like_values, to_array
 
 # -- score and flatness --------------------------------------------------------------------------
 
@@ -309,11 +313,14 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         Raises
         ------
         ValueError
-            If a parameter is not valid, or the estimator does not fit the data.
+            If a parameter is not valid, a classifier gets the targets of a regression, sample
+            weights are wrong, or the estimator does not fit the data.
         """
         if self.refit not in (True, False, "mean"):
             raise ValueError(f"refit must be True, False or 'mean', got {self.refit!r}.")
         search = self._grid_search()
+        _check_labels(search.estimator, y)
+        check_fit_params(X, params, last_prefix(search.estimator))
         keep = None
         if self.refit == "mean":
             search.scoring = keep = _KeepEstimators(check_scoring(search.estimator, self.scoring))
@@ -387,6 +394,28 @@ def _settings(
             penalties += [{"optimizer": torch.optim.AdamW} | setting for setting in _DECAYS]
     settings = sorted(map(dict, penalties), key=_strength)
     return [{f"{prefix}{name}": value for name, value in setting.items()} for setting in settings]
+
+
+def _check_labels(estimator: Any, y: Any) -> None:
+    """Refuse the targets of a regression for a classifier, once before all folds."""
+    params = estimator.get_params()
+    listed = any(params[name] is not None for name in params if name.split("__")[-1] == "classes")
+    if y is None or listed or not is_classifier(estimator):
+        return
+    kind = type_of_target(to_array(y), input_name="y")
+    if kind == "continuous":
+        problem = f"Unknown label type: {kind}."
+    elif kind == "multiclass" and looks_like_values(labels := np.ravel(to_array(y))):
+        problem = (
+            f"y has {len(np.unique(labels))} different values in {len(labels)} samples, which look "
+            "like those of a regression. If they are labels, pass classes= to the net."
+        )
+    else:
+        return
+    raise ValueError(
+        f"{problem} The estimator is a classifier. For a regression, use "
+        "RelativeFlatnessPenaltyCV(RelativeFlatnessRegularizedRegressor())."
+    )
 
 
 def _strength(setting: Mapping[str, Any]) -> tuple[float, float]:

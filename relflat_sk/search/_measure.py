@@ -55,7 +55,7 @@ class Way:
         """Check the arguments of a measure."""
         layer, params = scorer.layer, dict(scorer.measure_params or {})
         # every candidate has a network of its own
-        is_name = isinstance(layer, str) or is_integer(layer)
+        is_name = (isinstance(layer, str) and layer != "all") or is_integer(layer)
         check_kind(is_name, "layer", layer, "the position of a layer or its dotted name")
         check_layers([measure], layer)
         batch_size = params.pop("batch_size", DataOptions.batch_size)

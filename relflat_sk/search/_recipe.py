@@ -143,9 +143,13 @@ class Recipe:
         """Refuse a study whose minima were made otherwise; record in a new one how."""
         directions = [direction.name.lower() for direction in study.directions]
         if directions != (needed := [direction] * len(self.task.ranking)):
+            create = f"direction={direction!r}" if len(needed) == 1 else f"directions={needed}"
+            instead = "use another study_name"
+            if current >= 0:  # of the user's own study
+                instead = "pass the study's own to MinimaObjective(direction=...)"
             raise ValueError(
                 f"the directions of study {study.study_name!r} are {directions}, and must be "
-                f"{needed}. Create it so, or give this call a study_name of its own."
+                f"{needed}. Create the study with {create}, or {instead}."
             )
         now, then = self._made_with(also), study.user_attrs.get(MADE_WITH, {})
         of_results = TrialState.COMPLETE, TrialState.PRUNED
@@ -157,8 +161,7 @@ class Recipe:
         if has_results and not then:
             raise ValueError(
                 f"study {study.study_name!r} does not say how its minima were made, as of an "
-                "earlier version. rank_minima(study) shows them. Give this call a study_name of "
-                "its own."
+                "earlier version. rank_minima(study) shows them. Use another study."
             )
         if has_results:
             both = now.keys() & then.keys()
@@ -171,7 +174,7 @@ class Recipe:
                 raise ValueError(
                     f"study {study.study_name!r} was made with something else:\n"
                     + "\n".join(differences)
-                    + "\nGive this call a study_name of its own, or undo the difference. In "
+                    + "\nUse another study, by another study_name, or undo the difference. In "
                     "cross-validation leave study_name out: every fold is a search of its own."
                 )
             now = then | now

@@ -59,9 +59,7 @@ def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
     if not (is_complete(table) | table["depth"].notna()).any():
         if interrupted:
             raise KeyboardInterrupt("before any candidate was finished.")
-        message = f"none of {len(table)} candidates could be trained and measured:\n"
-        of_types = table["reason"].astype(str).str.startswith("TypeError:").all()
-        raise (TypeError if of_types else ValueError)(message + list_reasons(table))
+        raise _failure(table)
     if interrupted:
         advice = "give it a storage and a study_name."
         if stored_as is not None:
@@ -97,6 +95,17 @@ def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
             f"the others ({_losses(table[table['comparable']])}). Rank at equal loss "
             "(measure='comparable_flatness'), or all by rank_minima(search, depth_band=None)."
         )
+
+
+def _failure(table: pd.DataFrame) -> Exception:
+    """Return the error for candidates that all failed: their own if they agree in it."""
+    reasons = table["reason"].astype(str)
+    kind = TypeError if reasons.str.startswith("TypeError:").all() else ValueError
+    name, _, message = reasons.iloc[0].partition(": ")
+    if name == kind.__name__ and reasons.nunique() == 1:
+        return kind(message)
+    message = f"none of {len(table)} candidates could be trained and measured:\n"
+    return kind(message + list_reasons(table))
 
 
 # With wrong labels, fewer of the networks that have learned (are so deep) reach the loss, and

@@ -21,6 +21,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from relflat_sk._checks import naming_parameters
 from relflat_sk._engine.epoch import EPOCH_TRAINER
 from relflat_sk._models.network_of import final_estimator, last_step
 from relflat_sk._network.borrowing import unwrapped
@@ -79,7 +80,8 @@ class Task:
         """Make the estimator of a candidate."""
         of_estimator = split_params(params)[0] | scale_lr(self.estimator, params)
         estimator = clone(self.estimator)
-        estimator.set_params(**{n: clone(value, safe=False) for n, value in of_estimator.items()})
+        with naming_parameters(estimator, of_estimator):
+            estimator.set_params(**{n: clone(x, safe=False) for n, x in of_estimator.items()})
         _train_on_all_data(estimator)
         add_goal(estimator, self.goal)
         unset = [

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from relflat_sk._checks import warn
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import defaults_of, describe
+from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.network import REFUSALS
 from relflat_sk._random import fork_rng
 from relflat_sk.measures._layer_measures import measure_layers, warn_of_saddle
@@ -64,6 +65,7 @@ class Record:
     """
 
     value: float
+    at_last: float | None  # the value at the last layer, if it is among several
     comparison: ConstantComparison
     layer: Any
     normalize: bool
@@ -113,7 +115,7 @@ def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
     """
     name = "normalized_relative_flatness" if net.flatness_normalize else "relative_flatness"
     network, results = None, Results()
-    value, comparison = np.nan, ConstantComparison(np.nan, np.nan)
+    value, at_last, comparison = np.nan, None, ConstantComparison(np.nan, np.nan)
     try:
         network = training_network(net, dataset)
         results = measure_layers(network, [name], net._layers(), random_state=seed)
@@ -122,11 +124,22 @@ def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
     for (layer, _), measured in results.items():
         warn_of_saddle(layer, name, measured)
     if network is not None and results:
-        value = sum(measured.value for measured in results.values())
+        values = [measured.value for measured in results.values()]  # in the order of the layers
+        value = sum(values)
+        # "all" leaves out layers at which there is no flatness, perhaps the last
+        is_whole = len(values) == len(weight_layers(network.module))
+        layers = net._layers()
+        if is_whole if layers == "all" else -1 in layers:
+            at_last = values[-1]
         with _saying("constant_comparison_ could not be computed"):
             comparison = compare_with_constant(network, next(iter(results.values())).passes)
     net._record = Record(
-        value, comparison, net.flatness_layer, net.flatness_normalize, checksum(net.module_)
+        value,
+        at_last,
+        comparison,
+        net.flatness_layer,
+        net.flatness_normalize,
+        checksum(net.module_),
     )
     is_flat = network is not None and net.flatness_weight != 0 and value == 0
     has_died = is_flat and not comparison.beats_constant

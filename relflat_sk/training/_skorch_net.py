@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from relflat_sk._checks import check_number, did_you_mean
+from relflat_sk._checks import check_number, did_you_mean, naming_parameters
 from relflat_sk._engine.epoch import EPOCH_TRAINER, train_alone
 from relflat_sk._engine.job import Job, NeedsOwnLoop, qualify
 from relflat_sk._network.batches import LoadedBatches, pair_labels
@@ -94,6 +94,11 @@ class SkorchNet(NeuralNet):
         """List the public parameters; skorch lists attributes that begin with an underscore."""
         found = super().get_params(deep=deep, **kwargs)
         return {name: value for name, value in found.items() if not name.startswith("_")}
+
+    def set_params(self, **kwargs: Any) -> Any:
+        """Set parameters; say what was meant by names that are none."""
+        with naming_parameters(self, kwargs):
+            return super().set_params(**kwargs)
 
     # -- the parts of a net --------------------------------------------------------------
 

@@ -283,10 +283,15 @@ def _listed(labels: Array) -> str:
     return f"{labels[:20].tolist()}{more}"
 
 
+def looks_like_values(y: Array) -> bool:
+    """Return whether labels have as many different values as those of a regression."""
+    n_classes = len(np.unique(y))
+    return y.dtype.kind in "fiu" and n_classes > _MANY and len(y) < _FEW_PER_CLASS * n_classes
+
+
 def _check_are_labels(net: Any, y: Array) -> None:
     """Refuse floats that look like the values of a regression; warn of integers that do."""
-    n, n_classes, kind = len(y), len(net.classes_), y.dtype.kind
-    if kind not in "fiu" or n_classes <= _MANY or n >= _FEW_PER_CLASS * n_classes:
+    if not looks_like_values(y):
         return
     instead = (
         "use RelativeFlatnessRegularizedRegressor"
@@ -294,11 +299,11 @@ def _check_are_labels(net: Any, y: Array) -> None:
         else "pass a regression loss, such as criterion=torch.nn.MSELoss"
     )
     text = (
-        f"y has {n_classes} different values of {y.dtype} in {n} samples, which look like the "
-        "values of a regression, but the criterion is one of classes. If they are values, "
+        f"y has {len(net.classes_)} different values of {y.dtype} in {len(y)} samples, which look "
+        "like the values of a regression, but the criterion is one of classes. If they are values, "
         f"{instead}."
     )
-    if kind == "f":
+    if y.dtype.kind == "f":
         raise ValueError(f"{text} If they are class labels, pass them as integers: y.astype(int).")
     warn(f"{text} They are taken for classes.")
 

@@ -514,23 +514,78 @@ def test_recorded_value_of_a_model_that_is_not_at_a_minimum_is_rejected(bad):
 
 NORMALIZED = {"measure": "normalized_relative_flatness"}
 NOT_RECORDED = [
-    (net(), {}, r"records its flatness in fit.*; the NeuralNetClassifier did not"),
     (flat_net(), {"layer": 0}, "with layer=-1, normalize=False, but .* asks for layer=0, norm"),
+    (flat_net(flatness_layer=0), {}, "with layer=0, .* asks for layer=-1"),
     (flat_net(flatness_layer=[0, -1]), {"layer": 0}, r"with layer=\[0, -1\], normalize=False, but"),
-    (flat_net(), NORMALIZED, "asks for layer=-1, normalize=True. Give the same layer and measure"),
+    (flat_net(), NORMALIZED, "asks for layer=-1, normalize=True"),
 ]
 
 
-@pytest.mark.parametrize(("model", "scorer", "message"), NOT_RECORDED)
-def test_refuses_flatness_that_was_not_recorded(model, scorer, message):
-    model = model.set_params(max_epochs=1).fit(X, Y)
+def test_refuses_a_model_that_records_nothing():
+    model = net(max_epochs=1).fit(X, Y)
+    message = r"records its flatness in fit.*; the NeuralNetClassifier did not"
     with pytest.raises(ValueError, match=message):
-        FlatnessScorer(data="train", **scorer)(model, X, Y)
+        FlatnessScorer(data="train")(model, X, Y)
+
+
+@pytest.mark.parametrize(("model", "scorer", "message"), NOT_RECORDED)
+def test_flatness_that_was_not_recorded_is_no_score(model, scorer, message):
+    model = model.set_params(max_epochs=1).fit(X, Y)
+    with pytest.warns(FlatnessWarning, match=message):
+        assert math.isnan(FlatnessScorer(data="train", **scorer)(model, X, Y))
+
+
+@pytest.mark.parametrize("layers", ["all", [-1, 0]])
+def test_of_several_recorded_layers_the_scorer_takes_the_last_or_the_sum(layers):
+    model = flat_net(flatness_layer=layers).fit(X, Y)
+    of_layers = [measure("relative_flatness", model, X, Y, layer=layer) for layer in (0, 1)]
+    assert FlatnessScorer(data="train")(model, X, Y) == pytest.approx(-of_layers[1], rel=FLOAT32)
+    for data in ("train", "given"):
+        scorer = FlatnessScorer(layer=layers, data=data)
+        assert scorer(model, X, Y) == pytest.approx(-sum(of_layers), rel=FLOAT32)
+
+
+@pytest.mark.filterwarnings("ignore:One or more of the test scores are non-finite")
+def test_a_search_over_the_penalised_layer_compares_the_last_layer_of_all_candidates():
+    scoring = {"accuracy": "accuracy", "flatness": FlatnessScorer(data="train")}
+    found = GridSearchCV(
+        flat_net(), {"flatness_layer": [-1, [0, -1], "all"]}, scoring=scoring, refit=False, cv=2
+    ).fit(X, Y).cv_results_["mean_test_flatness"]  # fmt: skip
+    assert np.isfinite(found).all()
+    assert found[1] == pytest.approx(found[2], rel=1e-3)
+    with pytest.warns(FlatnessWarning, match="asks for layer=-1") as caught:
+        GridSearchCV(
+            flat_net(), {"flatness_layer": [0, 1]}, scoring=scoring, refit=False, cv=2
+        ).fit(X, Y)
+    messages = [str(warning.message) for warning in caught]
+    assert not any("Traceback" in message for message in messages)
+    assert sum("asks for layer=-1" in message for message in messages) == 1
+
+
+class Tied(nn.Module):
+    """A network whose last layer is left out of "all": its weight is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.last(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.filterwarnings("ignore:'last' left out")
+def test_the_last_of_all_layers_is_not_the_last_if_that_is_left_out():
+    model = RelativeFlatnessRegularizedClassifier(
+        Tied, flatness_layer="all", flatness_weight=0, max_epochs=8, lr=0.05, verbose=0
+    ).fit(X, Y)
+    assert model.relative_flatness_ > 0
+    with pytest.warns(FlatnessWarning, match="asks for layer=-1"):
+        assert math.isnan(FlatnessScorer(data="train")(model, X, Y))
 
 
 def test_parameters_that_are_set_after_fit_do_not_change_what_was_recorded():
     model = flat_net(max_epochs=1).fit(X, Y).set_params(flatness_layer=0, flatness_normalize=True)
-    with pytest.raises(ValueError, match="recorded its flatness with layer=-1, normalize=Fal"):
+    with pytest.warns(FlatnessWarning, match="recorded its flatness with layer=-1, normalize=Fal"):
         FlatnessScorer(data="train", layer=0, **NORMALIZED)(model, X, Y)
     scorer = FlatnessScorer(data="train", non_minimum="accept")
     assert scorer(model, X, Y) == -model.relative_flatness_

@@ -11,7 +11,7 @@ from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_diabetes, load_wine
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold, cross_val_score
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
 from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
 
@@ -144,6 +144,32 @@ def test_wrong_parameters(params, name):
     params = {"estimator": make_net(), "penalties": [NONE]} | params
     with pytest.raises(ValueError, match=name):
         RelativeFlatnessPenaltyCV(**params).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("labels", "params", "match"),
+    [
+        (np.arange(len(y)) / 7, {}, "RelativeFlatnessRegularizedRegressor"),
+        (np.arange(len(y), dtype=float), {}, "RelativeFlatnessRegularizedRegressor"),
+        (np.arange(len(y)), {}, "RelativeFlatnessRegularizedRegressor"),
+        (y, {"sample_weight": np.ones(9)}, r"sample_weight .* \(9,\)"),
+        (y, {"standardscaler__sample_weight": None, "net__sample_weight": -X[:, 0]}, "sample_weig"),
+    ],
+)
+def test_wrong_data_are_refused_once_before_the_folds(monkeypatch, labels, params, match):
+    monkeypatch.setattr(GridSearchCV, "fit", lambda *args, **kwargs: pytest.fail("folds"))
+    net = make_net()
+    if "net__sample_weight" in params:
+        net = Pipeline([("standardscaler", StandardScaler()), ("net", net)])
+    with pytest.raises(ValueError, match=match):
+        RelativeFlatnessPenaltyCV(net, [NONE]).fit(X, labels, **params)
+
+
+@pytest.mark.parametrize("labels", [np.arange(len(y)) % 30, (X > 0).astype(int)])
+def test_many_labels_and_several_are_no_values(monkeypatch, labels):
+    """Listed classes, and tasks of several labels, are left to the net."""
+    monkeypatch.setattr(GridSearchCV, "fit", lambda *args, **kwargs: None)
+    RelativeFlatnessPenaltyCV(make_net(classes=range(30)), [NONE], refit=False).fit(X, labels)
 
 
 def test_weights_that_are_too_large_to_count_are_compared_in_silence():

@@ -143,12 +143,16 @@ VALUES = [
     (search(storage="nodir/minima.db"), "storage='nodir/minima.db'"),
     (search(storage=Path(__file__).parent), "storage='"),
     (search(storage="nobase://me:secret@there/m"), r"storage='nobase://me:\*\*\*@there/m' cannot"),
-    (study(directions=["maximize"]), "the directions of study"),
+    (study(directions=["maximize"]), r"direction='minimize', .* MinimaObjective\(direction="),
     (study(measures=["relative_flatness", "hessian_trace"]), "the directions of study"),
     # spaces and varied data
     (lambda: Space({}), "space is empty"),
     (lambda: Space({"lr": []}), r"space\['lr'\] has no choices"),
     (name(NET, "learning_rate"), "learning_rate"),
+    (name(NET, "btch"), r"'btch' .*'batch_size'\?.*: \['batch_size', [^_]"),
+    (name(PIPELINE, "logisticregression__max_itr"), "'max_itr' for estimator Log.*n 'max_iter'"),
+    (name(PIPELINE, "max_iter"), "Did you mean 'logisticregression__max_iter'"),
+    (name(PIPELINE, "logistic_regression__C"), "Did you mean 'logisticregression'"),
     (name(NESTED, "net__lr"), "'lr'"),
     (name(LogisticRegression(), "data__size"), "the names that vary the data are"),
     (vary(random_labels=1.5), "must be a share from 0 to 1, got 1.5"),
@@ -217,6 +221,26 @@ def test_what_a_class_refuses_is_the_reason_of_all_candidates():
             search(estimator=estimator, space=space)()
     with pytest.raises(ValueError, match=r"inconsistent numbers of samples: \[75, 9\]"):
         search(X, Y[:9])()
+
+
+@pytest.mark.parametrize(
+    ("net", "space"),
+    [(make_net(), {"lr": [0.1, 0.2]}), (LogisticRegression(), {"C": [0.1, 1.0]})],
+    ids=["ours", "scikit-learn's"],
+)
+def test_wrong_data_are_the_error_of_the_estimator(net, space):
+    missing = np.where(np.arange(X.size).reshape(X.shape) == 5, np.nan, X)
+    with pytest.raises(ValueError, match=r"^Input X contains NaN"):
+        search(missing, Y, estimator=net, space=space)()
+    with pytest.raises(ValueError, match=r"^[Tt]his .* requires y"):
+        search(X, None, estimator=net, space=space)()
+
+
+def test_a_net_lists_public_parameters_and_says_which_is_meant():
+    net = RelativeFlatnessRegularizedClassifier()
+    with pytest.raises(ValueError, match="Did you mean 'batch_size'") as caught:
+        net.set_params(btch=3)
+    assert "'_" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
