@@ -329,7 +329,7 @@ class Forest(RandomForestClassifier):
             ValueError,
             r"none of 2 candidates could be .*:\n  2 x RuntimeError: out of luck",
         ),
-        (Forest(2), {"max_depth": [1]}, TypeError, "TypeError: .*Forest is not a network"),
+        (Forest(2), {"max_depth": [1]}, TypeError, "^a model of type Forest is not a network"),
     ],
 )
 def test_all_fail(estimator, space, error, match):
