@@ -840,8 +840,8 @@ CRITERION_ALONE.add(FlatNet.get_loss)
 @to_network.register
 def _(model: FlatNet, X: Any, y: Any, options: DataOptions) -> Network:
     check_is_fitted(model, "module_")
-    record = model._record
-    if record is not None and record.initialized == checksum(model.module_):
+    made = None if model._record is None else model._record.initialized
+    if made is not None and made == checksum(model.module_):
         # of the class only: one warning for many nets at a line
         warn(
             f"the {type(model).__name__} is not trained: its network was initialised again after "
