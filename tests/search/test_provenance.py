@@ -130,7 +130,7 @@ def test_what_changes_results_is_refused(studies, make, changed, match):
     with pytest.raises(ValueError, match=match) as caught:
         make(**changed).set_params(**stored).fit(X, Y)
     assert "study 'sweep' was made " in str(caught.value)
-    assert "a study_name of its own" in str(caught.value)
+    assert "study_name" in str(caught.value)
     assert len(load(stored).trials) == 2
 
 
