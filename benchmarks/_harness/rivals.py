@@ -4,7 +4,7 @@ Each is a function of a perceptron, its inputs and its labels, which ends in log
 output. T20 is Thomas et al., "On the Interplay between Noise and Curvature", AISTATS 2020; M21 is
 Martin et al., "Predicting trends in the quality of state-of-the-art neural networks", 2021; N20 is
 Natekar and Sharma, "Representation Based Complexity Measures", the winner of the PGDL competition;
-H25 is Hoelzl et al., "Gradient-Weight Alignment as a Train-Time Proxy", NeurIPS 2025.
+Ho25 is Hoelzl et al., "Gradient-Weight Alignment as a Train-Time Proxy", NeurIPS 2025.
 """
 
 import math
@@ -179,7 +179,7 @@ def label_wise_mixup(model: nn.Module, X: Tensor, y: Tensor) -> float:
 
 
 def gradient_weight_alignment(model: nn.Module, X: Tensor, y: Tensor) -> float:
-    """Compute minus the mean cosine of weight and step, over its kurtosis plus 1.2 (H25)."""
+    """Compute minus the mean cosine of weight and step, over its kurtosis plus 1.2 (Ho25)."""
     layer, phi, z = last_layer(model, X)
     gradients, weight = loss_derivatives(z, y)[0], layer.weight.detach().double()
     products = -((gradients @ weight) * phi).sum(dim=1)
