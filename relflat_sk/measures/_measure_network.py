@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from relflat_sk._checks import warn
-from relflat_sk._models.network_of import name_layer
+from relflat_sk._models.network_of import name_layers
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
 from relflat_sk._network.network import Network
@@ -92,11 +92,16 @@ def measure_opened(
 ) -> Measured:
     """Measure a model that was opened, as `measure` does."""
     check_layers([measure], layer)
-    assert network.source is not None
-    at = name_layer(network.source.model, layer)
-    with alone():
-        (measured,) = measure_network(network, [measure], [at], **params).values()
+    (measured,) = measure_at(network, measure, [layer], **params).values()
     return measured
+
+
+def measure_at(network: Network, measure: Measure, layers: Any, **params: Any) -> Results:
+    """Measure a model that was opened at a layer, a list of layers or "all"."""
+    assert network.source is not None
+    at = name_layers(network.source.model, layers)
+    with alone():
+        return measure_network(network, [measure], at, **params)
 
 
 def _measure_at_loss(

@@ -13,12 +13,11 @@ from skorch import NeuralNet
 from skorch.callbacks import EpochScoring
 
 from relflat_sk._checks import warn
-from relflat_sk._models.network_of import describe, final_estimator, name_layers, open_model
+from relflat_sk._models.network_of import describe, final_estimator, open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
-from relflat_sk._random import alone
 from relflat_sk.measures._api import relative_flatness
-from relflat_sk.measures._measure_network import OF_DATA, measure_network
+from relflat_sk.measures._measure_network import OF_DATA, measure_at
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
 from relflat_sk.measures._names import check_arguments, check_layers, find_measure
 from relflat_sk.measures._results import Measured, name_of
@@ -177,9 +176,7 @@ class FlatnessScorer(BaseEstimator):
         check_arguments([self.measure], params)
         network = open_model(estimator, X, y, **of_data, sample_weight=sample_weight)
         check_layers([self.measure], self.layer)
-        with alone():
-            layers = name_layers(estimator, self.layer)
-            results = measure_network(network, [self.measure], layers, **params)
+        results = measure_at(network, self.measure, self.layer, **params)
         total = sum(measured.value for measured in results.values())
         return network, replace(next(iter(results.values())), value=total)
 
