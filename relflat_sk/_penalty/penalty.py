@@ -245,9 +245,10 @@ class RelativeFlatnessPenalty:
         >>> with penalty.capture(net):
         ...     y_pred = net(torch.ones(5, 4))
         """
-        limit = self.limit if self._limits is None else PenaltyLimit()
-        self._limits = self._limits or WeakKeyDictionary()
-        self.limit = self._limits.setdefault(unwrapped(module), limit)
+        network = unwrapped(module)
+        if self._limits is None:
+            self._limits = WeakKeyDictionary({network: self.limit})
+        self.limit = self._limits.setdefault(network, PenaltyLimit())
         return nullcontext() if self.limit.is_resting(self.every) else self._record(module)
 
     @contextmanager
