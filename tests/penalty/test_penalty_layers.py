@@ -107,6 +107,10 @@ def test_a_language_model_head_is_exact(kind):
     assert value.item() == pytest.approx(truth_at(problem, "head"), rel=EXACT)
 
 
+def mean_penalty(penalty, net, X, y):
+    return mean_of_all_draws(lambda: evaluate(penalty, net, CE, X, y).item(), len(X))
+
+
 @pytest.mark.parametrize(
     ("kind", "layer", "normalize"),
     [
@@ -123,9 +127,7 @@ def test_a_weight_of_two_is_the_same_sample_twice(kind, layer, normalize):
     weight = torch.tensor([2.0, 1, 0, 1, 3, 1, 1]).double()
     X[weight == 0] += 5
     penalty = published_penalty(layer, normalize=normalize)
-
-    def mean(X, y):
-        return mean_of_all_draws(lambda: evaluate(penalty, net, CE, X, y).item(), len(X))
+    mean = partial(mean_penalty, penalty, net)
 
     truth = mean(*(one.repeat_interleave(weight.long(), 0) for one in (X, y)))
     assert_right_on_average(penalty, net, CE, X, y, truth, sample_weight=weight)
@@ -271,9 +273,7 @@ def test_ignored_labels_do_not_count_in_the_spread(layer):
     kept = torch.tensor([True, True, False, True, True, False, True])
     X[~kept] *= 9
     penalty = published_penalty(layer, normalize=True)
-
-    def mean(X, y):
-        return mean_of_all_draws(lambda: evaluate(penalty, net, CE, X, y).item(), len(X))
+    mean = partial(mean_penalty, penalty, net)
 
     assert mean(X, y.where(kept, -100)) == pytest.approx(mean(X[kept], y[kept]), rel=1e-10)
 
