@@ -442,14 +442,15 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             candidates = Candidates(
                 view, recipe, owner=owner, points=points, n_trials=n_trials,
                 sampler_of=sampler_of, retry_failed=retry_failed, deadline=deadline,
+                keeps_trained=bool(self.refit),
             )  # fmt: skip
-            trained, interrupted = self._train(candidates, list(callbacks or []))
+            interrupted = self._train(candidates, list(callbacks or []))
         self.study_ = study
         self._recipe = recipe
         self._rank(recipe, interrupted)
         if self.refit:
             started = time.perf_counter()
-            self._refit(recipe, trained, interrupted)
+            self._refit(recipe, candidates.trained, interrupted)
             self.refit_time_ = time.perf_counter() - started
         return self
 
@@ -475,19 +476,14 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             ) from error
         return study, storage
 
-    def _train(
-        self, candidates: Candidates, callbacks: Sequence[Callable[..., Any]]
-    ) -> tuple[dict[int, Trained], bool]:
-        """Train the candidates; return their networks, and whether Ctrl-C ended it."""
-        trained: dict[int, Trained] = {}
+    def _train(self, candidates: Candidates, callbacks: Sequence[Callable[..., Any]]) -> bool:
+        """Train the candidates; return whether Ctrl-C ended it."""
         study, shown = candidates.study, self.verbose > 0
         with tqdm(
             total=candidates.n_candidates, desc="minima", unit="net", disable=not shown
         ) as bar:
 
-            def keep(trial: FrozenTrial, network: Trained | None) -> None:
-                if network is not None and self.refit:
-                    trained[trial.number] = network
+            def report(trial: FrozenTrial) -> None:
                 if shown:
                     bar.set_postfix_str(progress(study.get_trials(deepcopy=False)), refresh=False)
                 bar.update()
@@ -501,8 +497,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 for callback in callbacks:
                     callback(study, trial)
 
-            interrupted = sweep(candidates, n_processes(self.n_jobs), self.fleet, keep)
-        return trained, interrupted
+            return sweep(candidates, n_processes(self.n_jobs), self.fleet, report)
 
     def _make_recipe(self, X: Any, y: Any, X_test: Any, y_test: Any, fit_params: Any) -> Recipe:
         """Check the arguments, and collect what all candidates share."""

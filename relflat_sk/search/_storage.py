@@ -12,11 +12,12 @@ checksum of the weights, which tells of files that were truncated or overwritten
 import io
 import os
 import re
+import signal
 import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,10 +67,32 @@ def blame_call(what: str, advice: str, kind: type[CallError] = CallError) -> Ite
         raise kind(f"{what}: {root_of(error)} {advice}{KEPT}") from error
 
 
-def blame_storage(study: Any) -> AbstractContextManager[None]:
-    """Explain failures in a block that only reads or writes a study."""
+@contextmanager
+def blame_storage(study: Any) -> Iterator[None]:
+    """Explain failures in a block that only reads or writes a study, and let Ctrl-C wait for it."""
     what = f"the storage of study {study.study_name!r} failed"
-    return blame_call(what, "Mend it.", StorageFailedError)
+    with _uninterrupted(), blame_call(what, "Mend it.", StorageFailedError):
+        yield
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until a block ends, so that a result is stored as a whole or not at all.
+
+    Only the main thread gets signals, and only handlers of Python can be put back.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def root_of(error: BaseException) -> str:

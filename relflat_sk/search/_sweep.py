@@ -191,10 +191,12 @@ class Candidates:
         sampler_of: Callable[[int], BaseSampler],  # of a draw, by its number
         retry_failed: bool,
         deadline: float | None,
+        keeps_trained: bool,
     ) -> None:
         self.study, self.recipe, self.owner = study, recipe, owner
         self.sampler, self.deadline = study.sampler, deadline
         self.trials: dict[int, tuple[optuna.Trial, dict[str, Any]]] = {}  # in training
+        self.keeps_trained, self.trained = keeps_trained, dict[int, Trained]()
         self._lock = threading.Lock()  # joblib asks for candidates in threads
         self._has_ended = False
         trials = study.get_trials(deepcopy=False)
@@ -270,7 +272,9 @@ class Candidates:
         with blame_storage(self.study):
             self.recipe.record(trial, params, minimum, trained)
             told = self.study.tell(trial, values, state)
-        del self.trials[candidate.number]
+            del self.trials[candidate.number]
+            if trained is not None and self.keeps_trained:
+                self.trained[candidate.number] = trained
         return told
 
     def give_up(self) -> None:
@@ -286,7 +290,7 @@ class Candidates:
 # -- training in this process --------------------------------------------------------------------
 
 Result = tuple[Candidate, Minimum, Trained | None]
-OnFinished = Callable[[FrozenTrial, Trained | None], None]
+OnFinished = Callable[[FrozenTrial], None]
 
 
 def n_processes(n_jobs: int | None) -> int:
@@ -302,7 +306,7 @@ def sweep(
     """Train all candidates left; return whether Ctrl-C ended it."""
 
     def tell(*result: Any) -> None:
-        on_finished(candidates.tell(*result), result[-1])
+        on_finished(candidates.tell(*result))
 
     def on_epoch(candidate: Candidate) -> OnEpoch | None:
         return pruning(candidates.trials[candidate.number][0])

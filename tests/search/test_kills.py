@@ -284,6 +284,28 @@ def test_ctrl_c(storage, way, tmp_path, engine):
         assert_complete(again, tmp_path, again=set(CHOICES) - set(finished))
 
 
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("storage", FILES)
+def test_ctrl_c_waits_until_a_result_is_stored(storage, tmp_path, monkeypatch):
+    handler, tell = signal.getsignal(signal.SIGINT), optuna.Study.tell
+
+    def interrupted(study, trial, *result, **options):
+        told = tell(study, trial, *result, **options)
+        if told.state == TrialState.COMPLETE:
+            signal.raise_signal(signal.SIGINT)
+        return told
+
+    monkeypatch.setattr(optuna.Study, "tell", interrupted)
+    search = make_search(tmp_path, storage)
+    with pytest.warns(FlatnessWarning, match="interrupted: the search ends with the 1 candidates"):
+        search.fit(X, Y)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert [trial.state for trial in search.study_.trials] == [TrialState.COMPLETE]
+    assert search.best_estimator_.score(X, Y) > 0
+    assert_complete(make_search(tmp_path, storage, refit=False).fit(X, Y), tmp_path)
+
+
 def press_later(folder):
     wait_until(lambda: (folder / "trained").exists() and trained(folder)[CHOICES[1]])
     os.kill(os.getpid(), signal.SIGINT)

@@ -62,8 +62,14 @@ def test_what_is_chosen(size, share, confusion, seed):
     again = vary_data(ROWS, ROWS, **arguments)
     assert_array_equal(again.X_fit, data.X_fit)
     assert_array_equal(again.y_fit, data.y_fit)
-    if (share, confusion) == (1.0, 0):
-        assert (data.y != data.X).sum() > n / 2
+
+
+def test_a_share_of_one_leaves_labels_by_chance_alone():
+    kept = [
+        (vary_data(ROWS, ROWS, random_labels=1.0, random_state=seed).y == ROWS).sum()
+        for seed in range(200)
+    ]
+    assert abs(np.mean(kept) - 1) < 0.3  # a random permutation keeps one, in the mean
 
 
 def test_classes_keep_their_shares():
