@@ -180,7 +180,7 @@ def without_superseded(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
 class Candidates:
     """Asks a study for the candidates that are left, and tells it what became of them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         study: SearchStudy,
         recipe: Recipe,
