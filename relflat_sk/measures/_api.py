@@ -16,20 +16,18 @@ from relflat_sk._random import alone
 from relflat_sk.measures._layer_measures import MAX_PASSES
 from relflat_sk.measures._measure_network import (
     OF_DATA,
-    measure_network,
-    measure_opened,
-    warn_of_non_finite,
-)
-from relflat_sk.measures._minimum import warn_of_vanished
-from relflat_sk.measures._names import (
     SAME,
     check_layers,
     counts_decay,
     find_measure,
     find_measures,
     get_measure_names,
+    measure_network,
+    measure_opened,
     takes_loss,
+    warn_of_non_finite,
 )
+from relflat_sk.measures._minimum import warn_of_vanished
 from relflat_sk.measures._results import Measure, Measured, NotApplicableError, Results, name_of
 
 

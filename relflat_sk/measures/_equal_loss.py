@@ -23,7 +23,6 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from relflat_sk._checks import is_number
 from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
@@ -42,15 +41,6 @@ _MAX_STEPS = 500
 _MASKED = -1e30
 # by how much the logarithm of summed probabilities may differ from 0
 _NOT_LOGARITHMS = 1e-2
-
-
-def check_share(at_loss: object) -> None:
-    """Refuse what is no share of the best constant's loss."""
-    if at_loss is not None and not (is_number(at_loss) and 0 < at_loss < 1):  # type: ignore[operator]
-        raise ValueError(
-            "at_loss must be a number between 0 and 1, the share of the best constant prediction's "
-            f"loss at which flatness is measured, such as 0.05, or None, got {at_loss!r}."
-        )
 
 
 def are_no_logarithms(output: Tensor) -> bool:

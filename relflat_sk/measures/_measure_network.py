@@ -1,39 +1,41 @@
-"""All measures of a network, with as few passes over the data as they take together."""
+"""All measures by name, and of a network, with as few passes over the data as they take together.
+
+`SAME` says under which changes of the weights, that leave the network's function as it is, each
+measure is invariant. The tests check it, `flatness_report` shows it, and the documentation prints
+it.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
+from numbers import Integral
 from typing import Any
 
 import torch
+from sklearn.base import BaseEstimator
 
-from relflat_sk._checks import warn
+from relflat_sk._checks import check_number, did_you_mean, is_number, warn
 from relflat_sk._models.network_of import name_layers
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
 from relflat_sk._network.network import Network
-from relflat_sk._random import alone
+from relflat_sk._random import RandomState, alone
 from relflat_sk.measures._equal_loss import at_equal_loss
+from relflat_sk.measures._functions import arguments_of, measure_by_function
 from relflat_sk.measures._layer_measures import (
     GRADIENT_NORM,
+    LAYER_MEASURES,
+    TRACE_LIKE,
     measure_layers,
     warn_of_saddle,
 )
-from relflat_sk.measures._names import (
-    ALWAYS,
-    CURVATURES,
-    NETWORK_WIDE,
-    SHARES,
-    check_arguments,
-    check_layers,
-    check_options,
-    is_of_network,
-    measure_by_function,
-    own_arguments,
-)
+from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._results import (
     Measure,
     Measured,
+    NetworkMeasure,
     NotApplicableError,
     Passes,
     Results,
@@ -41,9 +43,207 @@ from relflat_sk.measures._results import (
     name_of,
 )
 from relflat_sk.measures._scan import scan
+from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
+from relflat_sk.minima._minimum import is_reserved
+from relflat_sk.minima._ranking import AT_EQUAL_LOSS
+from relflat_sk.minima._table import column_of
 
 # whether a measure of some name has no value, rather than that its error is raised
 Tolerates = Callable[[str, Exception], bool]
+
+# -- the measures -------------------------------------------------------------------------------
+
+
+def _network_flatness(
+    network: Network,
+    *,
+    rtol: float = 0.01,
+    random_state: RandomState = None,
+    weight_decay: float = 0.0,
+) -> Measured:
+    """Return the largest eigenvalue flatness of all layers."""
+    of_layers = measure_layers(
+        network,
+        ["eigenvalue_flatness"],
+        "all",
+        rtol=rtol,
+        random_state=random_state,
+        weight_decay=weight_decay,
+    )
+    return max(of_layers.values(), key=lambda layer: (math.isnan(layer.value), layer.value))
+
+
+# measures of the network as a whole, each with arguments of its own
+NETWORK_WIDE: dict[str, NetworkMeasure] = {
+    "network_flatness": NetworkMeasure(_network_flatness, ("layer",), of_loss=True),
+    **NORM_MEASURES,
+    **SHARPNESS_MEASURES,
+}
+# the changes of the weights under which each measure is invariant
+SAME: dict[str, tuple[str, ...]] = {
+    **LAYER_MEASURES,
+    **{name: measure.same for name, measure in NETWORK_WIDE.items()},
+}
+# arguments of the measures of layers, which measures of the whole network accept without effect
+_OF_LAYERS = {"atol", "max_passes", "method", "n_probes", "rtol", "verbose"}
+# an argument that every measure accepts, also where it has no effect
+_SEED = {"random_state"}
+# measures that are zero where the loss has no curvature
+CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
+# measures that are taken at equal loss always, and the share of the best constant's loss
+SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
+
+
+def of_network(measure: Measure) -> NetworkMeasure | None:
+    """Return a measure of the network as a whole, which has no layer; None for one of a layer."""
+    if isinstance(measure, str):
+        return NETWORK_WIDE.get(measure)
+    return NetworkMeasure(partial(measure_by_function, measure), arguments=arguments_of(measure))
+
+
+def takes_loss(measure: Measure) -> bool:
+    """Return whether a measure can be taken at equal loss."""
+    whole = of_network(measure)
+    return whole is None or whole.of_loss
+
+
+def counts_decay(measure: Measure) -> bool:
+    """Return whether the optimiser's weight decay can be counted into a measure."""
+    whole = of_network(measure)
+    if whole is not None:
+        return "weight_decay" in whole.arguments
+    name = name_of(measure)
+    return name not in TRACE_LIKE or TRACE_LIKE[name].identity is not None
+
+
+def get_measure_names() -> list[str]:
+    """List the names that `measure` and `flatness_report` take.
+
+    Returns
+    -------
+    list of str
+        The names in alphabetical order.
+
+    See Also
+    --------
+    measure : Measure a model by one of these names.
+    flatness_report : Several of them at all layers.
+
+    Examples
+    --------
+    >>> "relative_flatness" in get_measure_names()
+    True
+    """
+    return sorted(SAME)
+
+
+# -- checks of what the user asks for -----------------------------------------------------------
+
+
+def find_measure(measure: Measure) -> Measure:
+    """Check a measure, which is a name of this library or a function of the user's."""
+    if isinstance(measure, str) and measure in SAME:
+        return measure
+    if not callable(measure):
+        names = sorted(SAME)
+        question = did_you_mean(measure, names) if isinstance(measure, str) else ""
+        raise ValueError(
+            f"there is no measure {measure!r}.{question} Choose from {names}, or pass a "
+            "function of model, X and y."
+        )
+    if isinstance(measure, BaseEstimator):  # its values have the other sign
+        raise TypeError(
+            f"{measure!r} is greater for flatter models, and a measure is smaller. Pass the name "
+            "of its measure; only searches and rank_models take scorers, for their arguments."
+        )
+    arguments_of(measure)
+    name = name_of(measure)
+    if name in SAME or is_reserved(name):
+        raise ValueError(
+            f"{name!r} is a measure or a column of relflat_sk: give {measure!r} another name."
+        )
+    return measure
+
+
+def find_measures(measures: Any) -> dict[str, Measure]:
+    """Check the measures of a table, and return them by the names of their columns.
+
+    A measure is what `measure_network` takes: a name of this library, or the user's function
+    itself. Columns, records of trials and results of `measure_network` have the name only.
+    """
+    alone = isinstance(measures, str) or callable(measures)
+    listed = [measures] if alone else list(measures) if isinstance(measures, Iterable) else []
+    if not listed:
+        raise TypeError(
+            f"measures must be a name, a function of model, X and y, or a list of these, got "
+            f"{measures!r}. The names are those of get_measure_names()."
+        )
+    columns: dict[str, Measure] = {}
+    for measure in listed:
+        checked = find_measure(measure)
+        name = column_of(measure)  # refuses a function without a name
+        if columns.setdefault(name, checked) != checked:
+            raise ValueError(
+                f"two measures have the name {name!r}, which is that of one column: "
+                f"{columns[name]!r} and {checked!r}. Give one of the functions another name."
+            )
+    return columns
+
+
+# what a measure must be to have an option
+_NEEDS: dict[str, tuple[Callable[[Measure], bool], str]] = {
+    "at_loss": (takes_loss, "depends on the loss"),
+    "weight_decay": (counts_decay, "is a curvature in units of the weights"),
+    "per_sample": (
+        lambda measure: name_of(measure) in TRACE_LIKE,
+        f"is a mean over samples: one of {list(TRACE_LIKE)}",
+    ),
+}
+
+
+def check_options(measures: Sequence[Measure], **options: Any) -> None:
+    """Refuse bad values of the options of `_NEEDS`, and those that a measure cannot have."""
+    check_number("weight_decay", options.get("weight_decay", 0.0), positive=False)
+    share = options.get("at_loss")
+    if share is not None and not (is_number(share) and 0 < share < 1):
+        raise ValueError(
+            "at_loss must be a number between 0 and 1, the share of the best constant prediction's "
+            f"loss at which flatness is measured, such as 0.05, or None, got {share!r}."
+        )
+    for option, value in options.items():
+        has, kind = _NEEDS[option]
+        without = [name_of(measure) for measure in measures if value and not has(measure)]
+        if without:
+            raise ValueError(
+                f"{option}={value!r} has no effect on {', '.join(without)}: it needs a measure "
+                f"that {kind}. Leave one of them out."
+            )
+
+
+def check_layers(measures: Sequence[Measure], layers: Any) -> None:
+    """Refuse a choice of layers if all measures are of the whole network."""
+    is_default = isinstance(layers, str | Integral) and layers in (-1, "all")
+    if not is_default and None not in map(of_network, measures):
+        raise ValueError(
+            f"{', '.join(map(name_of, measures))} measures the network as a whole, which has no "
+            f"layers to choose; got {layers!r}. Leave the layer out, or choose a measure of a "
+            "layer, such as relative_flatness."
+        )
+
+
+def check_arguments(measures: Sequence[Measure], params: Mapping[str, Any]) -> None:
+    """Refuse arguments that none of the measures takes."""
+    wholes = [whole for whole in map(of_network, measures) if whole is not None]
+    known = _SEED.union(*(whole.arguments for whole in wholes)) - {"weight_decay"}
+    if not all(map(callable, measures)):
+        known |= _OF_LAYERS | {"at_loss"}
+    for key in params:
+        if key not in known:
+            raise TypeError(
+                f"{key!r} is no argument of {', '.join(map(name_of, measures))}. Expected some of "
+                f"{sorted(known)}."
+            )
+
 
 # -- measuring ----------------------------------------------------------------------------------
 
@@ -113,8 +313,8 @@ def _measure_at_loss(
     params: Mapping[str, Any],
 ) -> Results:
     """Measure a network, or the network at the temperature of a share of the loss."""
-    whole = [measure for measure in measures if is_of_network(measure)]
-    of_layers = [name_of(measure) for measure in measures if not is_of_network(measure)]
+    wholes = {name_of(measure): of_network(measure) for measure in measures}
+    of_layers = [name for name, whole in wholes.items() if whole is None]
     equal = None
     if share is not None:
         checked, where = bool(of_layers), layers if of_layers else [-1]
@@ -122,20 +322,28 @@ def _measure_at_loss(
         if equal.reason:
             reason = f"no temperature gives the loss of at_loss={share:g}: {equal.reason}"
             nothing = Measured.without_value(reason, Passes(equal.own, at_loss=share))
-            keys = [(layer, name) for layer in equal.own.layer_weights for name in of_layers]
-            return dict.fromkeys([*keys, *(("", name_of(measure)) for measure in whole)], nothing)
+            keys = [*product(equal.own.layer_weights, of_layers)]
+            keys += [("", name) for name, whole in wholes.items() if whole is not None]
+            return dict.fromkeys(keys, nothing)
         network = equal.network
     results: Results = {}
     if of_layers:
-        of_them = {key: value for key, value in params.items() if key in ALWAYS | {"per_sample"}}
+        taken = _OF_LAYERS | _SEED | {"per_sample", "weight_decay"}
+        of_them = {key: value for key, value in params.items() if key in taken}
         results |= measure_layers(network, of_layers, layers, **of_them)
-    if whole:
+    if len(of_layers) < len(wholes):
         if results:
             summary = next(iter(results.values())).passes.own
         else:
             with borrowed(network.module):
                 summary = scan(network, [-1] if weight_layers(network.module) else [])
-        results |= _measure_whole(network, whole, tolerates, params, summary)
+        diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
+        for name, whole in wholes.items():
+            if whole is not None:
+                measured = Measured.without_value()
+                if not diverged:
+                    measured = _measure_whole(network, name, whole, tolerates, params)
+                results["", name] = replace(measured, passes=Passes(summary))
     if equal is None:
         return results
     divides = network.loss.divides_logits
@@ -149,31 +357,19 @@ def _measure_at_loss(
 
 def _measure_whole(
     network: Network,
-    measures: Sequence[Measure],
+    name: str,
+    measure: NetworkMeasure,
     tolerates: Tolerates,
     params: Mapping[str, Any],
-    summary: Summary,
-) -> Results:
-    """Measure the network as a whole; without a value where a measure may fail, and does."""
-    results = Results()
-    diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
-    for measure in measures:
-        name = name_of(measure)
-        arguments = {key: value for key, value in params.items() if key in own_arguments(measure)}
-        try:
-            if diverged:
-                measured = Measured.without_value()
-            elif isinstance(measure, str):
-                measured = NETWORK_WIDE[measure](network, **arguments)
-            else:
-                measured = measure_by_function(measure, network, **arguments)
-        except Exception as error:
-            if not tolerates(name, error):
-                raise
-            kind = "" if isinstance(error, NotApplicableError) else f"{type(error).__name__}: "
-            measured = Measured.without_value(f"{kind}{error}".removesuffix("."))
-        results["", name] = replace(measured, passes=Passes(summary))
-    return results
+) -> Measured:
+    """Measure the network as a whole; without a value where the measure may fail, and does."""
+    try:
+        return measure(network, **{key: params[key] for key in params.keys() & measure.arguments})
+    except Exception as error:
+        if not tolerates(name, error):
+            raise
+        kind = "" if isinstance(error, NotApplicableError) else f"{type(error).__name__}: "
+        return Measured.without_value(f"{kind}{error}".removesuffix("."))
 
 
 def warn_of_non_finite(network: Network, results: Results) -> None:

@@ -22,7 +22,7 @@ from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network, outcome_of
 from relflat_sk._random import make_generator, rademacher
 from relflat_sk.measures._equal_loss import are_no_logarithms
-from relflat_sk.measures._names import CURVATURES
+from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._predictions import Score, auc_of, score_of
 from relflat_sk.measures._results import Passes, Results, range_of
 

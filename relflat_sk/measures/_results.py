@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -31,27 +31,32 @@ EVERY_CHANGE = tuple(REPARAMETERIZATIONS)
 RESCALINGS = EVERY_CHANGE[:3]
 
 
+@dataclass
 class NetworkMeasure:
     """A measure of a network as a whole.
 
     Parameters
     ----------
     compute : callable
-        From a `Network` to a `Measured`; its keyword arguments become arguments of `measure`.
+        From a `Network` to a `Measured`.
     same : tuple of str, default=()
         The changes of the weights under which the measure is invariant, of `REPARAMETERIZATIONS`.
     of_loss : bool, default=False
         Whether it depends on the loss, and so on its temperature: it can be taken at equal loss.
+    arguments : set of str, optional
+        The arguments that it takes from `measure`: the keyword arguments of `compute` if None.
     """
 
-    def __init__(
-        self, compute: Callable[..., Any], same: tuple[str, ...] = (), *, of_loss: bool = False
-    ) -> None:
-        self.compute = compute
-        self.same = same
-        self.of_loss = of_loss
-        parameters = inspect.signature(compute).parameters.values()
-        self.arguments = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    compute: Callable[..., Any]
+    same: tuple[str, ...] = ()
+    of_loss: bool = field(default=False, kw_only=True)
+    arguments: Set[str] = field(default=None, kw_only=True)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        """List the keyword arguments."""
+        if self.arguments is None:
+            parameters = inspect.signature(self.compute).parameters.values()
+            self.arguments = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
     def __call__(self, network: Network, **arguments: Any) -> "Measured":
         measured: Measured = self.compute(network, **arguments)

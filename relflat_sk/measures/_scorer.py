@@ -17,9 +17,14 @@ from relflat_sk._models.network_of import describe, final_estimator, open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
 from relflat_sk.measures._api import relative_flatness
-from relflat_sk.measures._measure_network import OF_DATA, measure_at
+from relflat_sk.measures._measure_network import (
+    OF_DATA,
+    check_arguments,
+    check_layers,
+    find_measure,
+    measure_at,
+)
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
-from relflat_sk.measures._names import check_arguments, check_layers, find_measure
 from relflat_sk.measures._results import Measured, name_of
 
 DATA = ("given", "train")

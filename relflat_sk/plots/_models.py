@@ -11,7 +11,7 @@ import pandas as pd
 from relflat_sk._models.network_of import open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk.measures import flatness_report, layer_sensitivity
-from relflat_sk.measures._names import find_measures
+from relflat_sk.measures._measure_network import find_measures
 from relflat_sk.measures._sharpness import sharpness_curve
 from relflat_sk.plots._base import (
     ON_THE_RIGHT,

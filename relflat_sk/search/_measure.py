@@ -22,9 +22,14 @@ from relflat_sk._losses.table import TABLE
 from relflat_sk._models.network_of import DataOptions, final_estimator, last_step, open_model
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.measures._measure_network import measure_network
+from relflat_sk.measures._measure_network import (
+    check_arguments,
+    check_layers,
+    check_options,
+    find_measures,
+    measure_network,
+)
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
-from relflat_sk.measures._names import check_arguments, check_layers, check_options, find_measures
 from relflat_sk.measures._results import Measure, Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum

@@ -10,7 +10,7 @@ from torch import nn
 
 from relflat_sk import get_measure_names, measure
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
-from relflat_sk.measures._names import NETWORK_WIDE
+from relflat_sk.measures._measure_network import NETWORK_WIDE
 from tests.measures.nets import CE, OF_CRITERIA, PROBLEMS, constant_loss, evaluate, make, reached
 from tests.network.test_network import prepared, same, state_of
 

@@ -14,8 +14,7 @@ from relflat_sk import _random as random
 from relflat_sk import measure
 from relflat_sk.measures import _quantities
 from relflat_sk.measures._layer_measures import TRACE_LIKE, measure_layers
-from relflat_sk.measures._measure_network import measure_network
-from relflat_sk.measures._names import NETWORK_WIDE
+from relflat_sk.measures._measure_network import NETWORK_WIDE, measure_network
 from tests import oracles
 from tests.cases import published_penalty
 from tests.hugging_face import LoraLayer, conv1d

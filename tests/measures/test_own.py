@@ -28,8 +28,8 @@ from relflat_sk import (
     rank_minima,
 )
 from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.measures._functions import TAKEN
 from relflat_sk.measures._measure_network import measure_network, measure_opened
-from relflat_sk.measures._names import TAKEN
 from tests.measures.nets import evaluate
 from tests.network.test_network import prepared, same, state_of
 
