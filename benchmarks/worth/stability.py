@@ -10,7 +10,7 @@ taken at the same training loss, interpolated between the epochs before and afte
 
     python -m benchmarks.worth.stability --problem "breast cancer"    # 10 minutes
     python -m benchmarks.worth.stability --problem CIFAR-10 --data NPZ --epochs 25 --loss 1
-    python -m benchmarks.worth.stability --wrong 0.2                  # a fifth of the labels wrong
+    python -m benchmarks.worth.stability --wrong 0.2 --every 4 --start 0.5  # wrong labels
     python -m benchmarks.worth.stability --clip none                  # as published
 
 With ``--store FOLDER`` each training is saved, and an interrupted run can be continued.
@@ -149,8 +149,9 @@ def main() -> None:
     """Train, print two lines for each optimizer, learning rate and layer, and the worst cells."""
     arguments = read_options(
         __doc__, problem="digits", data=IMAGES, n_train=(int, 80), epochs=(30, 2),
-        seeds=(range(3), [0]), layers=LAYERS, weights=(WEIGHTS, [0.1, 1000.0]), loss=0.03,
-        wrong=0.0, clip="1", store=str, every=1, start=0.0,
+        seeds=(range(3), [0]), optimizers=OPTIMIZERS, layers=LAYERS,
+        weights=(WEIGHTS, [0.1, 1000.0]), loss=0.03, wrong=0.0, clip="1", store=str, every=1,
+        start=0.0,
     )  # fmt: skip
     problem = load_problem(arguments.problem, arguments.n_train, arguments.data)
     if arguments.wrong:
@@ -165,14 +166,13 @@ def main() -> None:
     print(f"flatness_clip={clip}; flatness at a loss of {loss:g}; {environment()}", flush=True)
 
     def found(*cell: Any) -> np.ndarray:
-        limit = clip if cell[-1] else None
+        penalty = {"flatness_clip": clip, **rarely} if cell[-1] else {"flatness_clip": None}
         return np.array([
-            fit(problem, cell, seed, loss, max_epochs=epochs, flatness_clip=limit, **rarely)
-            for seed in seeds
+            fit(problem, cell, seed, loss, max_epochs=epochs, **penalty) for seed in seeds
         ]).T
 
     kind = problem.network["module"].__name__
-    rates = [(name, rate) for name, several in RATES[kind].items() for rate in several]
+    rates = [(name, rate) for name in arguments.optimizers for rate in RATES[kind][name]]
     columns = [f"weight {weight:g}" for weight in arguments.weights]
     rows = [["optimizer", "learning rate", "layer", "", "no penalty", *columns]]
     summary = [["layer", "", *columns]]
