@@ -64,14 +64,11 @@ NETS = {
                               nn.Flatten(), nn.Linear(6, 3)),
         (2, 9),
     ),
-    "grouped conv": (
-        lambda: nn.Sequential(nn.Conv1d(4, 4, 2, groups=2), nn.Tanh(), nn.Flatten(),
-                              nn.Linear(8, 3)),
-        (4, 3),
-    ),
+    "grouped conv": (lambda: before_a_head(nn.Conv1d(4, 4, 2, groups=2), 4, 3), (4, 3)),
     "transposed": (
-        lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), nn.ReLU(),
-                              nn.AvgPool2d(3), nn.Flatten(), nn.Linear(16, 3)),
+        lambda: nn.Sequential(
+            nn.ConvTranspose2d(2, 4, 2, stride=2, groups=2), nn.ReLU(), nn.AvgPool2d(3),
+            nn.Flatten(), nn.Linear(16, 3)),
         (2, 3, 3),
     ),
     "residual": (residual, (2, 5, 5)),
@@ -79,6 +76,35 @@ NETS = {
     "gpt2": (lambda: nn.Sequential(conv1d(4, 5), nn.GELU(), conv1d(5, 3), nn.Flatten(),
                                    nn.ReLU(), conv1d(6, 3)), (2, 4)),
 }  # fmt: skip
+# other layers, before a head
+BEFORE_A_HEAD = {
+    "on a grid": (lambda: nn.Linear(4, 3), (2, 2, 4)),
+    "few positions": (lambda: nn.Conv2d(2, 5, 2, padding=1, stride=2), (2, 3, 3)),
+    "single pixels": (lambda: nn.Conv2d(3, 4, 1), (3, 2, 3)),
+    "stride, padding, dilation": (
+        lambda: nn.Conv2d(3, 2, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+        (3, 4, 3),
+    ),
+    "depthwise": (lambda: nn.Conv2d(3, 6, 2, groups=3), (3, 3, 3)),
+    "same": (lambda: nn.Conv2d(2, 2, (1, 3), padding="same"), (2, 3, 3)),
+    "valid": (lambda: nn.Conv2d(2, 3, 2, padding="valid"), (2, 3, 3)),
+    "reflect": (lambda: nn.Conv2d(2, 2, 2, padding=1, padding_mode="reflect"), (2, 3, 2)),
+    "circular": (lambda: nn.Conv2d(2, 2, 2, padding=1, padding_mode="circular"), (2, 3, 2)),
+    "three axes": (lambda: nn.Conv3d(2, 4, 2, stride=2, padding=1, groups=2), (2, 2, 3, 2)),
+    "transposed, one axis": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), (4, 3)),
+    "output padding, dilation": (
+        lambda: nn.ConvTranspose2d(2, 2, 2, stride=2, padding=1, output_padding=1, dilation=2),
+        (2, 2, 2),
+    ),
+    "transposed, three axes": (lambda: nn.ConvTranspose3d(2, 4, 2, groups=2), (2, 2, 1, 2)),
+}
+
+
+def before_a_head(layer, *shape):
+    n_features = layer(torch.zeros(1, *shape)).numel()
+    return nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(n_features, 3))
+
+
 LAYERS = nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d | Conv1D
 
 
@@ -316,71 +342,77 @@ class Problem:
     rtol: float = 1e-8
     is_mean: bool = True  # of losses that count alike
 
+    def written_out(self, layer):
+        """The network and its loss that torch can differentiate, and a layer's name there."""
+        net = (self.oracle or self.net).eval()
+        return net, (self.names or {}).get(layer, layer), self.loss or self.criterion
+
     def hessian(self, layer, oracle=oracles.weight_hessian):
         """The dense Hessian in a layer's weight."""
-        net, name = self.oracle or self.net, (self.names or {}).get(layer, layer)
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return oracle(net.eval(), name, self.loss or self.criterion, self.X, self.y)
+            return oracle(*self.written_out(layer), self.X, self.y)
 
     def risk(self):
         """The mean loss."""
-        net = self.oracle or self.net
-        return (self.loss or self.criterion)(net.eval()(self.X), self.y).item()
+        net, _, loss = self.written_out("")
+        return loss(net(self.X), self.y)
 
     def gradient_norm(self, layer):
         """The norm of the gradient of the mean loss in a layer's weight."""
-        net, name = self.oracle or self.net, (self.names or {}).get(layer, layer)
-        loss = (self.loss or self.criterion)(net.eval()(self.X), self.y)
-        (gradient,) = torch.autograd.grad(loss, net.get_submodule(name).weight)
+        net, name, _ = self.written_out(layer)
+        (gradient,) = torch.autograd.grad(self.risk(), net.get_submodule(name).weight)
         return gradient.norm().item()
 
     def all_layers(self):
         """The names of the layers that are measured."""
-        if self.layers:
-            return self.layers
-        return tuple(name for name, m in self.net.named_modules() if isinstance(m, LAYERS))
+        named = self.net.named_modules()
+        return self.layers or tuple(name for name, m in named if isinstance(m, LAYERS))
+
+
+def labelled(*shape, n=6):
+    return torch.randn(n, *shape).double(), torch.arange(n) % 3
 
 
 def of_kind(kind):
-    net, X, y = make(kind, n=5)
-    return Problem(net, X, y)
+    return Problem(*make(kind, n=5))
+
+
+def of_layer(kind):
+    """A layer before a head."""
+    make_layer, shape = BEFORE_A_HEAD[kind]
+    return Problem(before_a_head(make_layer(), *shape).double(), *labelled(*shape, n=4))
 
 
 def packed(kind):
-    torch.manual_seed(0)
     net = kind().double().eval()
     names = {"attention.in_proj": "in_proj", "attention.out_proj": "net.attention.out_proj"}
-    return Problem(
-        net, torch.randn(6, 3, 4).double(), torch.arange(6) % 3, oracle=Packed(net),
-        layers=tuple(names), closed=(), names=names,
-    )  # fmt: skip
+    options = {"layers": tuple(names), "closed": (), "names": names}
+    return Problem(net, *labelled(3, 4), oracle=Packed(net), **options)
 
 
 def fused(kind):
-    net, written, X, y = make_fused(kind)
-    return Problem(net, X, y, oracle=written.eval())
+    net, written, *data = make_fused(kind)
+    return Problem(net, *data, oracle=written.eval())
 
 
 def attention_at_the_end():
-    net, written, X, y = make_fused("plain", at_the_end=True)
-    return Problem(net, X, y, oracle=written.eval(), closed=())
+    net, written, *data = make_fused("plain", at_the_end=True)
+    return Problem(net, *data, oracle=written.eval(), closed=())
 
 
 def encoder():
-    torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, activation="gelu")
     net = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 3)).double().eval()
-    X, y = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
-    return Problem(net, X, y, layers=("0.linear1", "0.linear2", "2"))
+    return Problem(net, *labelled(3, 4), layers=("0.linear1", "0.linear2", "2"))
+
+
+def of_logits(out, y):
+    return CE(out["logits"].transpose(1, 2), y)
 
 
 def gpt2():
-    torch.manual_seed(0)
     net = GPT2().double()
-    X, y = torch.randint(0, 7, (2, 5, 3))
-    return Problem(
-        net, X, y, oracle=untied(net), loss=lambda out, y: CE(out["logits"].transpose(1, 2), y)
-    )
+    return Problem(net, *torch.randint(0, 7, (2, 5, 3)), oracle=untied(net), loss=of_logits)
 
 
 def squeeze_and_excitation():
@@ -390,7 +422,6 @@ def squeeze_and_excitation():
         h = nn.functional.hardswish(net.stem(x))
         return net.head((h * net.scale(h)).mean((2, 3)))
 
-    torch.manual_seed(0)
     stem, inside = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 3, 1)
     scale = nn.Sequential(nn.AdaptiveAvgPool2d(1), inside, nn.Hardsigmoid())
     net = Net(run, stem=stem, scale=scale, head=nn.Linear(3, 3)).double()
@@ -399,7 +430,7 @@ def squeeze_and_excitation():
             parameter.mul_(3)
     oracle = copy.deepcopy(net)
     oracle.scale[2] = Net(lambda _, x: F.relu6(x + 3) / 6)  # can be differentiated twice
-    return Problem(net, torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3, oracle=oracle)
+    return Problem(net, *labelled(2, 4, 4, n=5), oracle=oracle)
 
 
 class Standardised(nn.Conv2d):
@@ -417,7 +448,6 @@ class Standardised(nn.Conv2d):
 
 def computed_weights():
     """A standardised convolution and a layer with weight norm; kappa is that of what multiplies."""
-    torch.manual_seed(0)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
     parts = Standardised(2, 4, 2, stride=2), nn.Tanh(), nn.Flatten(), nn.Unflatten(1, (4, 4))
     net = nn.Sequential(*parts, normed, nn.GELU(), nn.Flatten(), nn.Linear(20, 3)).double()
@@ -425,52 +455,40 @@ def computed_weights():
     conv.load_state_dict({"weight": net[0].computed(), "bias": net[0].bias})
     linear.load_state_dict({"weight": normed.weight, "bias": normed.bias})
     padded = nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), conv)
-    oracle = nn.Sequential(padded, *net[1:4], linear, *net[5:])
-    X, y = torch.randn(5, 2, 4, 4).double(), torch.arange(5) % 3
-    return Problem(net, X, y, oracle=oracle, layers=("0", "4", "7"), names={"0": "0.1"})
+    oracle, layers = nn.Sequential(padded, *net[1:4], linear, *net[5:]), ("0", "4", "7")
+    return Problem(net, *labelled(2, 4, 4, n=5), oracle=oracle, layers=layers, names={"0": "0.1"})
 
 
 def tokens(classes_second, criterion):
-    torch.manual_seed(0)
-    X, y = torch.randint(0, 6, (2, 5, 3))
-
     def loss(out, y):
         return criterion(out if classes_second else out["logits"].transpose(1, 2), y)
 
-    net = LanguageModel(classes_second).double()
+    net, (X, y) = LanguageModel(classes_second).double(), torch.randint(0, 6, (2, 5, 3))
     return Problem(net, X, y, criterion, loss=loss, is_mean=criterion is CE)
 
 
-def own_loss(tie):
-    torch.manual_seed(0)
-    net = GPT2LMHeadModel(tie=tie).double()
+def own_loss(net):
+    """A language model by its own loss, whose oracle puts out that loss."""
     return Problem(
-        net, INPUTS, LABELS, None, oracle=own_loss_of(net), loss=lambda loss, y: loss,
-        layers=("lm_head",), names={"lm_head": "net.lm_head"}, rtol=1e-6, is_mean=False,
+        net, INPUTS, LABELS, None, own_loss_of(net), lambda loss, y: loss, ("lm_head",),
+        names={"lm_head": "net.lm_head"}, rtol=1e-6, is_mean=False,
     )  # fmt: skip
 
 
 def regression_on_tokens():
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)).double()
     X, y = torch.randn(6, 3, 4).double(), torch.randn(6, 3, 2).double()
     return Problem(net, X, y, nn.MSELoss(), closed=())
 
 
-def last_of_a_sequence(net, x):
-    return net.out(net.body(x)[0][:, -1])
-
-
 def lstm():
-    torch.manual_seed(0)
-    body = nn.LSTM(4, 5, batch_first=True)
-    net = Net(last_of_a_sequence, body=body, out=nn.Linear(5, 3)).double()
-    return Problem(net, torch.randn(7, 6, 4).double(), torch.arange(7) % 3, layers=("out",))
+    body, out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+    net = Net(lambda net, x: net.out(net.body(x)[0][:, -1]), body=body, out=out).double()
+    return Problem(net, *labelled(6, 4, n=7), layers=("out",))
 
 
 def head(criterion, y, n_outputs, *parts, method="closed form"):
     """A linear layer whose outputs are reshaped, or followed by a softmax."""
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, n_outputs), *parts).double()
     closed = ("2",) if method == "closed form" else ()
     X = torch.randn(len(y), 5).double()
@@ -485,12 +503,11 @@ def head_of_classes(criterion, shape):
     return head(criterion, y, math.prod(shape), nn.Unflatten(1, shape), method=method)
 
 
-WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 3.0]).double()
 CRITERIA = {
     "plain": CE,
     "smoothed": nn.CrossEntropyLoss(label_smoothing=0.2, ignore_index=1),
-    "class weights": nn.CrossEntropyLoss(weight=WEIGHTS),
-    "weights, smoothed, ignoring": nn.CrossEntropyLoss(WEIGHTS, None, 1, label_smoothing=0.3),
+    "class weights": nn.CrossEntropyLoss(weight=cases.WEIGHTS),
+    "weights, smoothed, ignoring": nn.CrossEntropyLoss(cases.WEIGHTS, None, 1, label_smoothing=0.3),
 }
 
 
@@ -510,9 +527,8 @@ def of_criterion(case, reduction=None):
 
 def pixels(criterion, y, *, last=(1,), closed=None, is_mean=True):
     """A head of segmentation, with a loss for each pixel."""
-    torch.manual_seed(0)
-    head = nn.Conv2d(4, 3, *last)
-    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), head).double()
+    last = nn.Conv2d(4, 3, *last)
+    net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), last).double()
     X = torch.randn(len(y), 2, 4, 5).double()
     return Problem(net, X, y, criterion, layers=("2",), closed=closed, is_mean=is_mean)
 
@@ -521,11 +537,21 @@ def classes(*size):
     return torch.arange(5 * math.prod(size)).reshape(5, *size) % 3
 
 
+def seeded(problems):
+    """Build the network and the data of each problem from the same seed."""
+
+    def build(make):
+        torch.manual_seed(0)
+        return make()
+
+    return {name: partial(build, make) for name, make in problems.items()}
+
+
 CLASSES = classes(4, 5)
 PIXELS = {
     "pixels": partial(pixels, CE, CLASSES),
     "pixels, weighted, some ignored": partial(
-        pixels, nn.CrossEntropyLoss(WEIGHTS[:3]), CLASSES.where(CLASSES.flip(1) < 2, -100),
+        pixels, nn.CrossEntropyLoss(cases.WEIGHTS[:3]), CLASSES.where(CLASSES.flip(1) < 2, -100),
         is_mean=False,
     ),
     "pixels, probabilities": partial(
@@ -551,7 +577,7 @@ OF_CRITERIA = {
 }
 # of classes, of labels for each sample
 SHAPES = {"one label": (4,), "4 labels": (4, 4), "images": (4, 2, 2), "an axis": (4, 1)}
-PROBLEMS = {
+PROBLEMS = seeded({
     **{kind: partial(of_kind, kind) for kind in NETS},
     "packed attention": partial(packed, Attends),
     "packed cross-attention": partial(packed, AttendsAcross),
@@ -570,15 +596,15 @@ PROBLEMS = {
     **PIXELS,
     "lstm": lstm,
     **OF_CRITERIA,
-}
-HEADS_OF_CLASSES = {
+})
+HEADS_OF_CLASSES = seeded({
     **{
         f"{name}, {size}": partial(head_of_classes, criterion, shape)
         for name, criterion in CRITERIA.items()
         for size, shape in SHAPES.items()
     },
-    "its own loss, tied": partial(own_loss, True),
-    "its own loss, untied": partial(own_loss, False),
+    "its own loss, tied": lambda: own_loss(GPT2LMHeadModel(tie=True).double()),
+    "its own loss, untied": lambda: own_loss(GPT2LMHeadModel(tie=False).double()),
     "probabilities": lambda: head(CE, torch.rand(8, 4).double(), 4),
     "log-probabilities": lambda: head(nn.NLLLoss(), torch.arange(8) % 4, 4, nn.LogSoftmax(dim=1)),
     "log-probabilities of images": lambda: head(
@@ -586,7 +612,7 @@ HEADS_OF_CLASSES = {
         nn.Flatten(), method="exact",
     ),
     "labels of outputs with an axis": lambda: head(
-        nn.BCEWithLogitsLoss(pos_weight=WEIGHTS[:, None]), torch.rand(8, 4, 1).round().double(), 4,
-        nn.Unflatten(1, (4, 1)), method="exact",
+        nn.BCEWithLogitsLoss(pos_weight=cases.WEIGHTS[:, None]),
+        torch.rand(8, 4, 1).round().double(), 4, nn.Unflatten(1, (4, 1)), method="exact",
     ),
-}  # fmt: skip
+})  # fmt: skip

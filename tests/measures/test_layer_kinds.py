@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from tests import oracles
 from tests.cases import published_penalty
 from tests.hugging_face import LoraLayer, conv1d
 from tests.measures.nets import (
+    BEFORE_A_HEAD,
     CE,
     HEADS_OF_CLASSES,
     NETS,
@@ -31,8 +33,10 @@ from tests.measures.nets import (
     make,
     measure_all,
     network,
+    of_layer,
     reached,
 )
+from tests.penalty.every_draw import assert_right_on_average
 from tests.penalty.every_draw import evaluate as penalise
 
 # networks with random weights are at no minimum
@@ -56,32 +60,29 @@ def assert_measures(problem, layer, every_term=False, top=True):
     """Compare all measures of a layer, and their terms, with the dense Hessian."""
     X, y, rtol = problem.X, problem.y, problem.rtol
     H, W = problem.hessian(layer)
-    two = (len(y) + 1) // 2  # batches
-    options = {"layer": layer, "criterion": problem.criterion, "batch_size": two}
+    options = {"criterion": problem.criterion, "batch_size": (len(y) + 1) // 2}
     closed = problem.all_layers()[-1:] if problem.closed is None else problem.closed
     method = "closed form" if layer in closed else "exact"
     before = allowed()
-    found = measure_all(
-        problem.net, X, y, layer, "gradient_norm", criterion=problem.criterion, batch_size=two
-    )
+    found = measure_all(problem.net, X, y, layer, "gradient_norm", **options)
     for name, oracle in oracles.TABLE_1.items():
         assert found.value[name] == pytest.approx(oracle(H, W), rel=rtol, abs=1e-12), name
         assert (found.stderr[name], found.method[name]) == (0, method)
     gradient = problem.gradient_norm(layer)
     assert found.value["gradient_norm"] == pytest.approx(gradient, rel=rtol, abs=1e-14)
-    name = "eigenvalue_flatness" if top else "relative_flatness"
+    name, options["layer"] = "eigenvalue_flatness" if top else "relative_flatness", layer
     one = evaluate(name, problem.net, X, y, rtol=1e-12, random_state=0, **options)
     if top:
         expected = W.square().sum().item() * oracles.largest(H)
         assert one.value == pytest.approx(expected, rel=rtol, abs=1e-12)
         assert one.method == "lanczos"
     assert one.passes.n_samples == len(y)
-    assert one.passes.risk == pytest.approx(problem.risk(), rel=max(rtol, 1e-12))
-    options["method"] = "exact"
+    assert one.passes.risk == pytest.approx(problem.risk().item(), rel=max(rtol, 1e-12))
     assert allowed() == before
     if problem.is_mean:
         names = oracles.TABLE_1 if every_term else ["relative_flatness", "neuron_flatness_max"]
-        assert_terms(problem, layer, W, int(np.argmax(oracles.rho(H, W))), names, options)
+        neuron = int(np.argmax(oracles.rho(H, W)))
+        assert_terms(problem, layer, W, neuron, names, {**options, "method": "exact"})
 
 
 def assert_terms(problem, layer, W, neuron, names, options):
@@ -102,12 +103,44 @@ def test_every_measure_agrees_with_the_dense_hessian(name, layer):
     assert_measures(problem, layer, every_term=name in NETS, top=last or name not in OF_CRITERIA)
 
 
+def penalty_at(problem, layer):
+    H, W = problem.hessian(layer)
+    return oracles.kappa_of(H, W) / (2 * W.shape[1])
+
+
 def test_the_penalty_of_a_head_of_pixels():
     problem = PROBLEMS["pixels, weighted, some ignored"]()
-    H, W = problem.hessian("2")
     found = penalise(published_penalty(), problem.net, problem.criterion, problem.X, problem.y)
-    kappa = oracles.TABLE_1["relative_flatness"](H, W)
-    assert found.item() == pytest.approx(kappa / (2 * 4), rel=1e-9)
+    assert found.item() == pytest.approx(penalty_at(problem, "2"), rel=1e-9)
+
+
+def divide_channels(layer, units):
+    """Divide the numbers that a layer multiplies its input channels with."""
+    weight = layer.weight.data
+    if getattr(layer, "transposed", False):
+        weight /= units.reshape(-1, *[1] * (weight.ndim - 1))
+    else:
+        groups = getattr(layer, "groups", 1)
+        rows = weight.reshape(groups, -1, len(units) // groups, weight[0, 0].numel())
+        layer.weight.data = (rows / units.reshape(groups, 1, -1, 1)).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("kind", BEFORE_A_HEAD)
+def test_every_kind_of_layer_before_a_head(kind):
+    torch.manual_seed(0)
+    problem = of_layer(kind)
+    net, X, y = problem.net, problem.X, problem.y
+    assert_measures(problem, "0")
+    assert_right_on_average(published_penalty(0), net, CE, X, y, penalty_at(problem, "0"))
+    # the units of the channels do not matter where they are normalised
+    options = {"layer": 0, "criterion": CE, "method": "exact"}
+    before = measure("normalized_relative_flatness", net, X, y, **options)
+    is_linear = isinstance(net[0], nn.Linear)
+    units = torch.rand(X.shape[-1 if is_linear else 1]).double() + 0.5
+    divide_channels(net[0], units)
+    X = X * (units if is_linear else units.reshape(-1, *[1] * (X.ndim - 2)))
+    after = measure("normalized_relative_flatness", net, X, y, **options)
+    assert after == pytest.approx(before, rel=EXACT)
 
 
 # chunks of classes depend on the criterion, and on whether there is a closed form
@@ -196,17 +229,12 @@ def test_weight_decay_counts_into_the_loss():
 
 def test_all_layers_share_one_backward_pass_for_each_output(monkeypatch):
     net, X, y = make("conv")
-    passes, grad = [], torch.autograd.grad
-
-    def counted(*args, **kwargs):
-        passes.append(1)
-        return grad(*args, **kwargs)
-
+    counted = Mock(side_effect=torch.autograd.grad)
     monkeypatch.setattr(torch.autograd, "grad", counted)
     found = measure_layers(network(net, CE, X, y), list(TRACE_LIKE), "all")
     assert len(found) == 3 * len(TRACE_LIKE)
     # three classes, and the check of the rows in the first pass, that for the features' spread
-    assert len(passes) == 3 + 1
+    assert counted.call_count == 3 + 1
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "gpt2"])
@@ -242,17 +270,11 @@ TRACES = [name for name, measure in TRACE_LIKE.items() if not measure.normalized
 NORMALIZED = ["normalized_relative_flatness"]
 
 
-def in_batches(kind):
+def runs(kind, call):
+    """How often the network runs on one of three batches."""
     net, X, y = make(kind, n=12)
-    return network(net.eval(), CE, X, y, batch_size=4)
-
-
-# the hook that counts may use a weight elsewhere: the first of three batches runs once more
-FIRST_BATCH = 1 / 3
-
-
-def count_passes(at, measure):
-    return count_runs(at.module, measure) / 3  # batches
+    at = network(net.eval(), CE, X, y, batch_size=4)
+    return count_runs(at.module, lambda: call(at))
 
 
 @pytest.mark.parametrize(
@@ -266,16 +288,13 @@ def count_passes(at, measure):
     ],
 )
 def test_measures_share_passes(kind, names, layers, n_passes):
-    at = in_batches(kind)
-    assert count_passes(at, lambda: measure_network(at, names, layers)) == pytest.approx(
-        n_passes + FIRST_BATCH
-    )
+    # the hook that counts may use a weight elsewhere: the first batch runs once more
+    assert runs(kind, lambda at: measure_network(at, names, layers)) == 3 * n_passes + 1
 
 
 @pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("name", ["l2_norm", "fisher_rao_norm", "frobenius_product"])
 def test_measures_of_the_whole_network_need_no_pass_beside_their_own(name):
-    at = in_batches("mlp relu")
-    own = count_passes(at, lambda: NETWORK_WIDE[name](at))
-    both = count_passes(at, lambda: measure_network(at, [name, *TRACES], [-1]))
-    assert both == pytest.approx(own + 1 + FIRST_BATCH)
+    own = runs("mlp relu", lambda at: NETWORK_WIDE[name](at))
+    both = runs("mlp relu", lambda at: measure_network(at, [name, *TRACES], [-1]))
+    assert both == own + 3 + 1

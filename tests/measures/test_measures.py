@@ -89,18 +89,6 @@ def test_normalized_agrees_with_theorem_4(case):
     assert not stderrs.any()
 
 
-def test_units_of_the_channels_do_not_matter_at_groups_of_a_curved_network():
-    conv = nn.Conv1d(4, 6, 2, groups=2)
-    net = nn.Sequential(conv, nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)).double()
-    X, y, units = torch.randn(12, 4, 5).double(), torch.arange(12) % 3, torch.rand(4).double() + 0.5
-    options = {"layer": 0, "criterion": CE, "normalize": True, "method": "exact"}
-    before = relative_flatness(net, X, y, **options)
-    assert before != relative_flatness(net, X, y, **options | {"normalize": False})
-    conv.weight.data /= units.reshape(2, 1, 2, 1).expand(2, 3, 2, 2).reshape(6, 2, 2)
-    after = relative_flatness(net, X * units[:, None], y, **options)
-    assert after == pytest.approx(before, rel=1e-10)
-
-
 def test_the_budget_is_kept(monkeypatch):
     net = nn.Sequential(nn.Linear(80, 80), nn.Tanh(), nn.Linear(80, 3)).double()
     X, y = torch.randn(30, 80).double(), torch.arange(30) % 3
