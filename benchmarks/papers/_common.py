@@ -3,7 +3,7 @@
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ _WIDEST = 0.4  # of an interval around a printed number that counts as agreement
 _FEWEST = 20  # minima of which a verdict is given
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Statistic = Callable[[pd.DataFrame], float]
 
 
 def read_arguments(
@@ -132,6 +133,10 @@ class Claim:
     high: float
     n: int
 
+    def interval(self) -> str:
+        """Write the interval."""
+        return f"[{self.low:.2f}, {self.high:.2f}]"
+
     def verdict(self) -> str:
         """Compare the interval with the paper's number or sign."""
         if self.n < _FEWEST or not np.isfinite([self.low, self.high]).all():
@@ -146,32 +151,35 @@ class Claim:
         return "agrees" if low > 0 else "disagrees" if high < 0 else "cannot tell"
 
 
-def bootstrap(
-    name: str,
-    theirs: float | str,
-    frame: pd.DataFrame,
-    statistic: Callable[[pd.DataFrame], float],
-    n: int = 400,
-) -> Claim:
-    """Compute a statistic with its percentile interval over resampled rows."""
+def bootstrap(name: str, theirs: float | str, frame: pd.DataFrame, statistic: Statistic) -> Claim:
+    """Compute a statistic with its percentile interval over 400 resamples of the rows."""
     rng = np.random.default_rng(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # resamples without a coefficient are nan
         draws = [
             statistic(frame.iloc[rng.integers(len(frame), size=len(frame))])
-            for _ in range(n if len(frame) > 2 else 0)
+            for _ in range(400 if len(frame) > 2 else 0)
         ]
         low, high = np.nanpercentile(draws, [2.5, 97.5]) if draws else (np.nan, np.nan)
         value = statistic(frame)
     return Claim(name, theirs, value, low, high, len(frame))
 
 
+def mean(name: str, theirs: float | str, values: "pd.Series[float]", of: int = 1) -> Claim:
+    """Average values, each of which is of so many networks."""
+    claim = bootstrap(name, theirs, values.to_frame(), lambda rows: float(rows.iloc[:, 0].mean()))
+    return replace(claim, n=of * claim.n)
+
+
+def rank(name: str, theirs: str, minima: pd.DataFrame, one: str, other: str) -> Claim:
+    """Compute the rank correlation of two columns."""
+    return bootstrap(
+        name, theirs, minima, lambda rows: float(rows[one].rank().corr(rows[other].rank()))
+    )
+
+
 def correlation(
-    name: str,
-    theirs: float | str,
-    minima: pd.DataFrame,
-    measure: str,
-    kind: str = "pearson",
+    name: str, theirs: float | str, minima: pd.DataFrame, measure: str, kind: str = "pearson"
 ) -> Claim:
     """Correlate a measure with the generalisation gap by the library."""
     if len(minima) < 3:
@@ -217,7 +225,7 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
                     )
                     part = within(part, column, keys) if keys else part
                     claim = correlation(unit, "> 0", part, column)
-                    cells.append(f"{claim.value:.2f} [{claim.low:.2f}, {claim.high:.2f}]")
+                    cells.append(f"{claim.value:.2f} {claim.interval()}")
                     if claim.verdict() == "agrees":
                         holds.append(f"{column}, {group}, in {unit}")
                 rows.append([column, group, *cells])
@@ -227,12 +235,11 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
 
 def finish(arguments: Namespace, claims: Sequence[Claim]) -> int:
     """Print the claims with their verdicts."""
-    rows = [["claim", "theirs", "ours", "95% interval", "n", "verdict"]]
-    for claim in claims:
-        verdict = "cannot tell (quick)" if arguments.quick else claim.verdict()
-        interval = f"[{claim.low:.2f}, {claim.high:.2f}]"
-        rows.append([
-            claim.name, f"{claim.theirs}", f"{claim.value:.2f}", interval, f"{claim.n}", verdict
-        ])  # fmt: skip
-    print(f"\n{table(rows)}")
+    header = ["claim", "theirs", "ours", "95% interval", "n", "verdict"]
+    rows = [
+        [claim.name, str(claim.theirs), f"{claim.value:.2f}", claim.interval(), str(claim.n),
+         "cannot tell (quick)" if arguments.quick else claim.verdict()]
+        for claim in claims
+    ]  # fmt: skip
+    print(f"\n{table([header, *rows])}")
     return 0

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
-from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import Arrays, at_equal_loss, gaps_of, init
+from benchmarks._harness.stored import Run, completed
+from benchmarks.papers._common import Arrays, at_equal_loss, gaps_of, init, load
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
@@ -24,9 +25,7 @@ DELTA = 0.001
 AT_LOSS = 0.1  # of the loss of a constant
 FIVE = ["relative_flatness", "hessian_trace", "fisher_rao_norm", "pac_bayes_flatness", "l2_norm"]
 NAMES = [name for name in FIVE if name != "pac_bayes_flatness"] + ["normalized_relative_flatness"]
-FULL = (50_000, 10_000)  # CIFAR-10's training and test images
 
-Run = dict[str, Any]
 Measures = Callable[[nn.Module, Any, Any, Run], dict[str, float]]
 
 
@@ -39,23 +38,23 @@ class InitializedLeNet5(LeNet5):
 
 
 def complete(
-    minima: Minima,
+    arguments: Namespace,
     runs: Sequence[Run],
     lr: Callable[[Run], float],
-    data: Arrays,
     goal: float,
     measures: Measures,
-    arguments: Namespace,
-) -> None:
-    """Add the minima that are missing; on a GPU, 36 of a batch size and optimizer at a time.
+) -> pd.DataFrame:
+    """Find the minima that are missing; on a GPU, 36 of a batch size and optimizer at a time.
 
     Large batches come first: their epochs have the fewest steps.
     """
+    n, n_test = (50_000, 10_000) if arguments.full else (5000 if arguments.data else 1000, 1000)
+    data = load(arguments, 48 if arguments.quick else n, n_test, images=True)
     size = 1
     if arguments.full or arguments.device != "cpu":
         runs = sorted(runs, key=lambda run: (-run["param_batch_size"], run.get("param_optimizer")))
         size = 36
-    minima.complete(runs, train_rows, lr, data, goal, measures, arguments, size=size)
+    return completed(arguments, runs, train_rows, lr, data, goal, measures, arguments, size=size)
 
 
 def train_rows(
@@ -88,8 +87,11 @@ def train_rows(
 
 
 def of_layer(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
-    """Measure P19's flatness, again after fc2 is divided and fc3 multiplied, and robustness."""
-    factor = rescaling(run)
+    """Measure P19's flatness, again after fc2 is divided and fc3 multiplied, and robustness.
+
+    The factor is in [5, 25], another one for each minimum.
+    """
+    factor = float(np.random.default_rng(list(str(run).encode())).uniform(5, 25))
     rescaled = reparameterize(module, {"features.9": 1 / factor, "head": factor}, X=X)
     found = {
         f"{name}{end}": measure(name, one, X, y, criterion=nn.CrossEntropyLoss(), random_state=0)
@@ -101,11 +103,6 @@ def of_layer(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:
     )
     neurons = neuron_robustness(module, X, y, DELTA, layers=-1, criterion=nn.CrossEntropyLoss())
     return found | {"robustness": neurons["robustness"].abs().max()}
-
-
-def rescaling(run: Run) -> float:
-    """Draw a factor in [5, 25], another one for each minimum."""
-    return float(np.random.default_rng(list(str(run).encode())).uniform(5, 25))
 
 
 def of_network(module: nn.Module, X: Any, y: Any, run: Run) -> dict[str, float]:

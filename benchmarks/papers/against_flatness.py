@@ -8,24 +8,14 @@ relative flatness falls and the test accuracy rises (ResNet-18 on CIFAR-10). Her
 beside a net of the same seed that has no penalty in either half.
 """
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from benchmarks._harness.networks import SmallConvNet
-from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import (
-    Arrays,
-    Claim,
-    bootstrap,
-    finish,
-    load,
-    losses_of,
-    read_arguments,
-)
+from benchmarks._harness.stored import completed
+from benchmarks.papers._common import Arrays, finish, load, losses_of, mean, read_arguments
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
 
 WEIGHTS = {"plain": 0.0, "against flatness": -1.0}
@@ -77,20 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     images = bool(arguments.data)
     n = 60 if arguments.quick else 2000 if images else 600
     data = load(arguments, n, 1000, images=images)
-    minima = Minima(arguments)
     runs = [
         {"param_arm": arm, "param_seed": seed}
         for seed in range(2 if arguments.quick else 20)
         for arm in WEIGHTS
     ]
     epochs = STOPS if arguments.quick else 60
-    minima.complete(runs, train_row, data, epochs)
-    frame = minima.frame()
+    frame = completed(arguments, runs, train_row, data, epochs)
     values = differences(frame)
-    claims: list[Claim] = []
-    for name, theirs in zip(values, ("> 0", "< 0", "< 0", "> 0", "> -1"), strict=True):
-        claim = bootstrap(name, theirs, values, lambda rows, name=name: float(rows[name].mean()))
-        claims.append(replace(claim, n=2 * len(values)))
+    signs = ("> 0", "< 0", "< 0", "> 0", "> -1")
+    claims = [
+        mean(name, theirs, values[name], of=2) for name, theirs in zip(values, signs, strict=True)
+    ]
     print(f"\nmedians at {2 * STOPS} stops, the networks released after {STOPS}")
     for arm, rows in frame.groupby("param_arm"):
         for name in ("relative_flatness", "test_accuracy"):
@@ -100,4 +88,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,7 +8,6 @@ regions. Here, test samples that the network classifies rightly are attacked, an
 flips are compared before the attack, at the flip, and at the last step.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.networks import SmallConvNet
-from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import Arrays, bootstrap, finish, load, losses_of, read_arguments
+from benchmarks._harness.stored import completed
+from benchmarks.papers._common import Arrays, finish, load, losses_of, mean, read_arguments
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, relative_flatness
 
 STEPS = 30
@@ -68,24 +67,19 @@ def along(net: Any, X: np.ndarray, y: np.ndarray, size: float) -> dict[str, floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, attack, measure and print."""
     arguments = read_arguments("along_attacks", __doc__, argv)
     images = bool(arguments.data)
     n, n_test = (100, 50) if arguments.quick else (2000, 500) if images else (800, 900)
     data = load(arguments, n, n_test, images=images)
-    minima = Minima(arguments)
     runs = [{"param_seed": seed} for seed in range(3 if arguments.quick else 20)]
     # of pixels between 0 and 1, or of a standard deviation
-    minima.complete(runs, train_row, data, 15 if images else 30, 0.005 if images else 0.01)
-    frame = minima.frame()
-    names = {
-        "rise": ("log10 flatness at the flip minus before", "> 0"),
-        "fall": ("log10 flatness at the last step minus at the flip", "< 0"),
-        "share": ("share of samples that rise, then fall", "> 0.5"),
-    }
+    frame = completed(
+        arguments, runs, train_row, data, 15 if images else 30, 0.005 if images else 0.01
+    )
     claims = [
-        bootstrap(*claim, frame, lambda rows, column=column: float(rows[column].mean()))
-        for column, claim in names.items()
+        mean("log10 flatness at the flip minus before", "> 0", frame["rise"]),
+        mean("log10 flatness at the last step minus at the flip", "< 0", frame["fall"]),
+        mean("share of samples that rise, then fall", "> 0.5", frame["share"]),
     ]
     print(f"\nmean flatness {-AROUND[0]} steps before the flip to {AROUND[-1]} steps after it")
     print(" ".join(f"{frame[f'kappa_{step}'].mean():.3g}" for step in AROUND))
@@ -93,4 +87,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,9 +8,7 @@ which a fifth of the training data chooses one over all seeds. Arms are compared
 test data.
 """
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,8 +18,8 @@ import torch
 from skorch.callbacks import LRScheduler
 
 from benchmarks._harness.networks import SharpnessAwareClassifier, SmallConvNet
-from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import Arrays, bootstrap, finish, load, losses_of, read_arguments
+from benchmarks._harness.stored import completed
+from benchmarks.papers._common import Arrays, finish, load, losses_of, mean, read_arguments
 from relflat_sk import MLP, FleetTrainer, RelativeFlatnessRegularizedClassifier, WeightAverage
 
 RATES = (0.05, 0.15)
@@ -79,36 +77,28 @@ def chosen(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, choose and print."""
     arguments = read_arguments("equal_terms", __doc__, argv)
     images = bool(arguments.data)
     n = 60 if arguments.quick else 2000 if images else 400
     data = load(arguments, n, 1000, images=images)
-    minima = Minima(arguments)
     runs = [
         {"param_arm": arm, "param_setting": setting, "param_seed": seed}
         for arm, settings in SETTINGS.items()
         for setting in range(2 if arguments.quick else len(settings))
         for seed in range(2 if arguments.quick else 10)
     ]
-    minima.complete(runs, train_rows, data, 2 if arguments.quick else 40, size=10)
-    accuracy = chosen(minima.frame())
+    epochs = 2 if arguments.quick else 40
+    accuracy = chosen(completed(arguments, runs, train_rows, data, epochs, size=10))
     print(f"\nmean test accuracy\n{accuracy.mean().round(2).to_string()}")
-    pairs = [(arm, "plain", "> 0") for arm in STRENGTHS if arm != "plain"]
-    pairs += [(arm, "SAM", "> 0") for arm in STRENGTHS if arm.startswith("penalty")]
+    accuracy = accuracy.reindex(columns=[*STRENGTHS])
+    pairs = [(arm, "plain") for arm in STRENGTHS if arm != "plain"]
+    pairs += [(arm, "SAM") for arm in STRENGTHS if arm.startswith("penalty")]
     claims = []
-    for arm, other, sign in pairs:
-        both = accuracy.reindex(columns=[arm, other]).dropna()
-        claim = bootstrap(
-            f"points of test accuracy, {arm} minus {other}",
-            sign,
-            both,
-            lambda rows: float((rows.iloc[:, 0] - rows.iloc[:, 1]).mean()),
-        )
-        claims.append(replace(claim, n=2 * len(both)))
-
+    for arm, other in pairs:
+        gains = (accuracy[arm] - accuracy[other]).dropna()
+        claims.append(mean(f"points of test accuracy, {arm} minus {other}", "> 0", gains, of=2))
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,13 +6,12 @@ library with the test error, and of the disagreement with the mean of all networ
 classes of training inputs with noise of 0.6 standard deviations.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from benchmarks._harness.stored import Minima
+from benchmarks._harness.stored import completed
 from benchmarks.papers._common import Arrays, correlation, finish, gaps_of, load, read_arguments
 from relflat_sk import (
     FleetTrainer,
@@ -49,13 +48,11 @@ def train_rows(runs: Sequence[dict[str, Any]], data: Arrays, epochs: int) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, measure and print."""
     arguments = read_arguments("hundred_networks", __doc__, argv)
     data = load(arguments, 100 if arguments.quick else 600, 5000, images=False)
-    minima = Minima(arguments)
     runs = [{"param_seed": seed} for seed in range(4 if arguments.quick else 100)]
-    minima.complete(runs, train_rows, data, 60 if arguments.quick else 30, size=100)
-    frame = minima.frame()
+    epochs = 60 if arguments.quick else 30
+    frame = completed(arguments, runs, train_rows, data, epochs, size=100)
     of_errors = frame.assign(generalization_gap=frame["test_error"])
     names = ["disagreement", "train_loss", *NAMES]
     claims = [correlation(name, "> 0.37", of_errors, name, "spearman") for name in names]
@@ -64,9 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         correlation(f"sign of {name}", "< 0", of_errors, name, "spearman")
         for name in ("relative_flatness", "hessian_trace")
     ]
-
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

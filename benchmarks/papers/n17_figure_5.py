@@ -7,18 +7,15 @@ shrinks to the smallest unit.
 """
 
 import copy
-import sys
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import bootstrap, finish, load, read_arguments
+from benchmarks._harness.stored import completed
+from benchmarks.papers._common import finish, load, mean, read_arguments
 from relflat_sk import MLP, sharpness_conditions
 
 DEPTH = 10
@@ -59,48 +56,37 @@ def train_row(width: int, seed: int, X: np.ndarray, y: np.ndarray, quick: bool) 
     return row
 
 
-def worst_of_sizes(rows: pd.DataFrame, first: int) -> float:
-    """Compute the mean over networks of C2 for disturbances of some size and larger ones."""
-    ratios = rows.filter(like="flips_") / DELTAS
-    return float(ratios.iloc[:, first:].max(axis=1).mean())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments("n17_figure_5", __doc__, argv)
     X, y, _, _ = load(arguments, 100 if arguments.quick else 1000, 100, images=False)
-    minima = Minima(arguments)
     widths, n = ((20,), 3) if arguments.quick else (WIDTHS, 20)
     runs = [{"param_width": width, "param_seed": seed} for width in widths for seed in range(n)]
-    minima.complete(runs, train_row, X, y, arguments.quick)
-    every = minima.frame()
+    every = completed(arguments, runs, train_row, X, y, arguments.quick)
     frame = every[every["param_width"] == widths[0]]
     limits = {"C1": "> 0.25", "C2": "< 5", "C3": "< 3"}  # mu, C_2 and C_3
     claims = [
-        bootstrap(f"{condition}, {kind}", limit, frame,
-                  lambda rows, name=condition + end: float(rows[name].mean()))
+        mean(f"{condition}, {kind}", limit, frame[condition + end])
         for condition, limit in limits.items()
         for kind, end in {"worst of all": "", "median": "_median"}.items()
-    ]  # fmt: skip
+    ]
+    flips = frame.filter(like="flips_") / DELTAS
     for first in (0, 2):
+        worst = flips.iloc[:, first:].max(axis=1)
         name = f"C2, worst of disturbances from {DELTAS[first]:.2f}"
-        claims.insert(4, bootstrap(name, "< 5", frame, partial(worst_of_sizes, first=first)))
+        claims.insert(4, mean(name, "< 5", worst))
     claims += [
-        bootstrap(f"{condition}, trained over initial, median", 1.0, frame,
-                  lambda rows, name=condition: float(rows[f"{name}_ratio"].mean()))
+        mean(f"{condition}, trained over initial, median", 1.0, frame[f"{condition}_ratio"])
         for condition in limits
-    ]  # fmt: skip
-
+    ]
     for width in widths[1:]:
         rows = every[every["param_width"] == width]
         claims += [
-            bootstrap(f"{name}, {width} units", theirs, rows,
-                      lambda rows, name=name: float(rows[name].mean()))
+            mean(f"{name}, {width} units", theirs, rows[name])
             for name, theirs in {"C2_of_sizes": "< 5", "C1_ratio": 1.0, "C2_ratio": 1.0}.items()
             if len(rows)
-        ]  # fmt: skip
-
+        ]
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

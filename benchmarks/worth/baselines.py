@@ -3,7 +3,7 @@
 Twenty data sets: those of the study of choices, and others with wrong labels, few samples,
 categories and little noise. Inputs and numeric targets are standardised by the training data, and
 categories are one-hot, for all. The table of runs in `benchmarks/results/` grows row by row, and
-the next call goes on.
+the next call goes on. Bayesian ensembles need ``pip install sklearn-contrib-bde``.
 
     python -m benchmarks.worth.baselines --data NPZ           # hours; without --data no CIFAR-10
     python -m benchmarks.worth.baselines --report             # the tables of the stored rows
@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.svm import SVC, SVR
 
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.stored import Minima
+from benchmarks._harness.stored import completed
 from benchmarks._harness.tasks import FURTHER, TASKS, Split
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.timing import environment
 from relflat_sk import (
     FlatMinimaSearch,
     RelativeFlatnessPenaltyCV,
@@ -49,7 +50,8 @@ SEARCH, NEAREST = "search, mean", "search, nearest"
 FLATTEST = "search, flattest"
 OURS = ["net, default", "net, no penalty", "net, all layers, weight 1", "penalty by folds"]
 THEIRS = ["MLP", "MLP, early stopping"]
-NEURAL = [SEARCH, NEAREST, FLATTEST, *OURS, *THEIRS]
+BAYESIAN = "Bayesian ensemble"
+NEURAL = [SEARCH, NEAREST, FLATTEST, *OURS, *THEIRS, BAYESIAN]
 OTHERS = ["forest", "boosting", "linear", "support vectors"]
 METHODS = [method for method in (*NEURAL, *OTHERS) if method != FLATTEST]
 
@@ -70,6 +72,7 @@ def make(method: str, seed: int, *, is_regression: bool) -> Any:
         OURS[3]: lambda: RelativeFlatnessPenaltyCV(net),
         "MLP": lambda: mlp(random_state=seed),
         "MLP, early stopping": lambda: mlp(early_stopping=True, random_state=seed),
+        BAYESIAN: lambda: _bayesian(seed, is_regression=is_regression),
         "forest": lambda: (RandomForestClassifier, RandomForestRegressor)[kind](random_state=seed),
         "boosting": lambda: (HistGradientBoostingClassifier, HistGradientBoostingRegressor)[kind](
             random_state=seed
@@ -77,6 +80,12 @@ def make(method: str, seed: int, *, is_regression: bool) -> Any:
         "linear": (LogisticRegression, Ridge)[kind],
         "support vectors": (SVC, SVR)[kind],
     }[method]()
+
+
+def _bayesian(seed: int, *, is_regression: bool) -> Any:
+    import bde  # noqa: PLC0415  (not a dependency)
+
+    return bde.BdeRegressor(seed=seed) if is_regression else bde.BdeClassifier(seed=seed)
 
 
 @cache
@@ -108,42 +117,37 @@ def scores(rows: pd.DataFrame) -> pd.DataFrame:
     values = rows.pivot(index=["param_data", "param_split"], columns="param_method", values="score")
     flattest = rows[rows["param_method"] == SEARCH].set_index(["param_data", "param_split"])
     values[FLATTEST] = flattest["flattest"]
-    return values.reindex(columns=[*NEURAL, *OTHERS])
+    values = values.reindex(columns=[*NEURAL, *OTHERS])
+    return values.dropna(axis=1, how="all").dropna(how="any")  # what all methods have
 
 
-def compare(means: pd.DataFrame, seconds: pd.DataFrame) -> list[list[str]]:
-    """Compare the methods over data sets; means has a row for each."""
-    neural = means[NEURAL].rank(axis=1, ascending=False).mean()
-    ranks = means.rank(axis=1, ascending=False).mean()
-    header = ["method", "mean", "search's lead", "largest lead over it", "rank", "neural"]
-    rows = [[*header, "fit", "predict"]]
-    for method in means:
-        gain = means[SEARCH] - means[method]
-        width = stats.t.ppf(0.975, len(gain) - 1) * stats.sem(gain) if len(gain) > 1 else np.nan
-        if method == FLATTEST:  # one net of the search
-            times = [seconds.loc[SEARCH].iloc[0], seconds.loc[OURS[0]].iloc[1]]
-        else:
-            times = seconds.loc[method]
-        rows.append([
-            method, f"{means[method].mean():.1f}", f"{gain.mean():+.1f} +- {width:.1f}",
-            f"{-gain.min():+.1f}", f"{ranks[method]:.1f}",
-            f"{neural[method]:.1f}" if method in NEURAL else "",
-            *(f"{value:.2g}" for value in times),
-        ])  # fmt: skip
-    return rows
+def compare(means: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
+    """Compare the methods (rows) over data sets; means has a row for each, seconds for a method."""
+    leads = means[[SEARCH]].to_numpy() - means
+    widths = stats.t.ppf(0.975, len(means) - 1) * leads.sem()
+    seconds = seconds.reindex([*METHODS, FLATTEST])
+    # one net of the search
+    seconds.loc[FLATTEST] = [seconds.loc[SEARCH].iloc[0], seconds.loc[OURS[0]].iloc[1]]
+    neural = means[means.columns.intersection(NEURAL)].rank(axis=1, ascending=False).mean()
+    return pd.DataFrame({
+        "mean": means.mean().map("{:.1f}".format),
+        "search's lead": leads.mean().map("{:+.1f} +- ".format) + widths.map("{:.1f}".format),
+        "largest lead over it": (-leads.min()).map("{:+.1f}".format),
+        "rank": means.rank(axis=1, ascending=False).mean().map("{:.1f}".format),
+        "neural": neural.map("{:.1f}".format),
+        "fit": seconds["fit_seconds"].map("{:.2g}".format),
+        "predict": seconds["predict_seconds"].map("{:.2g}".format),
+    }).loc[means.columns].fillna("")  # fmt: skip
 
 
 def report(rows: pd.DataFrame) -> None:
     """Print the scores of each data set, and the comparisons of both kinds of tasks."""
-    values = scores(rows).dropna(how="any")
-    means = values.groupby("param_data", sort=False).mean()
-    n_splits = values.groupby("param_data").size()
+    by_data = scores(rows).groupby("param_data", sort=False)
+    means = by_data.mean().rename_axis(index="data", columns=None)
     print("\nAccuracy or R2 on the test data, in percent, mean of the splits\n")
-    print(table([
-        ["data", "splits", *means],
-        *([str(name), str(n_splits[name]), *(f"{value:.1f}" for value in row)]
-          for name, row in means.iterrows()),
-    ]))  # fmt: skip
+    table = means.round(1)
+    table.insert(0, "splits", by_data.size())
+    print(table.to_string())
     is_regression, is_wrong = means.index.isin(REGRESSIONS), means.index.str.contains("wrong")
     groups = {
         "right labels": ~is_regression & ~is_wrong,
@@ -152,14 +156,13 @@ def report(rows: pd.DataFrame) -> None:
         "all": np.ones(len(means), dtype=bool),
     }
     for title, is_in in groups.items():
-        if not is_in.any():
+        if not is_in.any() or SEARCH not in means:
             continue
-        names = means.index[is_in]
-        part = rows[rows["param_data"].isin(names)].groupby("param_method")
+        part = rows[rows["param_data"].isin(means.index[is_in])].groupby("param_method")
         seconds = part[["fit_seconds", "predict_seconds"]].median()
-        print(f"\n{title}: {len(names)} data sets. The lead of the search's mean has a 95% interval"
-              "\nover data sets; processor seconds are medians\n")  # fmt: skip
-        print(table(compare(means[is_in], seconds)))
+        print(f"\n{title}: {is_in.sum()} data sets. The lead of the search's mean has a 95%")
+        print("interval over data sets; processor seconds are medians\n")
+        print(compare(means[is_in], seconds).to_string())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,6 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [name for name in arguments.only if arguments.data or not ALL_TASKS[name].needs_images]
     if arguments.quick:
         names, arguments.results = ["wine", "diabetes"], None
+    if BAYESIAN in arguments.methods and not find_spec("bde"):
+        print(f"{BAYESIAN}: sklearn-contrib-bde is not installed")
+        arguments.methods.remove(BAYESIAN)
     print(environment(), flush=True)
     runs = [
         {"param_data": name, "param_split": split, "param_method": method}
@@ -177,10 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names
         for method in arguments.methods
     ]
-    stored = Minima(arguments)
-    if not arguments.report:
-        stored.complete(runs, judge, arguments.data)
-    report(stored.frame())
+    if arguments.report:
+        arguments.limit = 0
+    report(completed(arguments, runs, judge, arguments.data))
     return 0
 
 
