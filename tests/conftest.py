@@ -9,7 +9,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_limits
 
-from relflat_sk.fleet._fleet import ChainNets
+from relflat_sk._engine.epoch import ChainNets
 from tests.engine import compare
 from tests.processes import fork_workers_of_joblib
 
@@ -66,9 +66,9 @@ def sizes(monkeypatch):
     """The numbers of nets that are trained together."""
     found, train = [], ChainNets.train
 
-    def note(self, jobs):
+    def note(self, jobs, stack):
         found.append(len(jobs))
-        return train(self, jobs)
+        return train(self, jobs, stack)
 
     monkeypatch.setattr(ChainNets, "train", note)
     return found

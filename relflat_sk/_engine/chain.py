@@ -5,7 +5,7 @@ layers and activations is known. Arrays are those of NumPy or torch; their first
 networks, and the second one that of the samples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from relflat_sk._losses.curvature import namespace
 from relflat_sk._numerics import transposed
 
-Arrays = Mapping[str, Any]
+Arrays = dict[str, Any]
 
 # Multiplications of a layer's forward pass up to which NumPy computes it. Arithmetic takes most of
 # the time of larger ones, which torch shares among threads.

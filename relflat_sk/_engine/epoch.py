@@ -12,10 +12,10 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from torch.nn.functional import pad
 
-from relflat_sk._engine.chain import Chain, find_chain
+from relflat_sk._engine.chain import find_chain
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
-from relflat_sk._losses.curvature import ArrayLoss, find_array_loss, namespace
+from relflat_sk._losses.curvature import find_array_loss, namespace
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.layers import find_names
@@ -30,11 +30,100 @@ EPOCH_TRAINER: ContextVar[Any] = ContextVar("EPOCH_TRAINER", default=None)
 _NUMBERS = 2**20
 
 
-def _cut_batches(
+def train_alone(job: Job) -> Epoch:
+    """Train a network for an epoch by written-out gradients, with its own optimizer."""
+    nets = ChainNets(job)
+    job.start_epoch()
+    (epoch,) = nets.train([job], Own(job))
+    return epoch
+
+
+class ChainNets:
+    """Networks that are chains of the same layers, which train by formulas."""
+
+    unused = frozenset[str]()  # parameters that the output does not depend on
+
+    def __init__(self, job: Job) -> None:
+        chain = find_chain(job.module, tuple(job.inputs.shape[1:]))
+        if chain is None or chain.names != {name for name, _ in job.parts.parameters}:
+            raise NeedsOwnLoop("its network is no chain of layers")
+        if job.penalty is not None:
+            names = [layer.name for layer in chain.linear]
+            if job.penalty.normalize or chain.n_outputs >= MANY:
+                raise NeedsOwnLoop("its penalty is no plain sum over few classes")
+            if find_names(job.module, job.penalty.layers, names) != names[-1:]:
+                raise NeedsOwnLoop("its penalty is at earlier layers")
+        self._chain = chain
+        self.prepare(job)
+
+    def prepare(self, job: Job) -> None:
+        """Check the targets of a network, and find the formulas of its criterion."""
+        d, (_, weight) = self._chain.n_outputs, job.parts.parameters[0]
+        job.values = job.read_targets(weight.new_zeros(1, d))
+        job.loss = find_array_loss(job.criterion, job.values, d)
+        if job.loss is None:
+            raise NeedsOwnLoop("there is no formula for its criterion")
+        class_weights = getattr(job.criterion, "weight", None)
+        if class_weights is not None:
+            job.class_weights = class_weights.cpu()[job.values.cpu()]
+
+    def train(self, jobs: Sequence[Job], stack: Any) -> list[Epoch]:
+        """Train networks for an epoch, whose tensors are in a stack."""
+        chain, loss = self._chain, jobs[0].loss
+        like = next(iter(stack.weights.values()))
+        small = like.device.type == "cpu" and chain.is_small(jobs[0].batch_size)
+
+        def convert(tensor: Tensor) -> Any:
+            return tensor.numpy() if small else tensor
+
+        def as_arrays(batch: StepBatch) -> StepBatch:
+            wanted = loss.targets(batch.targets, chain.n_outputs, like)
+            return StepBatch(convert(batch.inputs), convert(wanted), convert(batch.shares))
+
+        chain.bind(
+            {name: convert(weight) for name, weight in stack.weights.items()},
+            {name: convert(gradient) for name, gradient in stack.gradients.items()},
+            convert(stack.slopes),
+            convert(like.new_ones(1, 1, jobs[0].batch_size)),
+        )
+        for layer in chain.dropout:
+            layer.seed(make_generators(jobs, like.device), like, small=small)
+        with _one_blas_thread() if small else nullcontext():
+            return train_epoch(Step(chain, loss), jobs, stack, convert(like), as_arrays)
+
+
+# -- batches and steps ------------------------------------------------------------------------
+
+
+def train_epoch(
+    step: Callable[[StepBatch, Settings | None], tuple[Any, ...]],
     jobs: Sequence[Job],
-    targets: Sequence[Tensor],
-    like: Tensor,
-    convert: Callable[[StepBatch], StepBatch],
+    stack: Any,
+    like: Any,
+    as_arrays: Callable[[StepBatch], StepBatch],
+) -> list[Epoch]:
+    """Train networks for an epoch, by steps that write the gradients of a stack.
+
+    `like` is an array of the kind that the steps take.
+    """
+    penalties = [job.penalty for job in jobs if job.penalty is not None]
+    settings, recorded = settings_of(penalties, like), []
+    with torch.no_grad():
+        for batch in _cut_batches(jobs, next(iter(stack.weights.values())), as_arrays):
+            if settings is None or settings.limit.begin_step(settings.every):
+                recorded.append(step(batch, settings))
+            else:
+                (loss,) = step(batch, None)
+                recorded.append((loss, 0 * loss, 0 * loss + 1))
+            stack.step()
+    if settings is not None and len(penalties) > 1:
+        settings.limit.unstack([penalty.limit for penalty in penalties])
+    stack.hand_over()
+    return _read_epochs(jobs, recorded)
+
+
+def _cut_batches(
+    jobs: Sequence[Job], like: Tensor, convert: Callable[[StepBatch], StepBatch]
 ) -> Iterator[StepBatch]:
     """Cut the batches of an epoch, those of several steps at once, of the type of a tensor."""
     first, size = jobs[0], jobs[0].batch_size
@@ -45,17 +134,18 @@ def _cut_batches(
         # to the device at once, where each net would bring its own copy of each row
         data = [first.inputs.to(like.device)] * len(jobs)
     for start in range(0, len(first.order), at_once):
-        rows = [job.order[start : start + at_once] for job in jobs]
-        inputs = _taken(data, rows)
+        samples = [job.order[start : start + at_once] for job in jobs]
+        rows = [job.rows[chosen] for job, chosen in zip(jobs, samples, strict=True)]
         several = convert(
             StepBatch(
-                cast_inputs(inputs, first.module, like.device),
-                _taken(targets, rows).to(like.device),
-                *_weights(jobs, rows, like),
+                cast_inputs(_taken(data, rows), first.module, like.device),
+                _taken([job.values for job in jobs], rows).to(like.device),
+                *_weights(jobs, samples, like),
             )
         )
-        for one in range(0, len(rows[0]), size):
-            yield StepBatch(*(array[:, one : one + size] for array in several if array is not None))
+        for place in range(0, len(rows[0]), size):
+            end = place + size
+            yield StepBatch(*(array[:, place:end] for array in several if array is not None))
 
 
 def _is_shared(data: Sequence[Tensor]) -> bool:
@@ -75,107 +165,19 @@ def _taken(data: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
 
 
 def _weights(
-    jobs: Sequence[Job], rows: Sequence[Tensor], like: Tensor
+    jobs: Sequence[Job], samples: Sequence[Tensor], like: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Return the shares of samples in their batches, and their weights if they have any: (k, n)."""
-    k, n, size = len(rows), len(rows[0]), jobs[0].batch_size
+    k, n, size = len(samples), len(samples[0]), jobs[0].batch_size
     if jobs[0].weights is None and jobs[0].class_weights is None:
         shares = like.new_full((k, n), 1 / size)
         shares[:, n - n % size :] = 1 / max(1, n % size)
         return shares, None
-    each = [job.weights_of(own) for job, own in zip(jobs, rows, strict=True)]
-    weights = torch.stack(each).to(like)
+    rows = [job.weights_of(chosen) for job, chosen in zip(jobs, samples, strict=True)]
+    weights = torch.stack(rows).to(like)
     batches = pad(weights, (0, -n % size)).view(k, -1, size)
     shares = batches / or_one(batches.sum(2, keepdim=True))
     return shares.view(k, -1)[:, :n], weights
-
-
-# -- chains ---------------------------------------------------------------------------------
-
-
-def find_chain_of(job: Job) -> tuple[Chain, ArrayLoss, Tensor]:
-    """Find the written-out formulas for a network, and its targets as the criterion takes them."""
-    chain = find_chain(job.module, tuple(job.inputs.shape[1:]))
-    if chain is None or chain.names != {name for name, _ in job.parts.parameters}:
-        raise NeedsOwnLoop("its network is no chain of layers")
-    d = chain.n_outputs
-    if job.penalty is not None:
-        names = [layer.name for layer in chain.linear]
-        if job.penalty.normalize or d >= MANY:
-            raise NeedsOwnLoop("its penalty is no plain sum over few classes")
-        if find_names(job.module, job.penalty._asked(), names) != names[-1:]:
-            raise NeedsOwnLoop("its penalty is at earlier layers")
-    _, weight = job.parts.parameters[0]
-    targets = job.read_targets(weight.new_zeros(1, d))
-    loss = find_array_loss(job.criterion, targets, d)
-    if loss is None:
-        raise NeedsOwnLoop("there is no formula for its criterion")
-    class_weights = getattr(job.criterion, "weight", None)
-    if class_weights is not None:
-        job.class_weights = class_weights.cpu()[targets.cpu()]
-    return chain, loss, targets
-
-
-def train_alone(job: Job) -> Epoch:
-    """Train a network for an epoch by written-out gradients, with its own optimizer."""
-    job.chain = find_chain_of(job)
-    job.start_epoch()
-    (epoch,) = train_chain([job], Own(job))
-    return epoch
-
-
-def train_chain(jobs: Sequence[Job], stack: Any) -> list[Epoch]:
-    """Train networks that are chains for an epoch."""
-    chain, loss, _ = jobs[0].chain
-    targets = [job.chain[2] for job in jobs]
-    like = next(iter(stack.weights.values()))
-    small = like.device.type == "cpu" and chain.is_small(jobs[0].batch_size)
-
-    def convert(tensor: Tensor) -> Any:
-        return tensor.numpy() if small else tensor
-
-    def as_arrays(batch: StepBatch) -> StepBatch:
-        wanted = loss.targets(batch.targets, chain.n_outputs, like)
-        return StepBatch(convert(batch.inputs), convert(wanted), convert(batch.shares))
-
-    chain.bind(
-        {name: convert(weight) for name, weight in stack.weights.items()},
-        {name: convert(gradient) for name, gradient in stack.gradients.items()},
-        convert(stack.slopes),
-        convert(like.new_ones(1, 1, jobs[0].batch_size)),
-    )
-    for layer in chain.dropout:
-        layer.seed(make_generators(jobs, like.device), like, small=small)
-    with _one_blas_thread() if small else nullcontext():
-        return train_epoch(Step(chain, loss), jobs, targets, stack, convert(like), as_arrays)
-
-
-def train_epoch(
-    step: Callable[[StepBatch, Settings | None], tuple[Any, ...]],
-    jobs: Sequence[Job],
-    targets: Sequence[Tensor],
-    stack: Any,
-    like: Any,
-    as_arrays: Callable[[StepBatch], StepBatch],
-) -> list[Epoch]:
-    """Train networks for an epoch, by steps that write the gradients of a stack.
-
-    `like` is an array of the kind that the steps take.
-    """
-    penalties = [job.penalty for job in jobs if job.penalty is not None]
-    settings, recorded = settings_of(penalties, like), []
-    with torch.no_grad():
-        for batch in _cut_batches(jobs, targets, next(iter(stack.weights.values())), as_arrays):
-            if settings is None or settings.limit.begin_step(settings.every):
-                recorded.append(step(batch, settings))
-            else:
-                (loss,) = step(batch, None)
-                recorded.append((loss, 0 * loss, 0 * loss + 1))
-            stack.step()
-    if settings is not None and len(penalties) > 1:
-        settings.limit.unstack([penalty.limit for penalty in penalties])
-    stack.hand_over()
-    return _read_epochs(jobs, recorded)
 
 
 def make_generators(jobs: Sequence[Job], device: torch.device) -> list[torch.Generator]:
@@ -184,22 +186,15 @@ def make_generators(jobs: Sequence[Job], device: torch.device) -> list[torch.Gen
 
 
 @cache  # in the first epoch, because it searches the process for its libraries
-def _blas_libraries() -> list[Any]:
-    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
+def _blas_libraries() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="blas")
 
 
 @contextmanager
 def _one_blas_thread() -> Iterator[None]:
     """Let NumPy multiply on one thread, which small matrices do not share among several."""
-    before = [(library, library.num_threads) for library in _blas_libraries()]
-    try:
-        for library, _ in before:
-            library.set_num_threads(1)
-        with np.errstate(all="ignore"):
-            yield
-    finally:
-        for library, n_threads in before:
-            library.set_num_threads(n_threads)
+    with _blas_libraries().limit(limits=1), np.errstate(all="ignore"):
+        yield
 
 
 def _read_epochs(jobs: Sequence[Job], recorded: Sequence[tuple[Any, ...]]) -> list[Epoch]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,23 +67,23 @@ class Job:
     penalty: RelativeFlatnessPenalty | None  # with its limit
     inputs: Tensor
     targets: Tensor
+    rows: Tensor  # (n,), of inputs and targets, that the samples are
     weights: Tensor | None  # (n,), of the samples
-    draw_order: Callable[[], Tensor]  # returns the order of the rows
-    n_rows: int
+    shuffles: bool
     batch_size: int
     drop_last: bool
     check_output: Callable[[Loss, Tensor], None]
     parts: Parts = field(init=False)
     # drawn at the start of the epoch
-    order: Tensor = field(init=False)
+    order: Tensor = field(init=False)  # of the samples
     seed: int = field(init=False)
     random_state: Tensor = field(init=False)
-    # of a chain: its layers, the formulas of its loss, and the checked targets
-    chain: Any = None
-    class_weights: Tensor | None = None  # (n,), those of the samples' classes in the criterion
-    # set by a fleet: what networks that train together have in common; checked targets of no chain
-    key: Any = None
+    # set by what trains it: the targets that the criterion takes, the formulas of the criterion,
+    # the weights of the targets in it, and what networks that train together have in common
     values: Any = None
+    loss: Any = None
+    class_weights: Tensor | None = None
+    key: Any = None
 
     def __post_init__(self) -> None:
         self.parts = Parts(self.module)
@@ -93,12 +94,20 @@ class Job:
             self.module.train()
         if isinstance(self.criterion, nn.Module) and not self.criterion.training:
             self.criterion.train()
-        order = self.draw_order()
-        n = len(order)
-        self.order = order[: n - n % self.batch_size] if self.drop_last else order
+        self.order = self._draw_order()
         if any(type(part) is nn.Dropout and part.p for _, part in self.parts.modules):
             self.seed = int(torch.randint(2**63 - 1, ()))
         self.random_state = torch.get_rng_state()
+
+    def _draw_order(self) -> Tensor:
+        """Draw the order of the samples, as torch's loader does."""
+        n = len(self.rows)
+        end = n - n % self.batch_size if self.drop_last else n
+        _draw_seed()  # for workers, also if there are none
+        if not self.shuffles:
+            return torch.arange(end)
+        # torch's sampler would turn the permutation into numbers of Python
+        return torch.randperm(n, generator=torch.Generator().manual_seed(_draw_seed()))[:end]
 
     def read_targets(self, output: Tensor) -> Tensor:
         """Check all targets and return those that the criterion takes; `output` has one row."""
@@ -106,10 +115,16 @@ class Job:
         self.check_output(loss, output.expand(self.batch_size, *shape))
         return loss.read_target(output.expand(len(self.targets), *shape), self.targets).values
 
-    def weights_of(self, rows: Tensor) -> Tensor:
+    def weights_of(self, samples: Tensor) -> Tensor:
         """Return the weights of some samples, those of their classes included."""
-        parts = [part[rows] for part in (self.weights, self.class_weights) if part is not None]
-        return torch.stack(parts).prod(0) if len(parts) > 1 else parts[0]
+        if self.class_weights is None:
+            return self.weights[samples]  # type: ignore[index]
+        of_classes = self.class_weights[self.rows[samples]]
+        return of_classes if self.weights is None else self.weights[samples] * of_classes
+
+
+def _draw_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 @dataclass(frozen=True)
@@ -120,14 +135,12 @@ class Epoch:
     losses: list[float]
     penalties: list[float]
     shares: list[float]
-    # what the network ends in, if its outputs have shown it
-    has_ending: bool = False
-    ending: str | None = None
+    ending: str | None = None  # the function that the network ends in
 
 
 def qualify(job: Job) -> str | None:
     """Return why a network cannot be trained by another loop than its own, if it cannot."""
-    return next(_obstacles(job), None)
+    return next(chain(_obstacles(job), _obstacles_of_criterion(job.criterion)), None)
 
 
 def _obstacles(job: Job) -> Iterator[str]:
@@ -151,15 +164,14 @@ def _obstacles(job: Job) -> Iterator[str]:
     owners = (job.optimizer, "_optimizer_step_"), (of_all_optimizers, "_global_optimizer_")
     if any(getattr(owner, f"{prefix}{name}") for owner, prefix in owners for name in _OF_STEPS):
         yield "its optimizer has hooks"
-    if isinstance(job.criterion, nn.Module):
-        yield from _obstacles_of_criterion(Parts(job.criterion))
 
 
-def _obstacles_of_criterion(parts: Parts) -> Iterator[str]:
+def _obstacles_of_criterion(criterion: Any) -> Iterator[str]:
     """Yield the reasons why a criterion needs a network's own loop."""
-    if parts.parameters:
+    parts = Parts(criterion) if isinstance(criterion, nn.Module) else None
+    if parts is not None and parts.parameters:
         yield "its criterion has parameters"
-    if _runs_hooks(parts):
+    if parts is not None and _runs_hooks(parts):
         yield "its criterion has hooks"
 
 

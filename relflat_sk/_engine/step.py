@@ -70,14 +70,14 @@ def settings_of(penalties: Sequence[Any], like: Any) -> Settings | None:
     """Read the penalties of networks of one kind, as arrays of the kind of another one."""
     if not penalties:
         return None
-    first, clips = penalties[0], [penalty.clip for penalty in penalties]
+    first = penalties[0]
+    clips, limit = first.clip, first.limit
+    if len(penalties) > 1:
+        limit = PenaltyLimit.stack([penalty.limit for penalty in penalties], like)
+        if clips is not None:
+            clips = as_kind([penalty.clip for penalty in penalties], like)
     factors = as_kind([first.every * penalty.weight for penalty in penalties], like)
-    if len(penalties) == 1:
-        return Settings(factors, first.clip, first.limit, first.every)
-    limit = PenaltyLimit.stack([penalty.limit for penalty in penalties], like)
-    return Settings(
-        factors, None if first.clip is None else as_kind(clips, like), limit, first.every
-    )
+    return Settings(factors, clips, limit, first.every)
 
 
 class Body(Protocol):
@@ -144,22 +144,21 @@ class Step:
             of_phi = (each * term.of_phi) * phi
             body.backward(of_z + each * term.z, of_phi, each * term.weight, *others)
 
-        limit = settings.limit
+        limit, measured = settings.limit, None
         if settings.clips is None:
             share = namespace(penalty).ones_like(penalty)
+        else:
+            of_constant = self._loss.of_constant(z, batch.targets, batch.shares)
+            if limit.needs_measurement:
+                differentiate(0 * of_z, namespace(penalty).ones_like(penalty))
+                of_penalty = 1 * body.slopes
+                body.backward(of_z)
+                measured = Measured(_norm(body.slopes), _norm(of_penalty), _rows(body.weights))
+            share = limit.share(loss, of_constant, penalty, settings.clips, measured)
+        if measured is None:
             differentiate(of_z, share)
-            return loss, penalty, share
-        of_constant = self._loss.of_constant(z, batch.targets, batch.shares)
-        if not limit.needs_measurement:
-            share = limit.share(loss, of_constant, penalty, settings.clips)
-            differentiate(of_z, share)
-            return loss, penalty, share
-        differentiate(0 * of_z, namespace(penalty).ones_like(penalty))
-        of_penalty = 1 * body.slopes
-        body.backward(of_z)
-        measured = Measured(_norm(body.slopes), _norm(of_penalty), _rows(body.weights))
-        share = limit.share(loss, of_constant, penalty, settings.clips, measured)
-        body.slopes += share[:, None] * of_penalty
+        else:
+            body.slopes += share[:, None] * of_penalty
         return loss, penalty, share
 
 

@@ -263,23 +263,24 @@ class RelativeFlatnessPenalty:
             or any(map(has_forward_hooks, parts))
         )
         with (
-            self._capture.open(module, self._asked()),
+            self._capture.open(module, self.layers),
             self._hooks.guarded(hooked, activations=activations),
         ):
             yield
+
+    @property
+    def layers(self) -> tuple[Layer, ...] | None:
+        """The layers as the user names them now, None for all."""
+        layer: Any = self.layer
+        if isinstance(layer, str) and layer == "all":
+            return None
+        return tuple(layer) if isinstance(layer, list | tuple) else (layer,)
 
     @property
     def plan(self) -> Plan:
         """The layers that steps record, known since the first call."""
         assert self._capture.plan is not None
         return self._capture.plan
-
-    def _asked(self) -> tuple[Layer, ...] | None:
-        """Return the layers as the user names them now, None for all."""
-        layer: Any = self.layer
-        if isinstance(layer, str) and layer == "all":
-            return None
-        return tuple(layer) if isinstance(layer, list | tuple) else (layer,)
 
     def __call__(
         self,

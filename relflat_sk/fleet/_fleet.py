@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer
-from relflat_sk._engine.epoch import EPOCH_TRAINER, find_chain_of, train_chain
+from relflat_sk._engine.epoch import EPOCH_TRAINER, ChainNets
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._random import IN_TURN, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.fleet._stack import Stack, key_of
@@ -47,9 +47,8 @@ class Routine:
         self.seconds = self.resumed = 0.0
         self.is_done = False
         self.result: Any = None
-        # where the function pauses: the epoch to train, and then what came of it
-        self.job: Any = None
-        self.outcome: Any = None
+        self.job: Any = None  # the epoch at which the function pauses
+        self.outcome: Any = None  # what came of it
 
     def _run(self) -> None:
         CURRENT.set(self)
@@ -107,12 +106,14 @@ class Routine:
         self._await(False)
         self.seconds += time.perf_counter() - self.resumed
 
-    def pause(self) -> None:
-        """Let the caller go on; to be called inside the function."""
+    def pause(self, job: Job) -> Any:
+        """Let the caller train an epoch, inside the function, and return what came of it."""
+        self.job = job
         self._give(False)
         self._await(True)
         if self._cancelled:
             raise Cancelled
+        return self.outcome
 
     def cancel(self) -> None:
         """End the function at its next pause, and wait for its end."""
@@ -169,12 +170,11 @@ class Fleet:
         self.size = size
         self.auto = auto
         # how nets with a key are stacked, or the reason why they are not
-        self._kinds: dict[Any, ChainNets | VmappedNets | NeedsOwnLoop] = {}
+        self._kinds: dict[Any, ChainNets | VmappedNets | str] = {}
         self._reasons: set[str] = set()
         self._routines: list[Routine] = []  # that have begun; all but the running one pause
         with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
             self._seeds = count(int(torch.randint(2**62, ())))
-        self._drew = False  # whether a routine has moved its random state on
 
     def run(self, train: Callable[[], bool], is_enough: Callable[[], bool] = lambda: False) -> None:
         """Train until there is nothing left to train."""
@@ -194,17 +194,14 @@ class Fleet:
         except BaseException:
             self.end()
             raise
-        finally:
-            if self._drew:
-                torch.randint(2, ())
-                self._drew = False
 
     def _has_ended(self, routine: Routine) -> bool:
         """Let a routine go on, and return whether it has ended."""
         if routine.resume():
             return False
         self._routines.remove(routine)
-        self._drew |= routine.drew
+        if routine.drew:
+            torch.randint(2, ())
         return True
 
     def end(self) -> None:
@@ -223,14 +220,23 @@ class Fleet:
         """Train a network for an epoch together with others."""
         routine, before = CURRENT.get(), torch.get_rng_state()
         assert routine is not None
-        self._place(job)
+        job.key = key_of(job)
+        kind = self._kinds.get(job.key)
+        if isinstance(kind, str):
+            raise NeedsOwnLoop(kind)
+        if kind is not None:
+            kind.prepare(job)
+        else:
+            try:
+                self._kinds[job.key] = self._find_kind(job)
+            except NeedsOwnLoop as reason:
+                self._kinds[job.key] = str(reason)
+                raise
         job.start_epoch()
-        routine.job = job
-        routine.pause()
-        outcome = routine.outcome
-        if isinstance(outcome, NeedsOwnLoop):
+        outcome = routine.pause(job)
+        if isinstance(outcome, str):
             torch.set_rng_state(before)
-            raise outcome
+            raise NeedsOwnLoop(outcome)
         torch.set_rng_state(job.random_state)
         return outcome  # type: ignore[no-any-return]
 
@@ -241,31 +247,18 @@ class Fleet:
             self._reasons.add(text)
             _LOG.log(logging.INFO if self.auto else logging.WARNING, text)
 
-    def _place(self, job: Job) -> None:
-        """Find the group of a net, and read its targets."""
-        job.key = key_of(job)
-        if job.key not in self._kinds:
-            self._kinds[job.key] = self._kind_of(job)
-        kind = self._kinds[job.key]
-        if isinstance(kind, NeedsOwnLoop):
-            raise NeedsOwnLoop(str(kind))
-        kind.prepare(job)
-
-    def _kind_of(self, job: Job) -> "ChainNets | VmappedNets | NeedsOwnLoop":
-        """Find how nets are stacked, or why not; some are about as fast one by one."""
+    def _find_kind(self, job: Job) -> ChainNets | VmappedNets:
+        """Find how nets like one are stacked; refuse those that are about as fast one by one."""
         parameters = list(job.module.parameters())
         if self.auto and sum(p.numel() for p in parameters) > _MANY_NUMBERS:
-            return NeedsOwnLoop(f"its network has more than {_MANY_NUMBERS:,} weights")
+            raise NeedsOwnLoop(f"its network has more than {_MANY_NUMBERS:,} weights")
         kinds = nn.Conv1d | nn.Conv2d | nn.Conv3d
         convolves = any(isinstance(part, kinds) for part in job.module.modules())
         if self.auto and convolves and parameters[0].is_cpu:
-            return NeedsOwnLoop("its convolutions are faster one by one on a CPU")
+            raise NeedsOwnLoop("its convolutions are faster one by one on a CPU")
         with suppress(NeedsOwnLoop):
             return ChainNets(job)
-        try:
-            return VmappedNets(job)
-        except NeedsOwnLoop as refusal:
-            return refusal
+        return VmappedNets(job)
 
     # -- called by the fleet itself ------------------------------------------------------------
 
@@ -284,31 +277,18 @@ class Fleet:
                 routine.outcome = outcome
                 routine.seconds += share
 
-    def _outcomes(self, key: Any, jobs: list[Job]) -> Sequence[Epoch | NeedsOwnLoop]:
-        """Train nets of one kind for an epoch."""
+    def _outcomes(self, key: Any, jobs: list[Job]) -> Sequence[Epoch | str]:
+        """Train nets of one kind for an epoch, or say why they must train by themselves."""
+        kind = self._kinds[key]
+        if isinstance(kind, str):
+            return [kind] * len(jobs)
         try:
-            kind: Any = self._kinds[key]
-            return kind.train(jobs)  # type: ignore[no-any-return]
+            return kind.train(jobs, Stack(jobs, kind.unused))
         except NeedsOwnLoop as reason:  # in this epoch
-            return [reason] * len(jobs)
+            return [str(reason)] * len(jobs)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
             text = str(error).strip().split("\n")[0]
-            self._kinds[key] = never = NeedsOwnLoop(f"torch.func cannot stack it: {text}")
+            self._kinds[key] = never = f"torch.func cannot stack it: {text}"
             return [never] * len(jobs)
-
-
-class ChainNets:
-    """Nets whose network is a chain of layers, which train together by its formulas."""
-
-    def __init__(self, job: Job) -> None:
-        find_chain_of(job)
-
-    def prepare(self, job: Job) -> None:
-        """Find the formulas of a net, and check its targets."""
-        job.chain = find_chain_of(job)
-
-    def train(self, jobs: Sequence[Job]) -> list[Epoch]:
-        """Train nets for an epoch."""
-        return train_chain(jobs, Stack(jobs))

@@ -168,11 +168,10 @@ def key_of(job: Job) -> tuple[Any, ...]:
         of_criterion = parts_key(parts), *buffers
     of_penalty: tuple[Any, ...] = ()
     if penalty is not None:
-        layer: Any = penalty.layer
-        layers = tuple(layer) if isinstance(layer, list | tuple) else (layer,)
-        of_penalty = layers, penalty.normalize, penalty.probes, penalty.clip is None, penalty.every
+        is_free = penalty.clip is None
+        of_penalty = penalty.layers, penalty.normalize, penalty.probes, is_free, penalty.every
     return (
-        (job.n_rows, job.batch_size, job.drop_last, *shapes),
+        (len(job.rows), job.batch_size, job.drop_last, *shapes),
         ignored is not None and bool((targets == ignored).any()),
         job.weights is not None,
         parts_key(job.parts),

@@ -4,9 +4,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from joblib import parallel_config
+from joblib import Parallel, delayed, parallel_config
 from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend
 from sklearn.base import BaseEstimator, clone
 
@@ -101,21 +102,12 @@ class FleetTrainer(BaseEstimator):
             )
         if not self.estimators:
             raise ValueError("estimators must hold at least one estimator, got an empty list.")
-        size, fitted = fleet_size(self.fleet), [clone(one) for one in self.estimators]
-        jobs = iter(fitted)
-
-        def train() -> bool:
-            estimator = next(jobs, None)
-            if estimator is not None:
-                estimator.fit(X, y, **fit_params)
-            return estimator is not None
-
-        if size is None:
-            while train():
-                pass
-        else:
-            Fleet(size, auto=self.fleet == "auto").run(train)
-        self.estimators_ = fitted
+        fits = [partial(clone(net).fit, X, y, **fit_params) for net in self.estimators]
+        if self.fleet is None:
+            self.estimators_ = [fit() for fit in fits]
+            return self
+        with fleet_training(self.fleet):
+            self.estimators_ = Parallel()(delayed(fit)() for fit in fits)
         return self
 
 

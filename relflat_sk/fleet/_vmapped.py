@@ -69,24 +69,25 @@ class VmappedNets:
         for name in [*self.earlier, *([self._last] if self._last else [])]:
             layer = self._skeleton.get_submodule(name)
             layer.register_forward_hook(partial(self._record, name))
+        self.prepare(job)
 
     def _run(self, job: Job, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Run a copy of a network, and find what a stack needs to know of it."""
         before = attributes_of(Parts(module))
         plan = None if job.penalty is None else _try_penalty(job, module, x, y)
-        # the shapes of the masks of dropout, without the samples
-        shapes: dict[str, list[tuple[int, ...]]] = {
-            name: [] for name, part in module.named_modules() if type(part) is nn.Dropout and part.p
-        }
-        for name, calls in shapes.items():
-            module.get_submodule(name).register_forward_hook(
-                lambda part, args, output, calls=calls: calls.append(tuple(output.shape[1:]))
+        named = module.named_modules()
+        dropouts = {name: part for name, part in named if type(part) is nn.Dropout and part.p}
+        calls: list[tuple[str, torch.Size]] = []
+        for name, dropout in dropouts.items():
+            dropout.register_forward_hook(
+                lambda part, args, output, name=name: calls.append((name, output.shape[1:]))
             )
         with Recorder({} if plan is None else plan.layers, keep_graph) as recorder:
             output = primary_output(module(x))
-        if any(len(calls) != 1 for calls in shapes.values()):
+        if sorted(name for name, _ in calls) != sorted(dropouts):
             raise NeedsOwnLoop("its network does not use each layer of dropout once")
-        self._dropped = {name: calls[0] for name, calls in shapes.items()}
+        # the rates of dropout, and the shapes of its masks without the samples
+        self._dropped = {name: (dropouts[name].p, shape) for name, shape in calls}
         # one copy runs for all nets; nothing reads what the pass leaves in new attributes
         after = attributes_of(Parts(module))
         for name, value in before.items():
@@ -96,7 +97,7 @@ class VmappedNets:
         job.check_output(Loss(job.criterion), output)
         if plan is not None:
             self._find_layers(plan, module, recorder, output)
-        self._unused = _find_unused(module, output, job.optimizer)
+        self.unused = _find_unused(module, output, job.optimizer)
         return output
 
     def _find_layers(
@@ -147,14 +148,12 @@ class VmappedNets:
         """Check the targets of a net."""
         job.values = job.read_targets(self._output)
 
-    def train(self, jobs: Sequence[Job]) -> list[Epoch]:
-        """Train nets for an epoch."""
-        stack = Stack(jobs, self._unused)
+    def train(self, jobs: Sequence[Job], stack: Stack) -> list[Epoch]:
+        """Train nets for an epoch, whose tensors are in a stack."""
         self.weights, self._buffers = {**stack.weights, **stack.fixed}, stack.buffers
         self._to, self.slopes = stack.gradients, stack.slopes
         like = next(iter(stack.weights.values()))
         streams = make_generators(jobs, like.device) if self._dropped else []
-        rates: dict[str, Any] = {n: jobs[0].module.get_submodule(n).p for n in self._dropped}
         make_step: Any = partial(self._step_of_any, jobs[0])
         earlier, loss = None, self._loss
         if loss is not None:
@@ -170,15 +169,15 @@ class VmappedNets:
         def step(batch: StepBatch, settings: Settings | None) -> tuple[Any, ...]:
             n = batch.shares.shape[1]
             self._masks = {
-                name: draw_mask(streams, (n, *shape), rates[name], like)
-                for name, shape in self._dropped.items()
+                name: draw_mask(streams, (n, *shape), rate, like)
+                for name, (rate, shape) in self._dropped.items()
             }
             return make_step(batch, settings)  # type: ignore[no-any-return]
 
-        epochs = train_epoch(step, jobs, [job.values for job in jobs], stack, like, as_arrays)
+        epochs = train_epoch(step, jobs, stack, like, as_arrays)
         if earlier is not None:
             earlier.finish()
-        return [replace(epoch, has_ending=True, ending=self._ending) for epoch in epochs]
+        return [replace(epoch, ending=self._ending) for epoch in epochs]
 
     def _step_of_any(self, job: Job, batch: StepBatch, settings: Settings | None) -> tuple[Tensor]:
         """Make a step of nets whose criterion is differentiated by torch."""

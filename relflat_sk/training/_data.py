@@ -5,7 +5,9 @@ returns `Weighted` labels, any data loader batches them, and the net's loss sepa
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -239,7 +241,7 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
 class ArrayRows(Dataset[Any]):
     """Samples of which torch's loader takes whole batches: rows of arrays, with their weights."""
 
-    inputs: Any
+    inputs: Any  # tensors and sparse matrices, as the targets
     targets: Any
     rows: NDArray[np.intp]  # (n,)
     weights: Tensor | None  # (n,)
@@ -248,10 +250,14 @@ class ArrayRows(Dataset[Any]):
         return len(self.rows)
 
     def __getitems__(self, samples: list[int]) -> list[Any]:
-        rows = self.rows[samples]
-        X, y = (
-            map_arrays(lambda data: _take(data, rows), part) for part in (self.inputs, self.targets)
-        )
+        rows = torch.from_numpy(self.rows[samples])
+
+        def take(data: Any) -> Tensor:
+            if issparse(data):
+                return torch.from_numpy(data[rows.numpy()].toarray())
+            return data.index_select(0, rows.to(data.device))  # type: ignore[no-any-return]
+
+        X, y = (map_arrays(take, part) for part in (self.inputs, self.targets))
         return [X, y if self.weights is None else Weighted(y, self.weights[samples])]
 
     @property
@@ -296,35 +302,24 @@ def _find_rows(dataset: Any) -> ArrayRows | None:
         parts = base.tensors
     else:
         return None
-    # torch's loader makes a list of a tuple, and of sparse matrices a csr_matrix gives rows
+    # torch's loader makes a list of a tuple
     inputs, targets = (
-        map_arrays(
-            lambda data: data.tocsr() if issparse(data) else data,
-            list(part) if type(part) is tuple else part,
-        )
-        for part in parts
+        map_arrays(_as_rows, list(part) if type(part) is tuple else part) for part in parts
     )
-    if not all(_has_rows(data, len(base)) for data in (*arrays_of(inputs), *arrays_of(targets))):
+    arrays = *arrays_of(inputs), *arrays_of(targets)
+    if not all(data is not None and data.shape[:1] == (len(base),) for data in arrays):
         return None
     rows = np.arange(len(base)) if rows is None else rows
     return ArrayRows(inputs, targets, rows, None if weights is None else torch.from_numpy(weights))
 
 
-def _has_rows(data: Any, n: int) -> bool:
-    """Return whether data are an array of n rows, of numbers as torch has them."""
+def _as_rows(data: Any) -> Any:
+    """Return a dense array as a tensor that shares its memory; None if no rows can be cut of it."""
+    if issparse(data):
+        return data.tocsr()
     if type(data) in (np.ndarray, np.memmap):
-        try:
-            torch.from_numpy(np.empty(0, data.dtype))
-        except (TypeError, ValueError):  # such as strings
-            return False
-    elif not issparse(data) and (type(data) is not Tensor or data.layout is not torch.strided):
-        return False
-    return bool(data.ndim) and data.shape[0] == n
-
-
-def _take(data: Any, rows: NDArray[np.intp]) -> Tensor:
-    """Copy some rows of an array."""
-    if isinstance(data, Tensor):
-        return data.index_select(0, torch.from_numpy(rows).to(data.device))
-    found = data[rows]
-    return torch.from_numpy(found.toarray() if issparse(found) else found)
+        with warnings.catch_warnings(), suppress(TypeError, ValueError):  # such as strings
+            # torch warns of arrays that it may not write to, and nobody writes to these
+            warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+            data = torch.from_numpy(data)
+    return data if type(data) is Tensor and data.layout is torch.strided else None

@@ -5,9 +5,8 @@ needs its own loop.
 """
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -235,8 +234,7 @@ class SkorchNet(NeuralNet):
         )
         self.history.record("train_batch_count", len(epoch.sizes))
         self._state().is_penalised = True
-        if epoch.has_ending:
-            self._ending = epoch.ending
+        self._ending = epoch.ending
         return True
 
 
@@ -277,26 +275,10 @@ def _advice(net: NeuralNet) -> str:
 
 def make_job(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Job:
     """Read a net and its data for an epoch outside of its own loop; refuse what needs that."""
-    reason = _find_own_step(net, fit_params)
-    if reason is not None:
-        raise NeedsOwnLoop(reason)
+    _refuse_own_step(net, fit_params)
     samples = rows_of(loader)
-    if samples is None:
+    if samples is None or not all(type(x) is Tensor for x in (samples.inputs, samples.targets)):
         raise NeedsOwnLoop("its batches are not cut out of arrays")
-    inputs, targets = _whole(samples.inputs, "inputs"), _whole(samples.targets, "targets")
-    rows, in_order = torch.from_numpy(samples.rows), torch.arange(len(samples))
-    if samples.weights is not None and not torch.equal(rows, in_order):
-        # weights are in the order of samples
-        inputs, targets, rows = inputs[rows], targets[rows], in_order
-
-    def draw_order() -> Tensor:
-        _draw_seed()  # torch's loader draws a seed for workers, even if it has none
-        # its sampler would turn a permutation into numbers of Python
-        if isinstance(loader.sampler, RandomSampler):
-            generator = torch.Generator().manual_seed(_draw_seed())
-            return rows[torch.randperm(len(samples), generator=generator)]
-        return rows
-
     size, drop_last = int(loader.batch_size or 1), bool(loader.drop_last)
     if drop_last and len(samples) < size:
         raise NeedsOwnLoop("it has fewer samples than a batch, and drops them")
@@ -305,11 +287,11 @@ def make_job(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Job:
         net.optimizer_,
         net.criterion_,
         net._penalty() if net._penalty_weight() else None,
-        inputs,
-        targets,
+        samples.inputs,
+        samples.targets,
+        torch.from_numpy(samples.rows),
         samples.weights,
-        draw_order,
-        len(samples),
+        isinstance(loader.sampler, RandomSampler),
         min(size, len(samples)),
         drop_last,
         net._check_output,
@@ -320,54 +302,28 @@ def make_job(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Job:
     return job
 
 
-def _draw_seed() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_().item())
-
-
-def _whole(data: Any, name: str) -> Tensor:
-    """Return an array as a tensor that shares its memory."""
-    if isinstance(data, Tensor):
-        return data
-    if isinstance(data, np.ndarray):
-        with suppress(ValueError):  # such as negative strides
-            if data.flags.writeable:
-                return torch.from_numpy(data)
-            with warnings.catch_warnings():
-                # torch warns of arrays that it may not write to, and nobody writes to these
-                warnings.filterwarnings("ignore", "The given NumPy array is not writ")
-                return torch.from_numpy(data)
-    raise NeedsOwnLoop(f"its {name} are not one array")
-
-
-def _find_own_step(net: Any, fit_params: Mapping[str, Any]) -> str | None:
-    """Return what a net does in its steps that another loop would leave out, if anything."""
+def _refuse_own_step(net: Any, fit_params: Mapping[str, Any]) -> None:
+    """Refuse a net that does something in its steps that another loop would leave out."""
     if fit_params:
-        return f"its network takes further arguments: {sorted(fit_params)}"
-    library = next(
-        kind
-        for kind in type(net).__mro__
-        if kind.__module__.startswith("relflat_sk.") and issubclass(kind, NeuralNet)
-    )
-    changed = [n for n in _STEP if getattr(type(net), n, None) is not getattr(library, n, None)]
-    if changed:
-        return f"{type(net).__name__} has its own {changed[0]}"
+        raise NeedsOwnLoop(f"its network takes further arguments: {sorted(fit_params)}")
+    library = next(kind for kind in type(net).__mro__ if kind.__module__.startswith("relflat_sk."))
+    for name in _STEP:
+        if getattr(type(net), name, None) is not getattr(library, name, None):
+            raise NeedsOwnLoop(f"{type(net).__name__} has its own {name}")
     trained = {n for n, v in vars(net).items() if isinstance(v, nn.Module | Optimizer)}
     if not trained <= {"module", "module_", "criterion", "criterion_", "optimizer_"}:
-        return "it has other parts than one module, criterion and optimizer"
+        raise NeedsOwnLoop("it has other parts than one module, criterion and optimizer")
     if "_orig_mod" in getattr(net.module_, "_modules", {}):
-        return "its network is compiled"
-    for event in _EVENTS:
-        for _, callback in net.callbacks_:
-            method = getattr(callback, event)
-            if getattr(method, "__func__", method) is getattr(Callback, event, None):
-                continue  # skorch's empty one
-            harmless = (isinstance(callback, EpochScoring) and not callback.on_train) or (
-                # LRScheduler of skorch, and WeightAverage
-                getattr(callback, "step_every", "batch") == "epoch"
-            )
-            if not harmless:
-                return f"its callback {type(callback).__name__} is called in each step"
-    return None
+        raise NeedsOwnLoop("its network is compiled")
+    for (_, callback), event in product(net.callbacks_, _EVENTS):
+        method = getattr(callback, event)
+        is_empty = getattr(method, "__func__", method) is getattr(Callback, event, None)
+        reads_validation = isinstance(callback, EpochScoring) and not callback.on_train
+        # LRScheduler of skorch, and WeightAverage
+        steps_by_epoch = getattr(callback, "step_every", "batch") == "epoch"
+        if not (is_empty or reads_validation or steps_by_epoch):
+            kind = type(callback).__name__
+            raise NeedsOwnLoop(f"its callback {kind} is called in each step")
 
 
 # -- callbacks -----------------------------------------------------------------------------

@@ -59,7 +59,6 @@ DATA = {
     "matrix": SkorchDataset(X, Y),
     "images": SkorchDataset(RNG.normal(size=(N, 3, 5, 5)).astype("f4"), Y.astype("f4")[:, None]),
     "no labels": SkorchDataset(X),
-    "reversed": SkorchDataset(X[::-1], Y),
     "half": SkorchDataset(torch.tensor(X).bfloat16(), torch.tensor(Y).half()),
     "dict": SkorchDataset({"a": X, "b": torch.tensor(Y)}, Y),
     "list": SkorchDataset([X, torch.tensor(X[:, :2])], Y),
@@ -96,6 +95,7 @@ SHUFFLED = {"shuffle": True}
 OTHERS = {
     "own data set": (_Doubled(X, Y), SHUFFLED),
     "three tensors": (TensorDataset(*[torch.tensor(X)] * 3), SHUFFLED),
+    "reversed": (SkorchDataset(X[::-1], Y), SHUFFLED),
     "python labels": (SkorchDataset(X, Y.tolist()), SHUFFLED),
     "unequal lengths": (SkorchDataset({"a": X}, Y, length=7), SHUFFLED),
     "collate_fn": (DATA["matrix"], {"collate_fn": torch.utils.data.default_collate}),
