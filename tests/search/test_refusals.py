@@ -1,7 +1,7 @@
-"""What searches, objectives, studies and rules refuse before anything is trained, and how."""
+"""What is refused before anything is trained, and failures that are not the candidates'."""
 
-import io
 import math
+import time
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,18 @@ from relflat_sk import (
 )
 from relflat_sk.search._data import scale_lr, vary_data
 from relflat_sk.search._space import Space
-from tests.search.examples import WEIGHTS, X, Y, logistic, make_net, piped
+from relflat_sk.search._storage import open_storage
+from tests.search.examples import (
+    NO_MINIMA,
+    WEIGHTS,
+    X,
+    Y,
+    attributes_of,
+    load,
+    logistic,
+    make_net,
+    piped,
+)
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 NET = NeuralNetClassifier(MLP)
@@ -81,24 +92,23 @@ def vary(X=ROWS, y=ROWS, **parameters):
     return lambda: vary_data(X, y, **parameters)
 
 
+def states(stored):
+    return [trial.state.name for trial in load(stored).trials]
+
+
 class FullStore(FileSystemArtifactStore):
-    """A folder on a disk that is full."""
+    """A folder on a disk that is full after one file, whose candidate is recorded first."""
+
+    def __init__(self, folder, stored=None):
+        super().__init__(folder)
+        self.folder, self.stored = folder, stored
 
     def write(self, artifact_id, content):
-        raise OSError(28, "No space left on device")
-
-
-class FarAway:
-    """A store of one's own that cannot be written to."""
-
-    def __repr__(self):
-        return "a store far away"
-
-    def write(self, artifact_id, content):
-        raise PermissionError("permission denied")
-
-    def open_reader(self, artifact_id):
-        return io.BytesIO()
+        if list(self.folder.iterdir()):
+            while self.stored and "COMPLETE" not in states(self.stored):
+                time.sleep(0.02)  # another process is about to record it
+            raise OSError(28, "No space left on device")
+        super().write(artifact_id, content)
 
 
 VALUES = [
@@ -187,22 +197,19 @@ TYPES = [
 ]
 
 
+FULL = FullStore(Path(__file__).parent)
 STORES = [
-    (search(artifact_store=FullStore("")), "artifact_store=.*OSError"),
+    (search(artifact_store=FULL), "artifact_store=.*OSError"),
     (search(artifact_store=__file__), "artifact_store='.*.py'"),
-    (search(artifact_store=FarAway()), "a store far away"),
-    (study(artifact_store=FullStore("")), "artifact_store="),
+    (study(artifact_store=FULL), "artifact_store="),
 ]
+REFUSALS = {ValueError: VALUES, TypeError: TYPES, RuntimeError: STORES}
 
 
 @pytest.mark.usefixtures("untrained")
 @pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        *((call, ValueError, match) for call, match in VALUES),
-        *((call, TypeError, match) for call, match in TYPES),
-        *((call, RuntimeError, match) for call, match in STORES),
-    ],
+    ("error", "call", "match"),
+    [(error, *row) for error, rows in REFUSALS.items() for row in rows],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_refused(call, error, match):
@@ -211,29 +218,24 @@ def test_refused(call, error, match):
     assert "secret" not in str(caught.value)
 
 
-def test_what_a_class_refuses_is_the_reason_of_all_candidates():
-    for estimator, space, named in (
-        (MISSPELT, LR, "flatnes_weight"),
-        (NET, {"module__hiden": [1]}, "hiden"),
-        (PIPELINE, {"logisticregression__C": [-1.0]}, "'C'"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=named):
-            search(estimator=estimator, space=space)()
-    with pytest.raises(ValueError, match=r"inconsistent numbers of samples: \[75, 9\]"):
-        search(X, Y[:9])()
+MISSING = np.where(np.arange(X.size).reshape(X.shape) == 5, np.nan, X)
+OF_NETS, OF_SKLEARN = {"estimator": make_net(), "space": LR}, {"space": {"C": [0.1, 1.0]}}
 
 
 @pytest.mark.parametrize(
-    ("net", "space"),
-    [(make_net(), {"lr": [0.1, 0.2]}), (LogisticRegression(), {"C": [0.1, 1.0]})],
-    ids=["ours", "scikit-learn's"],
+    ("call", "match"),
+    [
+        (search(estimator=MISSPELT, space=LR), "flatnes_weight"),
+        (search(estimator=NET, space={"module__hiden": [1]}), "hiden"),
+        (search(estimator=PIPELINE, space={"logisticregression__C": [-1.0]}), "'C'"),
+        (search(X, Y[:9]), r"inconsistent numbers of samples: \[75, 9\]"),
+        *((search(MISSING, Y, **of), "^Input X contains NaN") for of in (OF_NETS, OF_SKLEARN)),
+        *((search(X, None, **of), "^[Tt]his .* requires y") for of in (OF_NETS, OF_SKLEARN)),
+    ],
 )
-def test_wrong_data_are_the_error_of_the_estimator(net, space):
-    missing = np.where(np.arange(X.size).reshape(X.shape) == 5, np.nan, X)
-    with pytest.raises(ValueError, match=r"^Input X contains NaN"):
-        search(missing, Y, estimator=net, space=space)()
-    with pytest.raises(ValueError, match=r"^[Tt]his .* requires y"):
-        search(X, None, estimator=net, space=space)()
+def test_what_a_class_refuses_is_the_error_of_the_search(call, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        call()
 
 
 def test_a_net_lists_public_parameters_and_says_which_is_meant():
@@ -257,3 +259,118 @@ def test_a_net_lists_public_parameters_and_says_which_is_meant():
 )
 def test_what_candidates_may_be_is_not_refused(estimator, space):
     MinimaObjective(estimator, X, Y, space)
+
+
+# -- failures in the middle of a search ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ["minima.db", "minima.log", Path("a"), Path("a.journal")])
+def test_a_file_is_a_storage(storage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    optuna.create_study(storage=open_storage(storage), study_name="sweep")
+    is_sqlite = (tmp_path / storage).read_bytes().startswith(b"SQLite format 3")
+    assert is_sqlite == (Path(storage).suffix not in {".log", ".journal"})
+    assert optuna.get_all_study_names(open_storage(storage)) == ["sweep"]
+
+
+@pytest.mark.parametrize("n_jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_weights_that_cannot_be_saved_end_the_search(stored, tmp_path, n_jobs):
+    folder = tmp_path / "minima"
+    folder.mkdir()
+    search = logistic(artifact_store=FullStore(folder, stored), n_jobs=n_jobs, **stored)
+    with pytest.raises(RuntimeError, match=r"weights of trial \d cannot be saved .*Free space"):
+        search.fit(X, Y)
+    assert states(stored).count("COMPLETE") == 1
+    assert "RUNNING" not in states(stored)
+    # the corrected call trains the others, and nothing is left of the failure, nor of probes
+    search.set_params(artifact_store=FileSystemArtifactStore(folder), n_jobs=1).fit(X, Y)
+    assert search.minima_["state"].tolist() == ["complete"] * 3
+    assert states(stored).count("COMPLETE") == 3
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("X_test", "y_test", "match"),
+    [
+        (np.full((9, 4), np.nan), Y[:9], "ValueError: .*NaN"),
+        (X[:9], Y[:8], "9 samples.* 8 labels"),
+        (X[:9, :2], Y[:9], "2 features"),
+        (X, Y + 1, "KeyError: 3"),
+    ],
+)
+def test_held_out_data_that_cannot_be_evaluated_end_the_search(stored, X_test, y_test, match):
+    with pytest.raises(RuntimeError, match=f"X_test and y_test cannot be evaluated: .*{match}"):
+        logistic(**stored).fit(X, Y, X_test, y_test)
+    assert states(stored) == ["FAIL"]
+    # the study belongs to nothing yet
+    search = logistic(**stored).fit(X, Y, X, Y)
+    assert search.minima_["test_loss"].notna().all()
+    assert len(search.minima_) == 3
+
+
+class RunsOut(LogisticRegression):
+    """Runs out of memory in the way that class_weight names."""
+
+    def fit(self, X, y):
+        if self.class_weight == "numpy":
+            raise MemoryError("Unable to allocate 3. PiB for an array")
+        if self.class_weight == "torch":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 PiB")
+        return super().fit(X, y)
+
+
+@NO_MINIMA
+def test_running_out_of_memory_does_not_end_the_sweep(monkeypatch):
+    """What a large candidate leaves in torch's cache, the next one may need."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    search = logistic({"class_weight": ["numpy", "torch", None]}, RunsOut(max_iter=1000)).fit(X, Y)
+    table = search.minima_.set_index("param_class_weight")
+    assert table["state"].tolist() == ["complete", "failed", "failed"]
+    assert table["reason"]["numpy"] == "MemoryError: Unable to allocate 3. PiB for an array"
+    assert table["reason"]["torch"].startswith("OutOfMemoryError: CUDA out of memory")
+    assert search.best_params_ == {"class_weight": None}
+    assert len(emptied) == 2
+
+
+def test_the_objective_records_no_failure_of_the_call(tmp_path):
+    store = FullStore(tmp_path)
+    objective = MinimaObjective(LogisticRegression(), X, Y, {"C": [1.0]}, artifact_store=store)
+    study = optuna.create_study()
+    with pytest.raises(RuntimeError, match="the weights of trial 1 cannot be saved"):
+        study.optimize(objective, n_trials=2)
+    assert not {"failed", "reason"} & attributes_of(study.trials[1]).keys()
+
+
+class FailsAtFirst(LogisticRegression):
+    """Fails for one value of C until a file exists."""
+
+    def __init__(self, works=None, C=1.0, max_iter=1000):
+        super().__init__(C=C, max_iter=max_iter)
+        self.works = works
+
+    def fit(self, X, y):
+        if self.C == 1.0 and not self.works.exists():
+            raise RuntimeError("out of luck")
+        return super().fit(X, y)
+
+
+@pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "draws"])
+@NO_MINIMA
+def test_failed_candidates_are_tried_again_if_asked(stored, tmp_path, n_trials):
+    works = tmp_path / "works"
+    search = logistic(estimator=FailsAtFirst(works), n_trials=n_trials, **stored)
+    failed, mended = ["complete", "complete", "failed"], ["complete"] * 3
+    for exists, retry_failed, expected, n_trained in (
+        (False, False, failed, 3),
+        (False, True, failed, 4),
+        (True, False, failed, 4),
+        (True, True, mended, 5),
+        (True, True, mended, 5),
+    ):
+        if exists:
+            works.touch()
+        search.fit(X, Y, retry_failed=retry_failed)
+        assert search.minima_["state"].tolist() == expected
+        assert len(search.study_.trials) == n_trained
+    assert sorted(search.minima_["param_C"]) == [0.3, 0.5, 1.0]

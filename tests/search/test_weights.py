@@ -1,25 +1,28 @@
-"""Tests of saved weights and of `remeasure`: minima measured again without training."""
+"""Minima are had again, from saved weights or by training once more, and measured again."""
 
 import pickle
 import re
+from pathlib import Path
 
 import numpy as np
-import optuna
 import pytest
 import torch
 from numpy.testing import assert_allclose, assert_array_equal
+from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from relflat_sk import FlatnessWarning, MinimaObjective, measure
+from relflat_sk import FlatnessWarning, measure, relative_flatness
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk.search._recipe import Recipe
-from relflat_sk.search._task import train
+from relflat_sk.search._task import Task
 from tests.search.examples import (
+    NO_MINIMA,
     TARGET,
+    Fails,
     X,
     Y,
     logistic,
@@ -30,38 +33,32 @@ from tests.search.examples import (
 )
 
 
-class Normalised(nn.Module):
+class Normalised(nn.Sequential):
     """Has buffers, and a layer that is sized by the first batch."""
 
     def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.LazyLinear(3))
-
-    def forward(self, x):
-        return self.layers(x)
+        super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.LazyLinear(3))
 
 
-SIZES = {"batch_size": [16, 64]}
-CANDIDATES = {
-    "ours": (make_net(), {"module__hidden_layer_sizes": [(4,), (8,)]}),
-    "pipeline": (piped(make_net()), {"net__lr": [0.05, 0.1]}),
-    "buffers": (
-        NeuralNetClassifier(
-            Normalised, criterion=nn.CrossEntropyLoss, lr=0.3, max_epochs=20, verbose=0
-        ),
-        SIZES,
-    ),
-    "sgd": (SGDClassifier(loss="log_loss"), {"alpha": [0.01, 0.1]}),
-    "mlp": (MLPClassifier((5, 4), max_iter=40), {"batch_size": [16, 32]}),
+NORMALISED = NeuralNetClassifier(
+    Normalised, criterion=nn.CrossEntropyLoss, lr=0.3, max_epochs=20, verbose=0
+)
+WRAPPED = TransformedTargetRegressor(make_regressor(max_epochs=5))
+SIZES = {"batch_size": [16, 32]}
+CANDIDATES = {  # estimator, space, targets
+    "ours": (make_net(), {"module__hidden_layer_sizes": [(4,), (8,)]}, Y),
+    "pipeline": (piped(make_net()), {"net__lr": [0.05, 0.1]}, Y),
+    "buffers": (NORMALISED, SIZES, Y),
+    "sgd": (SGDClassifier(loss="log_loss"), {"alpha": [0.01, 0.1]}, Y),
+    "mlp": (MLPClassifier((5, 4), max_iter=40), SIZES, Y),
+    "wrapped": (WRAPPED, {"regressor__lr": [0.01, 0.02]}, TARGET),
+    "ridge": (Ridge(), {"fit_intercept": [True, False]}, TARGET),
+    "mlp regressor": (MLPRegressor(hidden_layer_sizes=(5,), max_iter=40), SIZES, TARGET),
 }
-REGRESSORS = {
-    "wrapped": (
-        TransformedTargetRegressor(make_regressor(max_epochs=5)),
-        {"regressor__lr": [0.01, 0.02]},
-    ),
-    "ridge": (Ridge(), {"alpha": [0.1, 1.0], "fit_intercept": [True, False]}),
-    "mlp regressor": (MLPRegressor(hidden_layer_sizes=(5,), max_iter=40), {"batch_size": [16, 32]}),
-}
+
+
+def outputs(estimator):
+    return getattr(estimator, "predict_proba", estimator.predict)(X)
 
 
 def settings(estimator):
@@ -71,50 +68,93 @@ def settings(estimator):
     return re.sub(r" at 0x\w+|<class '|'>", "", repr(params))
 
 
-def find(kind):
-    return (*CANDIDATES[kind], Y) if kind in CANDIDATES else (*REGRESSORS[kind], TARGET)
-
-
+@NO_MINIMA
+@pytest.mark.filterwarnings("ignore:no candidate converged", "ignore:.*left out of the ranking")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-@pytest.mark.parametrize("kind", [*CANDIDATES, *REGRESSORS])
-def test_restored_candidates_are_those_that_were_trained(kind, tmp_path):
-    estimator, space, y = find(kind)
-    objective = MinimaObjective(
-        estimator, X, y, space, artifact_store=tmp_path / "minima", random_state=0
-    )
-    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
-    fitted = []
-    for _ in range(2):
-        trial = study.ask()
-        params = objective.recipe.space.suggest(trial)
-        minimum, trained = train(objective.recipe.task, params, objective.recipe.seed_of(trial))
-        objective.recipe.record(trial, params, minimum, trained)
-        study.tell(trial, minimum.values)
-        fitted.append(trained.estimator)
-    for trial, one in zip(study.trials, fitted, strict=True):
+@pytest.mark.parametrize("is_saved", [True, False], ids=["saved", "trained again"])
+@pytest.mark.parametrize("kind", CANDIDATES)
+def test_every_minimum_can_be_had_again(kind, is_saved, stored, tmp_path, end_training):
+    estimator, space, y = CANDIDATES[kind]
+    stored["artifact_store"] = tmp_path / "minima" if is_saved else None
+    search = make_search(estimator, space, **stored).fit(X, y)
+    trained = [search.get_estimator(number) for number in range(2)]
+    if is_saved:
+        end_training()
+    resumed = clone(search).set_params(refit=False).fit(X, y)
+    flatness = search.minima_.set_index("trial")["relative_flatness"]
+    for number, expected in enumerate(trained):
         state = torch.get_rng_state()
-        restored = objective.get_estimator(trial)
+        found = resumed.get_estimator(number)
         assert_array_equal(torch.get_rng_state(), state)
-        assert_allclose(restored.predict(X), one.predict(X), rtol=1e-6)
-        name = "relative_flatness"
-        assert_allclose(measure(name, restored, X, y), trial.user_attrs[name], rtol=1e-6)
-        assert settings(restored) == settings(one)
-        n_iter, before = (getattr(final_estimator(x), "n_iter_", None) for x in (restored, one))
+        assert_allclose(outputs(found), outputs(expected), rtol=1e-6)
+        assert_allclose(measure("relative_flatness", found, X, y), flatness[number], rtol=1e-6)
+        assert type(found) is type(estimator)
+        assert settings(found) == settings(expected)
+        params = found.get_params()
+        assert None not in [params[name] for name in params if name.endswith("random_state")]
+        n_iter, before = (getattr(final_estimator(x), "n_iter_", None) for x in (found, expected))
         assert_array_equal(n_iter, before)
         assert type(n_iter) is type(before)
-        assert len(pickle.dumps(restored)) < 1.1 * len(pickle.dumps(one)) + 1000
+        if is_saved:
+            assert len(pickle.dumps(found)) < 1.1 * len(pickle.dumps(expected)) + 1000
+
+
+@NO_MINIMA
+def test_without_a_random_state_torchs_decides_and_minima_are_had_again():
+    wide = make_net(module__hidden_layer_sizes=(50,))  # any seed trains it
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        search = make_search(wide, SIZES, random_state=None, refit=False).fit(X, Y)
+        losses.append(search.minima_["train_loss"].tolist())
+    assert losses[0] == losses[1]
+    assert not set(losses[0]) & set(losses[2])
+    copied = pickle.loads(pickle.dumps(search))
+    for number, flatness in search.minima_[["trial", "relative_flatness"]].to_numpy():
+        for found in (search.get_estimator(number), copied.get_estimator(number, X, Y)):
+            assert relative_flatness(found, X, Y) == flatness
+
+
+def test_other_results_of_the_same_training_are_noticed(stored, monkeypatch):
+    """Another version of a library, or another machine, may train another network."""
+    search = make_search(make_net(), SIZES, refit=True, **stored).fit(X, Y)
+    prepare = Task.prepare
+    monkeypatch.setattr(Task, "prepare", lambda task, params, seed: prepare(task, params, seed + 1))
+    number = int(search.minima_["trial"][1])
+    with pytest.raises(ValueError, match=rf"minimum of trial {number} cannot be had again"):
+        search.get_estimator(number)
+    with pytest.warns(FlatnessWarning, match="minimum of trial 0 cannot be had again"):
+        found = search.remeasure(["l2_norm"], retrain=True)
+    assert found["l2_norm"].isna().all()
+    with pytest.warns(FlatnessWarning, match="best_estimator_ is not the network of the table"):
+        clone(search).fit(X, Y)
+
+
+@NO_MINIMA
+def test_trials_without_an_estimator():
+    search = make_search(Fails(max_iter=1000), {"C": [0.5, 1.0]}).fit(X, Y)
+    for number, reason in (
+        (1, r"trial 1 has no estimator \(RuntimeError: out of luck\)"),
+        (7, r"trial 7 has no estimator \(there is no such trial\)"),
+        ("best", r"trial 'best' has no estimator"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            search.get_estimator(number)
 
 
 def test_a_restored_net_knows_its_flatness(kept, end_training):
     """The flatness is that of the restored weights, not of the initial ones."""
     search = make_search(space=SIZES, **kept).fit(X, Y)
-    best = search.best_estimator_
     end_training()
-    again = make_search(space=SIZES, **kept).fit(X, Y).best_estimator_
-    assert again is not best
-    assert_allclose(again.relative_flatness_, best.relative_flatness_, rtol=1e-6)
-    assert not hasattr(again.history, "train_loss")
+    restored = clone(search).fit(X, Y).best_estimator_
+    assert restored is not search.best_estimator_
+    expected = search.best_estimator_.relative_flatness_
+    assert_allclose(restored.relative_flatness_, expected, rtol=1e-6)
+    assert not hasattr(restored.history, "train_loss")
+
+
+# -- measured again -------------------------------------------------------------------------------
 
 
 def test_remeasure_is_what_would_have_been_measured(
@@ -124,14 +164,15 @@ def test_remeasure_is_what_would_have_been_measured(
     search = logistic(**kept).fit(X, Y)
     columns = list(search.minima_)
     end_training()
-    found = search.remeasure(["hessian_trace", "trace_flatness", "relative_flatness"])
+    names = ["hessian_trace", "trace_flatness", "relative_flatness"]
+    found = search.remeasure(names)
     assert found is search.minima_
-    assert set(found) == {*columns, "hessian_trace", "trace_flatness"}
+    assert set(found) == {*columns, *names}
     assert found["rank"].tolist() == [1, 2, 3]
     for row in found.to_dict("records"):
         own = LogisticRegression(max_iter=1000, C=row["param_C"]).fit(X, Y)
-        for name in ("hessian_trace", "trace_flatness", "relative_flatness"):
-            assert_allclose(row[name], measure(name, own, X, Y), rtol=1e-6)
+        expected = [measure(name, own, X, Y) for name in names]
+        assert_allclose([row[name] for name in names], expected, rtol=1e-6)
     # the study knows them, and another session does
     resumed = logistic(refit=False, **kept).fit(X, Y)
     assert resumed.minima_.equals(found)
@@ -150,10 +191,9 @@ def test_a_search_that_was_pickled_needs_its_data(kept):
     assert np.isfinite(other.remeasure(["trace_flatness"], X, Y)["trace_flatness"]).all()
 
 
-@pytest.mark.parametrize("store", [None, "given later"])
-def test_without_weights(tmp_path, store):
-    search = logistic().fit(X, Y)
-    search.set_params(artifact_store=None if store is None else tmp_path)
+@pytest.mark.parametrize("given_later", [False, True])
+def test_without_weights(tmp_path, given_later):
+    search = logistic().fit(X, Y).set_params(artifact_store=tmp_path if given_later else None)
     with pytest.raises(ValueError, match="no weights of these minima were saved.*artifact_store"):
         search.remeasure(["trace_flatness"], X, Y)
 
@@ -166,3 +206,38 @@ def test_some_weights(stored, kept):
         table = search.remeasure(["trace_flatness"])
     found = table.sort_values("trial")["trace_flatness"]
     assert found.isna().tolist() == [True, False, False]
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def overwrite(path):
+    path.write_bytes(b"nothing that torch can read")
+
+
+def exchange(path):
+    """Put the weights of another minimum there, which can be read."""
+    other = next(one for one in sorted(path.parent.iterdir()) if one != path)
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [truncate, overwrite, exchange, Path.unlink])
+def test_damaged_weights_are_named_and_the_others_are_measured(kept, damage):
+    search = logistic(refit=False, **kept).fit(X, Y)
+    before = search.get_estimator(1).predict_proba(X)
+    path = kept["artifact_store"] / search.study_.trials[1].user_attrs["artifact_id"]
+    damage(path)
+    message = rf"the weights of trial 1.* '{path.name}'"
+    with pytest.warns(FlatnessWarning, match=message) as warned:
+        found = search.remeasure(["l2_norm"]).set_index("trial").sort_index()
+    assert found["l2_norm"].isna().tolist() == [False, True, False]
+    assert "remeasure(..., retrain=True)" in str(warned[0].message)
+    again = "The candidate is trained again"
+    with pytest.warns(FlatnessWarning, match=again):
+        whole = search.remeasure(["l2_norm"], retrain=True).set_index("param_C")
+    expected = logistic(measure=["relative_flatness", "l2_norm"]).fit(X, Y).minima_
+    expected = expected.set_index("param_C").loc[whole.index]
+    assert_allclose(whole["l2_norm"], expected["l2_norm"], rtol=1e-6)
+    with pytest.warns(FlatnessWarning, match=again):
+        assert_array_equal(search.get_estimator(1).predict_proba(X), before)
