@@ -1,31 +1,42 @@
-"""Searches in worker processes: of joblib, dask and ray, with classes and data of any place.
+"""Searches in workers of joblib, dask and ray, and in threads: results are those of one by one.
 
 The clusters are on this machine; ray: `make test-scale`. Kills are in `test_kills.py`.
 """
 
+import pickle
+import threading
 from functools import cache
 from importlib import import_module
 
 import numpy as np
+import optuna
 import pytest
+import torch
 from joblib import parallel_config
+from optuna.pruners import NopPruner
 from optuna.trial import TrialState
-from sklearn.datasets import load_iris
+from sklearn.datasets import load_digits, load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils import shuffle
 from skorch import NeuralNetClassifier
+from threadpoolctl import threadpool_info
 from torch import nn
 
-from relflat_sk import FlatMinimaSearch, RelativeFlatnessRegularizedClassifier, StopAtLoss
+from relflat_sk import FlatMinimaSearch, MinimaObjective, RelativeFlatnessRegularizedClassifier
+from relflat_sk._random import alone
+from relflat_sk.search._task import isolated
 from tests.data_kinds import KINDS
 from tests.processes import run_script
+from tests.search.examples import attributes_of
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the engines
 
 X, Y = shuffle(*load_iris(return_X_y=True), random_state=0)
 X = X.astype(np.float32)
+DIGITS, OF_DIGITS = (values[:300] for values in load_digits(return_X_y=True))
+DIGITS = (DIGITS / 16).astype(np.float32)
 CHOICES = [0.2, 0.4, 0.6, 0.8, 1.0]
 
 
@@ -43,16 +54,9 @@ def dask(dask_client):
 @pytest.fixture(scope="module")
 def ray():
     ray = pytest.importorskip("ray", reason="needs the extra ray")
-    from ray.util.joblib import register_ray
-
-    register_ray()
-    ray.init(
-        num_cpus=2,
-        resources={"slot": 5},
-        include_dashboard=False,
-        logging_level="ERROR",
-        log_to_driver=False,
-    )
+    import_module("ray.util.joblib").register_ray()
+    quiet = {"include_dashboard": False, "logging_level": "ERROR", "log_to_driver": False}
+    ray.init(num_cpus=2, resources={"slot": 5}, **quiet)
     ray.get([ray.remote(load).remote() for _ in range(2)])
     yield {"backend": "ray"}
     ray.shutdown()
@@ -77,15 +81,17 @@ def cluster(request):
     return request.getfixturevalue(request.param)
 
 
-def make_search(estimator=None, choices=CHOICES, **arguments):
-    given = {"n_jobs": 2, "random_state": 0} | arguments
-    return FlatMinimaSearch(estimator or LogisticRegression(max_iter=1000), {"C": choices}, **given)
+def make_search(estimator=None, space=None, **arguments):
+    estimator = LogisticRegression(max_iter=1000) if estimator is None else estimator
+    space = {"C": CHOICES} if space is None else space
+    return FlatMinimaSearch(estimator, space, **{"n_jobs": 2, "random_state": 0} | arguments)
 
 
-def make_net(module=None, **arguments):
-    sizes = {f"module__{name}": n for name, n in (("n_features", 4), ("n_outputs", 3))}
-    given = {"max_epochs": 10, "verbose": 0} | (sizes if module is None else {"module": module})
-    return RelativeFlatnessRegularizedClassifier(flatness_weight=0, **given | arguments)
+def make_net(module, **arguments):
+    return RelativeFlatnessRegularizedClassifier(module, **{"verbose": 0} | arguments)
+
+
+# -- in processes ---------------------------------------------------------------------------------
 
 
 def weight(model, X, y):
@@ -107,28 +113,48 @@ def test_the_result_is_that_of_one_process(engine, monkeypatch):
         found = make_search(**arguments).fit(X, Y, callbacks=[lambda *_: trials.append(1)])
     assert not trainings  # all came back from their workers
     assert len(trials) == len(CHOICES)
-    alone = make_search(**arguments, n_jobs=None).fit(X, Y)
+    single = make_search(**arguments, n_jobs=None).fit(X, Y)
     for name in ("param_C", "relative_flatness", own_measure.__name__, "train_loss", "rank"):
-        assert found.minima_[name].tolist() == alone.minima_[name].tolist()
-    np.testing.assert_array_equal(found.predict(X), alone.predict(X))
+        assert found.minima_[name].tolist() == single.minima_[name].tolist()
+    np.testing.assert_array_equal(found.predict(X), single.predict(X))
 
 
-def test_nets_come_back_with_weights_history_and_flatness():
-    net = make_net(lr=0.05, callbacks=[StopAtLoss(0.5)], max_epochs=60)
-    alone, found = (
-        FlatMinimaSearch(net, {"batch_size": [16, 32]}, n_jobs=n, random_state=0).fit(X, Y)
-        for n in (None, 2)
+class Dropped(nn.Sequential):
+    """A network whose weights, batches and dropout are random."""
+
+    def __init__(self, n_features, n_outputs, width=32):
+        layers = nn.Linear(n_features, width), nn.ReLU(), nn.Dropout(0.3)
+        super().__init__(*layers, nn.Linear(width, n_outputs))
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_processes_give_the_same_bits():
+    """And draw the same two of three candidates; networks are wide enough for two threads."""
+    net = make_net(Dropped, batch_size=150, module__width=2000, max_epochs=3)
+    space, held_out = {"random_state": [0, 1, 2]}, (DIGITS[:50], OF_DIGITS[:50])
+    single, shared = (
+        make_search(net, space, n_trials=2, goal=0.7, n_jobs=n_jobs)
+        .fit(DIGITS, OF_DIGITS, *held_out)
+        for n_jobs in (1, 2)
+    )  # fmt: skip
+    expected, found = (
+        search.minima_.drop(columns=["seconds", "trial"]).to_dict("records")
+        for search in (single, shared)
     )
-    np.testing.assert_array_equal(found.predict_proba(X), alone.predict_proba(X))
-    best, other = found.best_estimator_, alone.best_estimator_
+    assert found == expected
+    assert len(found) == 2
+    assert shared.best_params_ == single.best_params_
+    np.testing.assert_array_equal(shared.predict_proba(DIGITS), single.predict_proba(DIGITS))
+    best, other = shared.best_estimator_, single.best_estimator_
     assert best.history[:, "train_loss"] == other.history[:, "train_loss"]
-    assert best.converged_
     assert best.relative_flatness_ == other.relative_flatness_
+    assert best.converged_
+    # its study does not live in a file that is gone
+    pickle.loads(pickle.dumps(shared)).study_.get_trials()
 
 
 def test_an_error_of_a_worker_is_that_of_the_search(engine, tmp_path):
-    wrong = X.copy()
-    wrong[0, 0] = np.nan
+    wrong = np.where(np.arange(X.size).reshape(X.shape) == 0, np.nan, X)
     search = make_search(storage=tmp_path / "minima.log", study_name="sweep")
     with parallel_config(**engine):
         with pytest.raises(RuntimeError, match="X_test and y_test cannot be evaluated: ValueError"):
@@ -156,10 +182,10 @@ def run_two_tasks(function, backend, client=None):
 
 def test_searches_in_tasks_train_in_tasks(cluster):
     """Both workers have one thread, or CPU, in which a search waits for its candidates."""
-    alone = make_search(n_jobs=None).fit(X, Y)
+    single = make_search(n_jobs=None).fit(X, Y)
     for n_complete, minima in run_two_tasks(fit_in_a_task, **cluster):
         assert n_complete == len(CHOICES)
-        assert minima.equals(alone.minima_[minima.columns])
+        assert minima.equals(single.minima_[minima.columns])
 
 
 @pytest.mark.parametrize(
@@ -175,21 +201,20 @@ def test_searches_in_tasks_train_in_tasks(cluster):
 # nets that were fitted on data sets know no classes, so that their probabilities have no mean
 @pytest.mark.filterwarnings("ignore:the search predicts with the flattest minimum only")
 def test_data_of_all_kinds_reach_the_workers(engine, kind, tmp_path):
-    given = KINDS[kind](tmp_path, X, Y)
     batch_size = 13 if kind == "loader" else 20
     with parallel_config(**engine):
-        found = table_of(given, batch_size, n_jobs=2)
+        found = table_of(KINDS[kind](tmp_path, X, Y), batch_size, n_jobs=2)
     np.testing.assert_allclose(found, table_of_arrays(batch_size), rtol=1e-5)
 
 
 def table_of(data, batch_size, n_jobs=None):
-    net = make_net(
-        batch_size=batch_size, module__hidden_layer_sizes=(4,), iterator_train__shuffle=False
-    )
+    net = RelativeFlatnessRegularizedClassifier(
+        module__n_features=4, module__n_outputs=3, module__hidden_layer_sizes=(4,), max_epochs=10,
+        flatness_weight=0, batch_size=batch_size, iterator_train__shuffle=False, verbose=0,
+    )  # fmt: skip
     space = {"lr": [0.05, 0.1]}
-    search = FlatMinimaSearch(net, space, goal=0.9, n_jobs=n_jobs, random_state=0).fit(*data)
-    minima = search.minima_.set_index("param_lr")
-    return minima.loc[space["lr"], ["relative_flatness", "train_loss"]]
+    minima = make_search(net, space, goal=0.9, n_jobs=n_jobs).fit(*data).minima_
+    return minima.set_index("param_lr").loc[space["lr"], ["relative_flatness", "train_loss"]]
 
 
 @cache
@@ -241,19 +266,98 @@ def local_nets():
         pass
 
     plain = NeuralNetClassifier(Net, criterion=Loss, max_epochs=60, lr=0.01, verbose=0)
-    return [make_net(Net, lr=0.05), make_net(Net(), lr=0.05), plain]
+    return [make_net(module, lr=0.05, max_epochs=10) for module in (Net, Net())] + [plain]
 
 
 def test_workers_train_what_a_function_defines():
     """A pipeline with a function, and nets as its choices."""
     nets = local_nets()
     pipeline = make_pipeline(FunctionTransformer(lambda x: 2 * x), nets[0])
-    space, tables, predicted = {pipeline.steps[1][0]: nets}, [], []
+    tables, predicted = [], []
     for n_jobs in (1, 2):
-        search = FlatMinimaSearch(pipeline, space, n_jobs=n_jobs, goal=1.0, random_state=0)
+        search = make_search(pipeline, {pipeline.steps[1][0]: nets}, n_jobs=n_jobs, goal=1.0)
         minima = search.fit(X, Y).minima_.sort_values("relative_flatness")
         tables.append(minima["relative_flatness"].tolist())
         predicted.append([search.get_estimator(one).predict_proba(X) for one in minima["trial"]])
     assert tables[0] == tables[1]
     assert len(tables[0]) == len(nets)
     np.testing.assert_array_equal(*predicted)
+
+
+# -- in threads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("random_state", [None, 0])
+def test_jobs_of_a_study_give_the_same_table(random_state):
+    tables, seeds = [], list(range(4))
+    for n_jobs in (1, 4):
+        net, space = make_net(Dropped, max_epochs=3), {"random_state": seeds}
+        objective = MinimaObjective(net, DIGITS, OF_DIGITS, space, random_state=random_state)
+        study = optuna.create_study(pruner=NopPruner())
+        for seed in seeds:
+            study.enqueue_trial({"random_state": seed})
+        study.optimize(objective, n_trials=4, n_jobs=n_jobs)
+        records = {trial.params["random_state"]: attributes_of(trial) for trial in study.trials}
+        for name in ("seconds", "seed", "details", "owner"):  # which may differ
+            for record in records.values():
+                record.pop(name, None)
+        tables.append(records)
+    assert tables[0] == tables[1]
+
+
+def n_threads():
+    """The numbers of threads of torch, BLAS and OpenMP."""
+    return {torch.get_num_threads(), *(one["num_threads"] for one in threadpool_info())}
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_number_of_threads_is_a_candidates_own():
+    seen = set()
+
+    class Spy(Dropped):
+        def forward(self, x):
+            seen.update(n_threads())
+            return super().forward(x)
+
+    arguments = make_net(Spy, max_epochs=1), DIGITS, OF_DIGITS, {"lr": [0.01]}
+    objective, study = MinimaObjective(*arguments), optuna.create_study()
+    study.optimize(objective, 1)
+    assert seen == {1}
+    assert n_threads() == {2}
+    seen.clear()
+    objective.get_estimator(study.trials[0])  # trained again
+    assert seen == {1}
+    # in nested contexts, and after an error
+    with pytest.raises(RuntimeError, match="in training"), isolated(1):  # noqa: PT012
+        with isolated(2), isolated(None):
+            assert torch.get_num_threads() == 2
+        assert n_threads() == {1}
+        raise RuntimeError("in training")
+    assert n_threads() == {2}
+    seen.clear()
+    MinimaObjective(*arguments, n_threads=None)(optuna.trial.FixedTrial({"lr": 0.01}))
+    assert seen == {2}
+
+
+def test_a_search_inside_of_a_fit_and_a_candidate_do_not_wait_for_each_other():
+    """Each holds what the other one needs."""
+    fits, trains = threading.Barrier(2, timeout=60), []
+
+    def fit():
+        with alone():
+            fits.wait()
+            with isolated(None):
+                trains.append("the search")
+
+    def candidate():
+        with isolated(None):
+            fits.wait()
+            with alone():
+                trains.append("the candidate")
+
+    threads = [threading.Thread(target=one, daemon=True) for one in (fit, candidate)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert trains == ["the search", "the candidate"]
