@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from scipy.optimize import brentq
 from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.nn import functional as F
@@ -26,66 +27,48 @@ IGNORED = torch.where(torch.arange(30)[:, None] % 4 < torch.tensor([4, 2]), THRE
 POSITIVE = torch.tensor([2.0, 0.5], dtype=torch.float64)
 
 
-def mlp(n_outputs, tail=None, activation=nn.Tanh):
-    layers = nn.Linear(4, 6), activation(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, n_outputs)
-    return nn.Sequential(*layers, *([tail] if tail else []))
+def mlp(n_outputs, *tail):
+    layers = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, n_outputs)
+    return nn.Sequential(*layers, *tail).double()
 
 
-# network, criterion, targets, and the loss of a batch's outputs at temperature T
+CE, BCE, MSE = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss
+SMOOTHED = CE(WEIGHTS, label_smoothing=1e-3)
+SEVERAL = BCE(WEIGHTS[:2], pos_weight=POSITIVE)
+# the sizes and the tail of a network, criterion, targets, and the criterion of its logits
 CASES = {
-    "softmax": (
-        lambda: mlp(3), nn.CrossEntropyLoss(), THREE, lambda out, y, T: F.cross_entropy(out / T, y)
-    ),
-    "class weights, smoothed": (
-        lambda: mlp(3), nn.CrossEntropyLoss(WEIGHTS, label_smoothing=1e-3), THREE,
-        lambda out, y, T: F.cross_entropy(out / T, y, WEIGHTS, label_smoothing=1e-3),
-    ),
-    "probabilities as labels": (
-        lambda: mlp(3), nn.CrossEntropyLoss(WEIGHTS), SOFT,
-        lambda out, y, T: F.cross_entropy(out / T, y, WEIGHTS),
-    ),
+    "softmax": ((3,), CE(), THREE, CE()),
+    "class weights, smoothed": ((3,), SMOOTHED, THREE, SMOOTHED),
+    "probabilities as labels": ((3,), CE(WEIGHTS), SOFT, CE(WEIGHTS)),
     "smoothed tokens, some ignored": (
-        lambda: mlp(6, nn.Unflatten(1, (3, 2))), nn.CrossEntropyLoss(label_smoothing=0.1), IGNORED,
-        lambda out, y, T: F.cross_entropy(out / T, y, label_smoothing=0.1),
+        (6, nn.Unflatten(1, (3, 2))), CE(label_smoothing=0.1), IGNORED, CE(label_smoothing=0.1),
     ),
-    "soft labels, binary": (
-        lambda: mlp(2), nn.BCEWithLogitsLoss(WEIGHTS[:2], pos_weight=POSITIVE), 0.8 * LABELS + 0.1,
-        lambda out, y, T: F.binary_cross_entropy_with_logits(
-            out / T, y, WEIGHTS[:2], pos_weight=POSITIVE
-        ),
-    ),
-    "log-probabilities": (
-        lambda: mlp(3, nn.LogSoftmax(1)), nn.NLLLoss(), THREE,
-        lambda out, y, T: F.cross_entropy(out / T, y),
-    ),
-    "binary": (
-        lambda: mlp(1), nn.BCEWithLogitsLoss(), LABELS[:, :1],
-        lambda out, y, T: F.binary_cross_entropy_with_logits(out / T, y),
-    ),
-    "several labels": (
-        lambda: mlp(2), nn.BCEWithLogitsLoss(pos_weight=POSITIVE), LABELS,
-        lambda out, y, T: F.binary_cross_entropy_with_logits(out / T, y, pos_weight=POSITIVE),
-    ),
-    "probabilities": (
-        lambda: mlp(2, nn.Sigmoid()), nn.BCELoss(), LABELS,
-        lambda out, y, T: F.binary_cross_entropy_with_logits((out / (1 - out)).log() / T, y),
-    ),
-    "squares": (
-        lambda: mlp(2), nn.MSELoss(), VALUES, lambda out, y, T: F.mse_loss(out, y) / T
-    ),
+    "soft labels, binary": ((2,), SEVERAL, 0.8 * LABELS + 0.1, SEVERAL),
+    "log-probabilities": ((3, nn.LogSoftmax(1)), nn.NLLLoss(), THREE, CE()),
+    "binary": ((1,), BCE(), LABELS[:, :1], BCE()),
+    "several labels": ((2,), BCE(pos_weight=POSITIVE), LABELS, BCE(pos_weight=POSITIVE)),
+    "probabilities": ((2, nn.Sigmoid()), nn.BCELoss(), LABELS, BCE()),
+    "squares": ((2,), MSE(), VALUES, MSE()),
 }  # fmt: skip
 
 
 @cache
 def train(case, n_steps=200):
-    build, criterion, y, loss = CASES[case]
+    sizes, criterion, y, of_logits = CASES[case]
     torch.manual_seed(1)
-    net = build().double()
+    net = mlp(*sizes)
     optimizer = torch.optim.Adam(net.parameters(), 0.03)
     for _ in range(n_steps):
         optimizer.zero_grad()
         criterion(net(X), y).backward()
         optimizer.step()
+
+    def loss(output, y, T):
+        """The loss of a batch's outputs at temperature T."""
+        if case == "squares":
+            return of_logits(output, y) / T
+        return of_logits((output.logit() if case == "probabilities" else output) / T, y)
+
     return net.requires_grad_(False), criterion, y, loss
 
 
@@ -103,13 +86,9 @@ def temperature(net, y, loss, share):
     if y is VALUES:  # the temperature divides the loss
         return loss(output, y, 1.0).item() / target
     high = 1e9
-    while loss(output, y, high / 1.1) > target and loss(output, y, high) > target:
+    while loss(output, y, high / 1.1) > target:
         high /= 1.1
-    low, high = high / 1.2, high * 1.2
-    for _ in range(100):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if loss(output, y, middle) <= target else (low, middle)
-    return low
+    return brentq(lambda T: float(loss(output, y, T)) - target, high / 1.2, high, xtol=1e-15)
 
 
 @pytest.mark.parametrize(("layer", "share"), [(0, 0.1), (-1, 0.05)])
@@ -117,28 +96,26 @@ def temperature(net, y, loss, share):
 def test_every_measure_is_that_of_the_tempered_loss(case, share, layer):
     net, criterion, y, loss = train(case)
     T = temperature(net, y, loss, share)
+    at = net, X, y
     options = {"layer": layer, "criterion": criterion, "at_loss": share, "batch_size": 16}
-    layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
-    H, W = oracles.weight_hessian(net, layers[layer], lambda out, y: loss(out, y, T), X, y)
+    name = [name for name, m in net.named_modules() if hasattr(m, "weight")][layer]
+    H, W = oracles.weight_hessian(net, name, lambda out, y: loss(out, y, T), X, y)
     rel = 1e-5 if case == "probabilities" else 1e-8  # the oracle undoes a sigmoid
-    values = measure_all(net, X, y, **options).value
-    for name, oracle in oracles.TABLE_1.items():
-        assert values[name] == pytest.approx(oracle(H, W), rel=rel), name
-    found = evaluate("relative_flatness", net, X, y, **options)
-    assert found.passes.risk == pytest.approx(criterion(net(X), y).item(), rel=1e-9)
-    if case in {"softmax", "squares"}:
-        found = evaluate("eigenvalue_flatness", net, X, y, rtol=1e-12, random_state=0, **options)
-        assert found.value == pytest.approx(W.square().sum().item() * oracles.largest(H), rel=rel)
-    found = measure("comparable_flatness", net, X, y, method="exact", **options)
-    terms = measure("comparable_flatness", net, X, y, method="exact", per_sample=True, **options)
+    values = measure_all(*at, **options).value
+    for name_, oracle in oracles.TABLE_1.items():
+        assert values[name_] == pytest.approx(oracle(H, W), rel=rel), name_
+    top = evaluate("eigenvalue_flatness", *at, rtol=1e-12, random_state=0, **options)
+    assert top.passes.risk == pytest.approx(criterion(net(X), y).item(), rel=1e-9)
+    assert top.value == pytest.approx(W.square().sum().item() * oracles.largest(H), rel=rel)
+    found = measure("comparable_flatness", *at, method="exact", **options)
+    terms = measure("comparable_flatness", *at, method="exact", per_sample=True, **options)
     assert terms.mean() == pytest.approx(found, rel=1e-9)
-    expected = oracles.comparable_flatness(net, layers[layer], lambda o, t: loss(o, t, T), X, y)
-    if (
-        "weights" not in case and "ignored" not in case
-    ):  # the mean of the samples' own losses is another one
+    if "weights" not in case and "ignored" not in case:  # the samples' own losses have another mean
+        of_one = lambda out, y: loss(out, y, T)  # noqa: E731
+        expected = oracles.comparable_flatness(net, name, of_one, X, y)
         assert found == pytest.approx(expected, rel=rel)
     options |= {"method": "hutchinson", "n_probes": 40, "random_state": 0}
-    probed = evaluate("comparable_flatness", net, X, y, **options)
+    probed = evaluate("comparable_flatness", *at, **options)
     assert abs(probed.value - found) <= 5 * probed.stderr + 1e-12
 
 
@@ -171,36 +148,33 @@ def test_measures_of_the_whole_network(case, name):
     assert found == pytest.approx(tempered, rel=1e-6)
 
 
+@pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("case", ["softmax", "binary", "several labels"])
-def test_the_scale_of_the_logits_does_not_matter(case):
+def test_the_scale_of_the_logits_does_not_matter(case, layer):
     net, criterion, y, _ = train(case)
+
+    def values(net):
+        options = {"layer": layer, "criterion": criterion, "method": "exact"}
+        other = measure("comparable_flatness", net, X, y, **options)
+        return relative_flatness(net, X, y, at_loss=0.05, **options), other
+
     for factor in (1e-3, 1e3):
         scaled = copy.deepcopy(net)
         for parameter in scaled[-1].parameters():
             parameter.mul_(factor)
-        for layer in (0, -1):
-            options = {"layer": layer, "criterion": criterion, "method": "exact"}
-            one, other = (
-                [
-                    relative_flatness(some, X, y, at_loss=0.05, **options),
-                    measure("comparable_flatness", some, X, y, **options),
-                ]
-                for some in (net, scaled)
-            )
-            assert other == pytest.approx(one, rel=1e-9)
+        assert values(scaled) == pytest.approx(values(net), rel=1e-9)
 
 
+@pytest.mark.parametrize("layer", [0, -1])
 @pytest.mark.parametrize("name", ["relative_flatness", "comparable_flatness"])
 @pytest.mark.parametrize("case", ["softmax", "several labels", "squares"])
-def test_sample_weights(case, name):
+def test_sample_weights(case, name, layer):
     net, criterion, y, _ = train(case)
     counts = np.arange(len(X)) % 3
     rows = np.repeat(np.arange(len(X)), counts)
-    for layer in (0, -1):
-        options = {"layer": layer, "criterion": criterion, "at_loss": 0.2, "method": "exact"}
-        weighted = measure(name, net, X, y, sample_weight=counts, batch_size=4, **options)
-        repeated = measure(name, net, X[rows], y[rows], **options)
-        assert weighted == pytest.approx(repeated, rel=1e-8)
+    options = {"layer": layer, "criterion": criterion, "at_loss": 0.2, "method": "exact"}
+    weighted = measure(name, net, X, y, sample_weight=counts, batch_size=4, **options)
+    assert weighted == pytest.approx(measure(name, net, X[rows], y[rows], **options), rel=1e-8)
 
 
 def test_equal_loss_takes_one_pass_more():
@@ -231,8 +205,7 @@ UNFITTED = r"lowest mean loss that the network reaches is .*, which is [\d.]+ of
 
 def test_a_network_that_has_not_fitted_has_no_value():
     net, criterion, _, _ = train("softmax", n_steps=0)
-    y = torch.arange(30) % 3
-    options = {"criterion": criterion, "at_loss": 0.05}
+    y, options = torch.arange(30) % 3, {"criterion": criterion, "at_loss": 0.05}
     with pytest.raises(ValueError, match=UNFITTED):
         relative_flatness(net, X, y, **options)
     with pytest.warns(FlatnessWarning, match="is nan: no temperature gives the loss"):
@@ -247,15 +220,15 @@ ROUNDED = nn.Sequential(nn.Linear(4, 2), nn.Hardtanh(-1e6, 1e6), nn.Sigmoid()).d
 with torch.no_grad():
     ROUNDED[0].weight.copy_(1e5 * torch.eye(2, 4))
     ROUNDED[0].bias.zero_()
-HUGE = copy.deepcopy(mlp(3)).double().requires_grad_(False)
+HUGE = mlp(3).requires_grad_(False)
 HUGE[-1].weight.mul_(1e35)
 
 
 @pytest.mark.parametrize(
     ("net", "criterion", "y", "message"),
     [
-        (mlp(3).double(), nn.CrossEntropyLoss(), 0 * THREE, "all labels are the same"),
-        (mlp(3).double(), nn.NLLLoss(), THREE, "the probabilities do not sum to 1"),
+        (mlp(3), nn.CrossEntropyLoss(), 0 * THREE, "all labels are the same"),
+        (mlp(3), nn.NLLLoss(), THREE, "the probabilities do not sum to 1"),
         (ROUNDED, nn.BCELoss(), (X[:, :2] > 0).double(), "sigmoid rounded some to 0 or 1"),
         (nn.Linear(4, 2).double(), nn.MSELoss(), None, "mean squared error is 0"),
         (HUGE, nn.CrossEntropyLoss(), THREE, r"needs logits below 1e\+30, got \S+e\+3\d\."),

@@ -39,9 +39,6 @@ def few(name):
     return own | {"risk": "loss"} if name.startswith("pac_bayes") else own
 
 
-# -- the network, and its batches -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["measures", "fails"])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -131,8 +128,6 @@ def test_each_batch_is_freed_before_the_next_pass(name, options, registered):
         assert len(net.alive) >= 4
         assert not any(net.alive)
 
-
-# -- sample weights: whole numbers have the effect of repeated samples ----------------------------
 
 # the first of the batches of 3 has no weight at all
 COUNTS = np.array([0, 0, 0, 1, 4, 1, 2, 0, 1, 3, 1])

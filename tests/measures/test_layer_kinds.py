@@ -264,8 +264,6 @@ def test_an_adapted_layer_has_the_merged_weight_and_its_factors_their_own(transp
         measure("hessian_trace", adapted, X, y, layer="2", criterion=CE)
 
 
-# -- passes over the data that measures share ------------------------------------------------------
-
 TRACES = [name for name, measure in TRACE_LIKE.items() if not measure.normalized]
 NORMALIZED = ["normalized_relative_flatness"]
 

@@ -23,7 +23,6 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
-from relflat_sk.measures._minimum import ConstantComparison, find_objection
 from tests.cases import Net
 
 CE = nn.CrossEntropyLoss()
@@ -36,11 +35,23 @@ SETTINGS = {"max_epochs": 5, "lr": 0.02, "verbose": 0, "random_state": 0}
 
 
 def network(n_outputs, activation=nn.ReLU):
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), activation(), nn.Linear(8, n_outputs))
 
 
-# -- criteria without curvature -------------------------------------------------------------------
+def warned(message, call, *args, **options):
+    """Return what a call that warns once returns."""
+    with pytest.warns(FlatnessWarning, match=message) as caught:
+        value = call(*args, **options)
+    assert len(caught) == 1
+    return value
+
+
+def scores(model, y, message, verdict="its score is nan", **options):
+    """The scores on the given data and of the training, each with a warning."""
+    return [
+        warned(f"{message}.*{verdict}", FlatnessScorer(data=data, **options), model, X, y)
+        for data in ("given", "train")
+    ]
 
 
 def zero_one(output, target):
@@ -72,13 +83,12 @@ CRITERIA = {
 @pytest.mark.parametrize("name", CRITERIA)
 def test_a_criterion_without_curvature_is_reported(name, layer):
     criterion, n_outputs, y = CRITERIA[name]
-    with pytest.warns(FlatnessWarning, match="relative_flatness is 0 because .* has no curvature"):
-        value = relative_flatness(network(n_outputs), X, y, layer=layer, criterion=criterion)
-    assert value == 0
+    at, options = (network(n_outputs), X, y), {"criterion": criterion}
+    message = "relative_flatness is 0 because .* has no curvature"
+    assert warned(message, relative_flatness, *at, layer=layer, **options) == 0
     names = ["relative_flatness", "hessian_trace", "gradient_norm"]
-    with pytest.warns(FlatnessWarning, match="^relative_flatness, hessian_trace is 0") as caught:
-        flatness_report(network(n_outputs), X, y, measures=names, layers=layer, criterion=criterion)
-    assert len(caught) == 1
+    message = "^relative_flatness, hessian_trace is 0"
+    warned(message, flatness_report, *at, measures=names, layers=layer, **options)
 
 
 def test_other_values_are_no_reason_to_warn():
@@ -89,12 +99,11 @@ def test_other_values_are_no_reason_to_warn():
     relative_flatness(network(2), X, criterion=CE)  # without labels, the loss is nan
 
 
-def certain(n_outputs, bias):
+def certain(n_outputs, *bias):
     """A network that gives the same certain answer to all inputs."""
     net = network(n_outputs)
-    with torch.no_grad():
-        net[2].weight.zero_()
-        net[2].bias.copy_(torch.tensor(bias))
+    nn.init.zeros_(net[2].weight)
+    net[2].bias.data = torch.tensor(bias)
     return net
 
 
@@ -102,8 +111,8 @@ def certain(n_outputs, bias):
 @pytest.mark.parametrize(
     ("net", "y", "criterion"),
     [
-        (certain(1, [5.0]), np.ones_like(COLUMN), squared_hinge),
-        (nn.Sequential(*certain(2, [1e4, 0.0]), nn.LogSoftmax(dim=1)), 0 * Y, nn.NLLLoss()),
+        (certain(1, 5.0), np.ones_like(COLUMN), squared_hinge),
+        (nn.Sequential(*certain(2, 1e4, 0.0), nn.LogSoftmax(dim=1)), 0 * Y, nn.NLLLoss()),
     ],
     ids=["squared hinge", "log-probabilities"],
 )
@@ -117,31 +126,22 @@ def test_criteria_without_curvature_have_no_score():
     net = RelativeFlatnessRegularizedRegressor(criterion=nn.L1Loss, **SETTINGS)
     with pytest.warns(FlatnessWarning, match="the penalty of .* has no effect"):
         net.fit(X, TARGET)
-    for data in ("given", "train"):
-        with pytest.warns(FlatnessWarning, match="has no curvature left .*its criterion may have"):
-            assert math.isnan(FlatnessScorer(data=data)(net, X, TARGET))
+    found = scores(net, TARGET, "has no curvature left .*its criterion may have")
+    assert np.isnan(found).all()
     scorer = FlatnessScorer(measure_params={"criterion": nn.MSELoss()})
     assert scorer(net, X, TARGET) < 0
 
 
-# -- dead and saturated networks ------------------------------------------------------------------
-
-
-VANISHED = "has no curvature left .*may be saturated.*its score is nan"
-
-
-@pytest.mark.parametrize("data", ["given", "train"])
 @pytest.mark.parametrize("factor", [1e3, 1e6], ids=["loss 1e-9 or less", "loss 0"])
-def test_saturated_networks_have_no_score(factor, data):
+def test_saturated_networks_have_no_score(factor):
     large = Net(lambda net, x: factor * net.linear(x), linear=nn.Linear(4, 2))
     net = RelativeFlatnessRegularizedClassifier(large, flatness_weight=0, **SETTINGS).fit(X, Y)
     assert net.score(X, Y) == 1
     assert net.constant_comparison_.loss < 1e-7
     assert 0 <= net.relative_flatness_ < 1e-3  # less than that of any honest network
-    with pytest.warns(FlatnessWarning, match=VANISHED):
-        assert math.isnan(FlatnessScorer(data=data)(net, X, Y))
-    with pytest.warns(FlatnessWarning, match="no curvature left .*it is scored anyway"):
-        assert FlatnessScorer(data=data, non_minimum="warn")(net, X, Y) == -net.relative_flatness_
+    assert np.isnan(scores(net, Y, "has no curvature left .*may be saturated")).all()
+    found = scores(net, Y, "no curvature left", "it is scored anyway", non_minimum="warn")
+    assert found == [-net.relative_flatness_] * 2
 
 
 def test_a_perfect_fit_of_squared_errors_is_scored():
@@ -157,14 +157,12 @@ class Measured(nn.Module):
 
     def __init__(self, scale=1.0, dead=False, unused=False):
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
         self.scale, self.unused = scale, unused
-        with torch.no_grad():
-            self.first.bias.fill_(-1e3 if dead else 0.5)
-            self.last.weight.copy_(torch.stack([-torch.ones(8), torch.ones(8)]))
-            self.first.weight[:] = torch.tensor([0.2, -0.2, 0.5, 0.5])
-            self.last.bias.copy_(torch.tensor([4.0, -4.0]))
+        self.first.bias.data.fill_(-1e3 if dead else 0.5)
+        self.first.weight.data[:] = torch.tensor([0.2, -0.2, 0.5, 0.5])
+        self.last.weight.data = torch.tensor([[-1.0], [1.0]]).repeat(1, 8)
+        self.last.bias.data = torch.tensor([4.0, -4.0])
 
     def forward(self, x):
         hidden = self.first(x).relu()
@@ -186,24 +184,20 @@ def test_measures_of_dead_and_saturated_networks_warn(settings, message, layer):
     if message == SATURATED:
         labels = net(INPUTS).argmax(dim=1).detach()
         assert 0 < labels.float().mean() < 1
-    arguments = {"criterion": CE, "layer": layer}
-    with pytest.warns(FlatnessWarning, match=f"relative_flatness is .*{message}") as found:
-        assert abs(relative_flatness(net, INPUTS, labels, **arguments)) < 1e-5
-    assert len(found) == 1
+    at, options = (net, INPUTS, labels), {"criterion": CE, "layer": layer}
+    said = f"relative_flatness is .*{message}"
+    assert abs(warned(said, relative_flatness, *at, **options)) < 1e-5
     with pytest.warns(FlatnessWarning, match=f"eigenvalue_flatness is .*{message}"):
-        measure("eigenvalue_flatness", net, INPUTS, labels, **arguments)
+        measure("eigenvalue_flatness", *at, **options)
     names = ["relative_flatness", "hessian_trace", "gradient_norm", "l2_norm"]
     names = names if message == DEAD else names[:1]
-    with pytest.warns(FlatnessWarning, match=f"^relative_flatness.* is .*{message}") as found:
-        flatness_report(net, INPUTS, labels, measures=names, criterion=CE)
-    assert len(found) == 1
+    said = f"^relative_flatness.* is .*{message}"
+    warned(said, flatness_report, *at, measures=names, criterion=CE)
 
 
 def test_a_layer_that_the_loss_ignores_is_not_called_dead():
-    net, labels = Measured(unused=True), torch.zeros(len(X)).long()
-    labels[0] = 1
-    with torch.no_grad():
-        net.last.bias.copy_(torch.tensor([2.0, -2.0]))  # the best constant, nearly
+    net, labels = Measured(unused=True), (torch.arange(len(X)) == 0).long()
+    net.last.bias.data = torch.tensor([2.0, -2.0])  # the best constant, nearly
     with pytest.warns(FlatnessWarning, match="relative_flatness is 0"):
         relative_flatness(net, INPUTS, labels, layer=0, criterion=CE)
 
@@ -221,38 +215,12 @@ def test_a_constant_loss_that_cannot_be_computed_is_said_of_small_values(scale, 
         relative_flatness(Measured(scale), INPUTS, LABELS.float(), criterion=Own())
 
 
-@pytest.mark.parametrize(
-    ("measure", "flatness", "loss", "vanished"),
-    [
-        ("relative_flatness", 0.0, 0.1, True),
-        ("relative_flatness", 0.9e-6, 0.1, True),
-        ("relative_flatness", 1.1e-6, 0.1, False),
-        ("relative_flatness", 0.9, 0.9e-6, True),
-        ("relative_flatness", 1.1, 0.9e-6, False),
-        ("relative_flatness", 0.9, 1.1e-6, False),
-        ("hessian_trace", 0.0, 0.1, True),
-        ("hessian_trace", 1e-9, 0.9e-6, False),
-        ("gradient_norm", 0.0, 0.1, False),
-        ("l2_norm", 0.0, 0.1, False),
-        ("relative_flatness", 0.0, math.nan, True),  # without labels
-        ("relative_flatness", 1e-9, math.nan, False),
-    ],
-)
-def test_how_little_is_nothing(measure, flatness, loss, vanished):
-    comparison = ConstantComparison(loss, loss if math.isnan(loss) else 1.0)
-    objection = find_objection(None, measure, flatness, comparison)
-    assert (objection is not None) == vanished
-
-
-# -- weights that are nan, infinite, or not there at all ------------------------------------------
-
 RANDOM, THREE = torch.randn(20, 4), torch.arange(20) % 3
 
 
 def with_weight(value, parameter="hidden0.weight"):
     net = MLP(4, 3)
-    with torch.no_grad():
-        net.get_parameter(parameter).view(-1)[0] = value
+    net.get_parameter(parameter).data.view(-1)[0] = value
     return net
 
 
@@ -262,47 +230,46 @@ def with_weight(value, parameter="hidden0.weight"):
     ("name", "options"),
     [
         ("relative_flatness", {"layer": 0}),
-        ("relative_flatness", {"layer": -1}),
-        ("normalized_relative_flatness", {"layer": -1}),
-        ("eigenvalue_flatness", {"layer": -1}),
+        ("relative_flatness", {}),
+        ("normalized_relative_flatness", {}),
+        ("eigenvalue_flatness", {}),
         ("hessian_trace", {"aggregate": "max"}),
         ("l2_norm", {}),
     ],
 )
 def test_measures_of_weights_that_are_not_finite_warn_once(value, parameter, name, options):
-    net = with_weight(value, parameter)
+    at = name, with_weight(value, parameter), RANDOM, THREE
     message = f"the value of {name} is nan or infinite, because '{parameter}' of the network cont"
-    with pytest.warns(FlatnessWarning, match=message) as found:
-        assert not math.isfinite(measure(name, net, RANDOM, THREE, criterion=CE, **options))
-    assert len(found) == 1
+    assert not math.isfinite(warned(message, measure, *at, criterion=CE, **options))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_reports_warn_once(value):
     message = rf"and {len(get_measure_names()) - 1} more is nan or inf.*'hidden0.weight'"
-    with pytest.warns(FlatnessWarning, match=message) as found:
-        report = flatness_report(with_weight(value), RANDOM, THREE, criterion=CE)
-    assert len(found) == 1
-    assert not np.isfinite(report.set_index("measure").loc[get_measure_names(), "value"]).any()
+    at = with_weight(value), RANDOM, THREE
+    report = warned(message, flatness_report, *at, criterion=CE).set_index("measure")
+    assert not np.isfinite(report.loc[get_measure_names(), "value"]).any()
 
 
-def test_overflowing_outputs_warn():
+@pytest.mark.parametrize(
+    ("y", "cause"),
+    [
+        (THREE, "the mean loss is nan: .* outputs are too large"),
+        (None, "features or outputs .* are nan or too large"),
+    ],
+)
+def test_overflowing_outputs_warn(y, cause):
     net = MLP(4, 3)
-    with torch.no_grad():
-        net.hidden0.weight.mul_(1e30)
-        net.output.weight.mul_(1e30)
-    for y, cause in ((THREE, "the mean loss is nan: .* outputs are too large"),
-                     (None, "features or outputs .* are nan or too large")):  # fmt: skip
-        with pytest.warns(FlatnessWarning, match=cause):
-            assert not math.isfinite(relative_flatness(net, RANDOM, y, criterion=CE))
+    for layer in (net.hidden0, net.output):
+        layer.weight.data.mul_(1e30)
+    with pytest.warns(FlatnessWarning, match=cause):
+        assert not math.isfinite(relative_flatness(net, RANDOM, y, criterion=CE))
 
 
 @pytest.mark.parametrize("layer", [0, -1])
 def test_without_a_loss_there_is_no_curvature(layer):
     # skorch takes the logarithm of what its classifiers put out, which logits do not survive
-    net = NeuralNetClassifier(
-        MLP, module__n_features=4, module__n_outputs=3, max_epochs=1, verbose=0
-    ).initialize()
+    net = NeuralNetClassifier(MLP(4, 3)).initialize()
     message = "because the mean loss is nan: .* such as logits in place of probabilities"
     options = {"layer": layer, "per_sample": True, "return_stderr": True}
     with pytest.warns(FlatnessWarning, match=message):
@@ -318,20 +285,14 @@ def test_a_function_without_derivatives_is_named_as_the_cause():
     )  # fmt: skip
     data = RANDOM.clone()
     data[0] = 0  # whose features the network divides by their norm of 0
+    at, options = (net, data, THREE), {"criterion": CE}
     message = "derivative at some sample.* a norm or a square root at 0, .*normalize"
-    with pytest.warns(FlatnessWarning, match=message) as found:
-        assert math.isnan(relative_flatness(net, data, THREE, layer=0, criterion=CE))
-    assert len(found) == 1
-    with pytest.warns(FlatnessWarning, match=f"hessian_trace .*{message}"):
-        report = flatness_report(
-            net, data, THREE, criterion=CE, measures=["hessian_trace", "l2_norm"]
-        )
+    assert math.isnan(warned(message, relative_flatness, *at, layer=0, **options))
+    options["measures"] = ["hessian_trace", "l2_norm"]
+    report = warned(f"hessian_trace .*{message}", flatness_report, *at, **options)
     assert report["value"].isna().sum() == 1
     # at the layer behind the function
-    assert relative_flatness(net, data, THREE, criterion=CE) > 0
-
-
-# -- weights that have no number ------------------------------------------------------------------
+    assert relative_flatness(*at, criterion=CE) > 0
 
 
 @pytest.mark.parametrize("name", ["relative_flatness", "l2_norm"])
@@ -343,15 +304,15 @@ def test_lazy_layers_are_not_filled_by_a_measure(name):
 
 
 def test_no_imaginary_part_is_left_out():
-    net = Net(
-        lambda net, x: net.real(net.complex(x.to(torch.complex64)).abs()),
-        complex=nn.Linear(4, 5, dtype=torch.complex64), real=nn.Linear(5, 3),
-    )  # fmt: skip
-    whole = ("l2_norm", "adaptive_sharpness", "joint_eigenvalue_flatness")
-    for name, at in (("relative_flatness", {"layer": 0}), *((name, {}) for name in whole)):
+    head, imaginary = nn.Linear(5, 3), nn.Linear(4, 5, dtype=torch.complex64)
+    run = lambda net, x: net.head(net.complex(x.to(torch.complex64)).abs())  # noqa: E731
+    net = Net(run, complex=imaginary, head=head)
+    names = ("relative_flatness", "l2_norm", "adaptive_sharpness", "joint_eigenvalue_flatness")
+    for name in names:
+        at = {"layer": 0} if name == "relative_flatness" else {}
         with pytest.raises(ValueError, match="complex"):
             measure(name, net, RANDOM, THREE, criterion=CE, **at)
-    head, features = net.real, net.complex(RANDOM.to(torch.complex64)).abs().detach()
+    features = imaginary(RANDOM.to(torch.complex64)).abs().detach()
     expected = relative_flatness(head, features, THREE, criterion=CE)
     assert relative_flatness(net, RANDOM, THREE, criterion=CE) == pytest.approx(expected)
 

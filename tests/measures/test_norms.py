@@ -48,9 +48,6 @@ def weights(net):
     return [layer.weight.detach().numpy() for layer in net if isinstance(layer, nn.Linear)]
 
 
-# ---- products over the layers of a chain
-
-
 def group_norm(p, q):
     return lambda W: np.linalg.norm([np.linalg.norm(row, p) for row in W], q) ** 2
 
@@ -74,8 +71,6 @@ def test_products_over_the_layers_of_a_chain(name, arguments, of_layer):
     expected = math.prod(map(of_layer, weights(net)))
     assert value(name, net, *data(net), **arguments) == pytest.approx(expected, rel=1e-12)
 
-
-# ---- all paths
 
 CHAINS = {  # by the number of inputs
     3: (
@@ -183,8 +178,6 @@ def test_functions_are_steps_like_modules():
         assert value(name, net, X) == pytest.approx(value(name, plain, X), rel=1e-9)
 
 
-# ---- convolutions as linear maps
-
 CONVOLUTIONS = {
     "plain": (nn.Conv2d(2, 3, 3), (2, 6, 5)),
     "small image": (nn.Conv2d(2, 3, 3, padding=1), (2, 2, 2)),  # no output sees all weights
@@ -226,9 +219,6 @@ def test_norms_of_a_convolution_are_those_of_the_map_between_images(kind, iterat
     if kind != "transposed":  # whose units are on the second axis
         sums = kernel.abs().flatten(1).sum(dim=1)
         assert value("group_norm_product", layer, X) == pytest.approx(sums.max().item() ** 2)
-
-
-# ---- batch norm
 
 
 FOLDED = {
@@ -291,9 +281,6 @@ def test_refuses_layers_that_are_not_affine(net, message):
     with pytest.raises(ValueError, match=message):
         value("l2_norm", used(net), torch.randn(3, 4).double())
     assert not any(has_own_forward(m) for m in net.modules())
-
-
-# ---- margins
 
 
 def by_definition(f, y):
@@ -380,9 +367,6 @@ def test_the_percentile_of_the_margin_is_an_argument(percentile, margin):
             assert found == pytest.approx(norm * margin**-power), name
 
 
-# ---- robustness
-
-
 def cells_per_axis(X, side):
     return [max(1, math.ceil((max(column) - min(column)) / side)) for column in X.T.tolist()]
 
@@ -413,9 +397,6 @@ def test_a_constant_feature_takes_one_cell_and_very_many_cells_are_counted():
     X[1, 0] = 3.0
     found = value("log_robustness", net, X, y, percentile=0)
     assert found == pytest.approx(math.log(6) + 20 * math.log(10), rel=1e-12)
-
-
-# ---- refusals
 
 
 IMAGES, SUMS = nn.Unflatten(1, (1, 1, 3)), nn.AvgPool2d((1, 2), divisor_override=1)
@@ -450,9 +431,6 @@ def test_refuses_what_is_no_network_of_paths_or_no_chain(name, net, message):
     own = {"percentile": 50} if name == "log_robustness" else {}
     with pytest.raises(ValueError, match=message):
         value(name, net, X, y, **own)
-
-
-# ---- weights of all kinds
 
 
 def test_parameters_are_counted_once():

@@ -1,6 +1,8 @@
 """flatness_report, eigenvalues, aggregates, saddles and the table of invariances."""
 
 import copy
+from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -32,12 +34,8 @@ def test_eigenvalue_error_bound_holds():
 @pytest.mark.parametrize("n_found", [0, 1])
 def test_eigenvalues_that_do_not_converge_warn(monkeypatch, n_found):
     net, X, y = make("conv")
-
-    def gives_up(operator, **arguments):
-        vectors = np.eye(operator.shape[0])[:, :n_found]
-        raise ArpackNoConvergence("no", np.full(n_found, 2.0), vectors)
-
-    monkeypatch.setattr("relflat_sk.measures._eigenvalues.eigsh", gives_up)
+    gives_up = ArpackNoConvergence("no", np.full(n_found, 2.0), np.ones((36, n_found)))
+    monkeypatch.setattr("relflat_sk.measures._eigenvalues.eigsh", Mock(side_effect=gives_up))
     with pytest.warns(FlatnessWarning, match="did not converge to a relative tolerance of 0.01"):
         found = evaluate("hessian_max_eigenvalue", net, X, y, layer=0, criterion=CE)
     assert found.value == 2.0 if n_found else np.isnan(found.value)
@@ -50,47 +48,42 @@ def test_eigenvalues_that_do_not_converge_warn(monkeypatch, n_found):
 @pytest.mark.parametrize("kind", ["conv", "mlp tanh"])
 def test_report_has_every_layer_and_measure(kind):
     net, X, y = make(kind)
-    quick = {"n_draws": 2, "n_steps": 2}
-    report = flatness_report(
-        net, X, y, criterion=CE, batch_size=4, random_state=0, rtol=1e-6, **quick
-    )
+    options = {"criterion": CE, "random_state": 0, "rtol": 1e-6}
+    report = flatness_report(net, X, y, batch_size=4, n_draws=2, n_steps=2, **options)
     assert list(report.columns) == [
         "measure", "layer", "position", "method", "invariance", "n_samples", "value", "stderr",
     ]  # fmt: skip
     layers = [name for name, m in net.named_modules() if hasattr(m, "weight")]
-    whole = set(NETWORK_WIDE)
-    per_layer = [name for name in get_measure_names() if name not in whole]
-    assert len(report) == len(layers) * len(per_layer) + len(whole)
-    assert set(report.loc[report["layer"] == "", "measure"]) == whole
+    per_layer = [name for name in get_measure_names() if name not in NETWORK_WIDE]
+    assert len(report) == len(layers) * len(per_layer) + len(NETWORK_WIDE)
+    assert set(report.loc[report["layer"] == "", "measure"]) == set(NETWORK_WIDE)
     assert (report["n_samples"] == 7).all()
     with_decay = flatness_report(net, X, y, criterion=CE, weight_decay=0.1, layers=0)
     assert "normalized_relative_flatness" not in set(with_decay["measure"])
     unreached = report["measure"] == "comparable_flatness"
     assert report.loc[unreached, "value"].isna().all()
     for _, row in report[(report["layer"] != "") & ~unreached].iterrows():
-        value = measure(row["measure"], net, X, y, layer=row["position"], criterion=CE, rtol=1e-6,
-                        random_state=0)  # fmt: skip
+        value = measure(row["measure"], net, X, y, layer=row["position"], **options)
         assert row["value"] == pytest.approx(value, rel=1e-9)
     table = report.pivot_table(index="layer", columns="measure", values="value", sort=False)
     assert list(table.index[: len(layers)]) == layers
     top = report.loc[report["measure"] == "network_flatness", "value"].item()
     assert top == pytest.approx(table["eigenvalue_flatness"].max(), rel=1e-6)
     for name in ("relative_flatness", "neuron_flatness_max"):
-        assert measure(name, net, X, y, criterion=CE, aggregate="max") == pytest.approx(
-            table[name].max()
-        )
-        assert measure(name, net, X, y, criterion=CE, aggregate="sum") == pytest.approx(
-            table[name].sum()
-        )
+        found = [measure(name, net, X, y, criterion=CE, aggregate=how) for how in ("max", "sum")]
+        assert found == pytest.approx(table[name].agg(["max", "sum"]).tolist())
 
 
 def test_report_of_some_layers_and_measures():
     net, X, y = make("conv")
-    report = flatness_report(net, X, y, criterion=CE, layers=[-1, "0"], measures=["hessian_trace"])
-    assert report["layer"].tolist() == ["0", "6"]
-    assert report["position"].tolist() == [0, 2]  # among all layers, also those left out
-    whole = flatness_report(net, X, y, criterion=CE, measures=["l2_norm"])
-    assert whole["position"].isna().all()
+    report = partial(flatness_report, net, X, y, criterion=CE)
+    found = report(layers=[-1, "0"], measures=["hessian_trace"])
+    assert found["layer"].tolist() == ["0", "6"]
+    assert found["position"].tolist() == [0, 2]  # among all layers, also those left out
+    assert report(measures=["l2_norm"])["position"].isna().all()
+    expected = report(layers=["3"], measures=["hessian_trace"])
+    for layers in (1, np.int64(1), -2, net[3], np.array([1]), (1,)):
+        pd.testing.assert_frame_equal(report(layers=layers, measures="hessian_trace"), expected)
 
 
 def test_a_named_measure_that_does_not_apply_is_nan_beside_the_others():
@@ -106,15 +99,6 @@ def test_a_named_measure_that_does_not_apply_is_nan_beside_the_others():
     # an argument that is not valid is an error of the call
     with pytest.raises(ValueError, match="risk must be"):
         flatness_report(net, X, y, criterion=CE, measures=names, layers=-1, risk="all")
-
-
-def test_one_layer_or_measure_counts_as_a_list_of_one():
-    net, X, y = make("conv")
-    expected = flatness_report(net, X, y, criterion=CE, layers=["3"], measures=["hessian_trace"])
-    assert expected["layer"].tolist() == ["3"]
-    for layers in (1, np.int64(1), -2, "3", net[3], np.array([1]), (1,)):
-        found = flatness_report(net, X, y, criterion=CE, layers=layers, measures="hessian_trace")
-        pd.testing.assert_frame_equal(found, expected)
 
 
 def test_a_saddle_warns():
@@ -179,30 +163,29 @@ def mlp(seed):
     ).double()
 
 
-# the largest eigenvalue flatness of all layers
-UNTESTED = {"network_flatness"}
-
-
-def at(name, layer):
-    """The layer to measure at: the whole network has none to choose."""
-    return {"layer": layer} if name in LAYER_MEASURES else {}
+def before_and_after(factors, seed, same):
+    """Calls of measures before and after a change that leaves their values the same, or not."""
+    X = torch.randn(12, 4).double()
+    for change in REPARAMETERIZATIONS:
+        *nets, layer = changed(seed, change, factors)
+        y = nets[0](X).argmax(dim=1)  # some measures need a margin, or an accuracy to lose
+        torch.testing.assert_close(nets[0](X), nets[1](X))
+        # network_flatness is the largest eigenvalue flatness of all layers
+        for name in sorted(SAME.keys() - {"network_flatness"}):
+            if (change in SAME[name]) == same:
+                criterion, labels = reached(name, CE, X, y)
+                at = {"layer": layer} if name in LAYER_MEASURES else {}
+                call = partial(measure, name, X=X, y=labels, criterion=criterion, **at)
+                yield name, change, [partial(call, model=net) for net in nets]
 
 
 # the same examples on every machine
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(st.lists(st.floats(0.1, 25), min_size=6, max_size=6), st.integers(0, 10**6))
 def test_measures_are_invariant_where_the_table_says_same(factors, seed):
-    X = torch.randn(12, 4).double()
-    for change in REPARAMETERIZATIONS:
-        one, two, layer = changed(seed, change, factors)
-        y = one(X).argmax(dim=1)  # some measures need a margin, or an accuracy to lose
-        torch.testing.assert_close(one(X), two(X))
-        for name, same in SAME.items():
-            if change in same and name not in UNTESTED:
-                criterion, labels = reached(name, CE, X, y)
-                options = {**at(name, layer), "criterion": criterion, "rtol": 1e-10}
-                before, after = (measure(name, net, X, labels, **options) for net in (one, two))
-                assert after == pytest.approx(before, rel=1e-6, abs=1e-12), (name, change)
+    for name, change, calls in before_and_after(factors, seed, same=True):
+        before, after = (call(rtol=1e-10) for call in calls)
+        assert after == pytest.approx(before, rel=1e-6, abs=1e-12), (name, change)
 
 
 # enough noise on small weights to tell it from noise on the others
@@ -215,17 +198,8 @@ PARAMS = {
 
 
 def test_measures_change_where_the_table_says_different():
-    X = torch.randn(12, 4).double()
     factors = [0.3, 9.0, 2.0, 0.1, 25.0, 5.0]
-    for change in REPARAMETERIZATIONS:
-        one, two, layer = changed(0, change, factors)
-        y = one(X).argmax(dim=1)
-        for name, same in SAME.items():
-            if change not in same and name not in UNTESTED:
-                params = {"random_state": 0, "rtol": 1e-8, **PARAMS.get(name, {})}
-                criterion, labels = reached(name, CE, X, y)
-                before, after = (
-                    measure(name, net, X, labels, criterion=criterion, **at(name, layer), **params)
-                    for net in (one, two)
-                )  # fmt: skip
-                assert after != pytest.approx(before, rel=0.05), (name, change)
+    for name, change, calls in before_and_after(factors, 0, same=False):
+        options = {"random_state": 0, "rtol": 1e-8, **PARAMS.get(name, {})}
+        before, after = (call(**options) for call in calls)
+        assert after != pytest.approx(before, rel=0.05), (name, change)

@@ -81,8 +81,6 @@ def assert_no_score(message, scorer, *data):
     assert [warning.filename for warning in caught] == [__file__]
 
 
-# -- scores ---------------------------------------------------------------------------------
-
 MODELS = {
     "skorch": (net, Y),
     "logistic, two names": (LogisticRegression, np.where(Y == 0, "yes", "no")),
@@ -111,9 +109,6 @@ def test_without_labels_the_check_is_left_out_with_a_warning():
         score = SCORER(model, X)
     assert score == -relative_flatness(model, X)
     assert FlatnessScorer(non_minimum="accept")(model, X) == score
-
-
-# -- scikit-learn's tools -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,9 +150,6 @@ def test_scores_of_folds_are_those_of_their_samples_also_in_data_frames():
         expected = [-relative_flatness(part[0], X[part[at]], NAMES[part[at]]) for part in parts]
         assert_array_equal(one[name], expected)
         assert_allclose(frames[name], expected, rtol=FLOAT32)
-
-
-# -- metadata routing -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,9 +207,6 @@ def test_weights_without_routing(several):
     search = GridSearchCV(LogisticRegression(max_iter=500), {"C": [1.0]}, cv=3, **options)
     search.fit(X, NAMES, sample_weight=WEIGHTS)
     assert search.score(X, NAMES) == -relative_flatness(search.best_estimator_, X, NAMES)
-
-
-# -- the check of the minimum ---------------------------------------------------------------
 
 
 class Dead(MLP):
@@ -370,9 +359,6 @@ def test_weights_that_were_loaded_and_the_loss_curve_of_scikit_learn_are_evidenc
     assert_no_score(r"the MLPClassifier\(.*\) is .* made no progress", SCORER, trained, X, Y)
 
 
-# -- good models whose held-out loss is above a constant's ----------------------------------
-
-
 def confident(model):
     """Multiply the last layer's weights, so that mistakes cost much and no prediction changes."""
     with torch.no_grad():
@@ -395,9 +381,6 @@ def test_accuracy_above_chance_is_enough_for_a_trained_net(kind):
     assert_scored(model, X, labels)
     guess = np.resize([0, 1], len(Y))
     assert_no_score(r"its accuracy of .* is not clearly better than", SCORER, model, X, guess)
-
-
-# -- the value recorded in training ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(

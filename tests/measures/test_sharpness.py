@@ -66,9 +66,6 @@ def exact_rise(net, X, spread_of):
     return (along + spread_of(net.bias).square().sum()).item()
 
 
-# -- values ------------------------------------------------------------------------------------
-
-
 def assert_honest(found, exact, bias=0.0):
     """Compare standard errors with errors, whose mean is at most the bias; return both."""
     errors = np.array([one.value - exact for one in found])
@@ -154,9 +151,6 @@ def test_normalised_logits(kind, head):
     assert found == pytest.approx(expected.value, rel=1e-6)
 
 
-# -- the largest rise --------------------------------------------------------------------------
-
-
 def rise_by_corners(net, X, y, radius):
     """Compute a convex loss in all corners of the box, one of which has the largest."""
     moves = radius * torch.tensor([*itertools.product((-1.0, 1.0), repeat=len(radius))]).double()
@@ -177,9 +171,6 @@ def test_the_best_corner_of_the_box_is_found(seed, size):
     assert loss == pytest.approx(CE(net(X), y).item())
     assert rise == pytest.approx(expected, rel=1e-4)
     assert rise <= expected * (1 + 1e-9)
-
-
-# -- PAC-Bayes ---------------------------------------------------------------------------------
 
 
 def drawn(at, seed, n_draws):
@@ -311,9 +302,6 @@ def test_error_rate_of_classes_counts_labels():
     assert error_rate(network(inside, nn.BCELoss(), X[:3], outputs[:3])) == pytest.approx(3 / 9)
 
 
-# -- of all these measures ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_random_states(name):
     net, X, y = make_kind("mlp tanh")
@@ -349,9 +337,6 @@ def test_shared_weights_are_disturbed_once():
     at = network(net, MSE, X, X)
     assert len(weights_of(at)) == 9 + 3 + 3
     assert keskar_sharpness(at).value > 0
-
-
-# -- derivatives in all weights, against loops and dense Hessians ---------------------------------
 
 
 def norm_by_loop(net, loss_of, X, weight=None):
@@ -390,9 +375,6 @@ def test_every_architecture_and_loss(name):
     found = fisher_rao_norm(network(net, criterion, X, y, batch_size=4))
     assert found.value == pytest.approx(expected, rel=1e-10)
     assert (found.stderr, found.method) == (0.0, "exact")
-
-
-# -- the largest eigenvalue in all weights together ---------------------------------------------
 
 
 def joint(net, criterion, X, y):

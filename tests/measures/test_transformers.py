@@ -25,23 +25,19 @@ from tests.measures.nets import (
     CE,
     IDS,
     INPUTS,
-    LABELS,
     PROBLEMS,
     FusedAttention,
-    Problem,
     allowed,
     evaluate,
     gpt2,
     make_fused,
-    own_loss_of,
+    own_loss,
 )
 from tests.measures.test_layer_kinds import assert_measures
 from tests.penalty.every_draw import evaluate as penalise
 
 # networks with random weights are at no minimum
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
-
-# -- attention ------------------------------------------------------------------------------------
 
 
 PADDING = torch.tensor([[False, False, True]] * 5)
@@ -152,9 +148,6 @@ def test_the_last_of_several_contexts_restores_the_kernels():
     assert allowed() == before
 
 
-# -- language models ------------------------------------------------------------------------------
-
-
 def test_penalty_at_the_tied_head():
     problem = gpt2()
     net, X, y = problem.net, problem.X, problem.y
@@ -176,19 +169,17 @@ def test_report_leaves_out_layers_that_share_a_weight():
     square = {name: nn.Linear(4, 4) for name in ("first", "second", "again")}
     net, X, y = Net(run, **square, head=nn.Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
     net.second.weight = net.first.weight
-    arguments = {"criterion": CE, "measures": ["relative_flatness"]}
-    with pytest.warns(
-        FlatnessWarning, match="'first', 'second', 'again' left out: the weight"
-    ) as w:
-        report = flatness_report(net, X, y, **arguments, batch_size=2)
-    assert len(w) == 1
-    assert report["layer"].tolist() == ["head"]
-    assert report["position"].tolist() == [3]
+    at, options = (net, X, y), {"criterion": CE, "measures": ["relative_flatness"]}
+    message = "'first', 'second', 'again' left out: the weight"
+    with pytest.warns(FlatnessWarning, match=message) as caught:
+        report = flatness_report(*at, **options, batch_size=2)
+    assert len(caught) == 1
+    assert report[["layer", "position"]].to_numpy().tolist() == [["head", 3]]
     with pytest.raises(ValueError, match=r"'first' is shared by the modules \['first', 'second'\]"):
-        flatness_report(net, X, y, layers=["first"], **arguments)
+        flatness_report(*at, layers=["first"], **options)
     net.head = nn.Identity()
     with pytest.raises(ValueError, match=r"'first' is shared by|'again' was called 2 times"):
-        flatness_report(net, X, y, **arguments)
+        flatness_report(*at, **options)
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["as that of DoRA", "conv1d"])
@@ -212,20 +203,14 @@ def test_a_language_model_may_read_as_many_tokens_as_it_has_classes():
     """Later tokens change nothing in a causal model: those that do not count are left out."""
     net, ids = GPT2LMHeadModel(vocabulary=4).double(), torch.randint(0, 4, (3, 4))
     longer, labels = nn.functional.pad(ids, (0, 1)), nn.functional.pad(ids, (0, 1), value=-100)
+
+    def value(name, x, y, **options):
+        return measure(name, net, {"input_ids": x}, y, layer="lm_head", **options)
+
     for name in ("relative_flatness", "gradient_norm"):
-        found, expected = (
-            measure(name, net, {"input_ids": x}, y, layer="lm_head")
-            for x, y in ((ids, ids), (longer, labels))
-        )
-        assert found == pytest.approx(expected, rel=1e-9)
-    own, criterion = (
-        relative_flatness(net, {"input_ids": ids}, y, layer="lm_head", **options)
-        for y, options in ((ids, {}), (labels[:, 1:], {"criterion": CE}))
-    )
-    assert own == pytest.approx(criterion, rel=1e-12)
-
-
-# -- models of the library itself -----------------------------------------------------------------
+        assert value(name, ids, ids) == pytest.approx(value(name, longer, labels), rel=1e-9)
+    expected = value("relative_flatness", ids, labels[:, 1:], criterion=CE)
+    assert value("relative_flatness", ids, ids) == pytest.approx(expected, rel=1e-12)
 
 
 BLOCK = {
@@ -243,23 +228,16 @@ BLOCK = {
 @pytest.mark.parametrize("kind", BLOCK)
 def test_models_of_transformers(kind):
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
+    sizes = {"vocab_size": 7, "max_position_embeddings": 8}
     if kind == "GPT2LMHeadModel":
         config = transformers.GPT2Config(
-            n_layer=1, n_head=2, n_embd=4, vocab_size=7, n_positions=8, bos_token_id=0,
-            eos_token_id=0,
-        )  # fmt: skip
+            n_layer=1, n_head=2, n_embd=4, bos_token_id=0, eos_token_id=0, **sizes
+        )
     else:
-        config = transformers.LlamaConfig(
-            hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=2,
-            vocab_size=7, max_position_embeddings=8,
-        )  # fmt: skip
+        sizes |= {"hidden_size": 4, "intermediate_size": 6}
+        config = transformers.LlamaConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
     net = getattr(transformers, kind)(config).double().eval()
-    problem = Problem(
-        net, INPUTS, LABELS, None, own_loss_of(net), lambda loss, y: loss, ("lm_head",),
-        names={"lm_head": "net.lm_head"}, rtol=1e-6, is_mean=False,
-    )  # fmt: skip
-    assert_measures(problem, "lm_head")
+    assert_measures(own_loss(net), "lm_head")
     report = flatness_report(net, IDS, IDS, criterion=CE, measures="hessian_trace", rtol=0.5)
     assert report["layer"].tolist() == [*BLOCK[kind], "lm_head"]
     assert np.isfinite(report["value"]).all()

@@ -283,9 +283,6 @@ def test_columns_of_estimators_keep_their_names_and_order():
     assert found == pytest.approx(relative_flatness(model, frame, Y), rel=1e-12)
 
 
-# -- steps that do not transform each row by itself -------------------------------------------
-
-
 def of_all_rows(X):
     return (X - np.mean(X, axis=0)) / np.std(X, axis=0)
 
@@ -325,9 +322,6 @@ def test_steps_do_not_see_the_caller_s_mixed_precision():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert relative_flatness(model, X, Y) == expected
         assert torch.is_autocast_enabled("cpu")
-
-
-# -- descriptions in warnings ---------------------------------------------------------------
 
 
 NET = RelativeFlatnessRegularizedClassifier(

@@ -225,8 +225,6 @@ def test_subclasses_and_sparse_coefficients_are_converted(estimator):
     assert model.encode_target(ONE_TARGET).shape == (60, 1)
 
 
-# -- class weights --------------------------------------------------------------------------
-
 WEIGHTS = {
     "two": (TWO, {"no": 0.5, "yes": 3.0}),
     "three": (THREE, {"a": 0.5, "c": 3.0}),  # "b" is not named: it weighs 1
@@ -276,9 +274,6 @@ def test_weighted_sgd_classifier_weighs_its_samples(classes, balanced):
     value = model.criterion(tensor(z), tensor(model.encode_target(y))).item()
     assert_allclose(value, (weights * logistic(z, t)).sum(axis=1).mean(), rtol=1e-12)
     assert not np.isclose(value, logistic(z, t).sum(axis=1).mean(), rtol=1e-3)
-
-
-# -- targets --------------------------------------------------------------------------------
 
 
 def test_balanced_weights_ignore_classes_that_the_labels_lack():
@@ -341,9 +336,6 @@ def test_label_indicators_pass_through(convert):
 def test_targets_that_do_not_fit(name, y, message):
     with pytest.raises(ValueError, match=message):
         to_torch(fitted(name)).encode_target(y)
-
-
-# -- refusals -------------------------------------------------------------------------------
 
 
 def of(estimator, y=TWO, **parameters):

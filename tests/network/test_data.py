@@ -56,8 +56,6 @@ def make_classifier():
     )  # fmt: skip
 
 
-# -- one value ------------------------------------------------------------------------------
-
 FORMS = {
     "array": (X, Y),
     "lists": (X.tolist(), Y.tolist()),
@@ -180,9 +178,6 @@ def test_an_overflowing_sum_is_not_mistaken_for_infinity():
     measured(net, huge, [0, 1, 0, 1])  # no complaint
 
 
-# -- refusals -------------------------------------------------------------------------------
-
-
 V, T = ValueError, TypeError
 BCE, FEW = nn.BCEWithLogitsLoss, np.full((12, 3), 2)
 NO_WEIGHTS = "must be finite, not negative, and not all zero"
@@ -294,9 +289,6 @@ def test_columns_of_numbers_of_any_type_are_trained_on():
     net = RelativeFlatnessRegularizedClassifier(verbose=0, max_epochs=1, random_state=0)
     assert net.fit(frame, Y).n_features_in_ == 7
     assert relative_flatness(net, frame, Y) == pytest.approx(net.relative_flatness_, rel=FLOAT32)
-
-
-# -- memory-mapped files --------------------------------------------------------------------
 
 
 def test_a_view_of_a_mapped_file_is_recognised(tmp_path):

@@ -54,9 +54,6 @@ def penalise(net, X, y, criterion=CE, layer=-1, weight=None):
     return evaluate(published_penalty(layer), net, criterion, X, y, sample_weight=weight)
 
 
-# -- positions and names --------------------------------------------------------------------
-
-
 def test_positions_count_in_forward_order():
     net = Net(chain)
     for layer, name in ((-1, "b"), (1, "b"), (0, "a"), (-2, "a")):
@@ -120,8 +117,6 @@ def test_the_ways_in_which_a_layer_is_called(call, name):
     assert_right_on_average(published_penalty(name), net, CE, X, Y, truth)
 
 
-# -- links ----------------------------------------------------------------------------------
-
 LINKS = {
     "identity": ("identity", lambda z: z),
     "views": (
@@ -149,9 +144,6 @@ def test_links_are_recognised(tail):
     with torch.no_grad(), record_tail(layer, "") as recorder:
         output = run(layer(torch.randn(4, 5)))
     assert find_link(output, recorder[""].node) == link
-
-
-# -- layers that are not called once, or compute something else -----------------------------
 
 
 class Scaled(nn.Linear):
@@ -218,8 +210,6 @@ def test_division_by_zero_is_an_infinite_factor():
         assert math.isnan(relative_flatness(net, X, Y, criterion=CE))
     assert penalise(net, X, Y).isnan()
 
-
-# -- rows that are no samples ---------------------------------------------------------------
 
 NEIGHBOURS = numbers(N, N).softmax(1)
 
@@ -312,8 +302,6 @@ def test_layers_of_a_second_output_are_refused_or_left_out():
     every, first = (penalise(net, X, y, MSE, layer).item() for layer in ("all", "a"))
     assert every == pytest.approx(first, rel=1e-12)
 
-
-# -- weights that a network uses a second time, by a function instead of a module -----------
 
 Z = numbers(N, 4)
 

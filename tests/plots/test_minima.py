@@ -27,9 +27,6 @@ def interval(row, name):
     return f"{row[name]:z.2f} [{row[f'{name}_low']:z.2f}, {row[f'{name}_high']:z.2f}]"
 
 
-# the gap, and the rank
-
-
 def test_the_gap_is_drawn_against_the_measure():
     minima = table()
     display = GAP.from_minima(minima, random_state=0)
@@ -147,9 +144,6 @@ def test_arguments_reach_matplotlib():
     assert (made.ax_.get_xlabel(), made.ax_.get_ylabel()) == ("Hessian trace", "held-out score")
 
 
-# a panel for every measure
-
-
 def test_every_measure_has_a_panel_with_its_minima_and_its_tau():
     minima = noisy_table(l2_norm=np.geomspace(1, 1e4, 24))
     display = PANELS.from_minima(minima, random_state=0)
@@ -188,9 +182,6 @@ def test_panels_fill_their_rows_also_in_axes_of_no_grid(n, shape):
     assert min(panel.get_position().x0 for panel in display.axes_) > 0.19
 
 
-# a measure against a hyper-parameter
-
-
 def named_table(n=12, **columns):
     return table(n, **{"param_activation": np.repeat(["relu", "tanh"], n // 2), **columns})
 
@@ -221,9 +212,6 @@ def test_a_measure_against_names():
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("optimizer", "depth")
 
 
-# correlations by the share of random labels
-
-
 def test_the_correlation_at_each_share_of_random_labels_is_that_among_its_minima():
     minima = noisy_table()
     display = NOISE.from_minima(minima, random_state=0)
@@ -248,8 +236,6 @@ def test_shares_with_too_few_minima_are_left_out():
     assert set(display.correlations["share"]) == {0.25, 0.5}
     assert "not defined" in {text.get_text() for text in display.axes_[2].texts}
 
-
-# errors
 
 NO_TEST = table(test_loss=np.nan)
 NO_MEASURE, SPREAD = NO_TEST[["train_loss"]], noisy_table(param_random_labels=np.arange(24))

@@ -45,9 +45,6 @@ def plain_net(**arguments):
     )
 
 
-# one net
-
-
 @pytest.fixture(scope="module")
 def net():
     scoring = EpochScoring(SCORER, name="kappa", lower_is_better=False)
@@ -104,9 +101,6 @@ def test_few_epochs_have_markers_and_many_small_dots(n, marker):
 def test_refuses_estimators_without_a_history_of_flatness(estimator, error, message):
     with pytest.raises(error, match=message):
         FlatnessHistoryDisplay.from_estimator(estimator)
-
-
-# all candidates of a search
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,6 @@ from tests.theory.problems import CE, network, regression
 MANY = {"n_splits": 3000, "n_draws": 300, "random_state": 0}
 
 
-# kernels
-
-
 def density_moment(m, sigma, limit):
     """The mean squared length of a normal vector given a length of at most `limit`."""
 
@@ -69,9 +66,6 @@ def test_narrow_normal_distributions_of_many_features_stay_in_the_ball():
     assert shift.min() >= 0
     # of density exp(-(m - 1 - 1 / sigma^2) shift), nearly
     assert shift.mean() == pytest.approx(1 / (m - 1 - 1 / sigma**2), rel=0.06)
-
-
-# representativeness
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -159,9 +153,6 @@ def test_loaders_must_not_shuffle_only_where_samples_have_shares():
     with pytest.raises(ValueError, match="known order, but the RandomSampler"):
         representativeness(net, shuffling, None, **options)
     assert representativeness(net, shuffling, None, **CE)[1] > 0
-
-
-# the bound
 
 
 @pytest.mark.parametrize("n_ignored", [0, 25])

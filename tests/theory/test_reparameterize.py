@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 
 from relflat_sk import LayerNotFoundError, relative_flatness, reparameterize
 from tests.cases import Net
+from tests.network.test_network import same, state_of
 
 SAME = 1e-9  # of outputs in float64, a few thousand roundings apart
 FEW = settings(max_examples=25, deadline=None)
@@ -95,10 +96,6 @@ def check_same_function(old, new, X):
         torch.testing.assert_close(found, expected, rtol=SAME, atol=SAME * scale)
 
 
-def snapshot(net):
-    return {name: value.clone() for name, value in net.state_dict().items()}
-
-
 @pytest.mark.filterwarnings("ignore:.* may be (dead|saturated):relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("kind", ["layer", "neuron"])
 @FEW
@@ -114,7 +111,7 @@ def test_factors_leave_function_and_flatness(kind, case, data):
         chosen = [(name, layer) for name, layer in hidden if data.draw(st.booleans())]
         sizes = {n: getattr(m, "out_features", getattr(m, "out_channels", 0)) for n, m in chosen}
         factors = {name: draw_factors(data, size) for name, size in sizes.items()}
-    before = snapshot(net)
+    before = state_of(net)
     new = reparameterize(net, factors, X=X, kind=kind)
     check_same_function(net, new, X)
     y, options = torch.arange(len(X)) % 2, {"normalize": kind == "neuron"}
@@ -123,8 +120,7 @@ def test_factors_leave_function_and_flatness(kind, case, data):
         for which in (net, new)
     )
     assert found == pytest.approx(expected, rel=1e-6)
-    for name, value in net.state_dict().items():
-        assert torch.equal(value, before[name]), name
+    same(before, state_of(net))
     so_far = 1.0
     for at, name in enumerate(factors):
         old, rescaled, factor = layers[name], new.get_submodule(name), torch.tensor(factors[name])
@@ -154,9 +150,6 @@ def test_batch_norm_keeps_honest_statistics():
     torch.testing.assert_close(fresh[1].running_var, new[1].running_var)
 
 
-# ---- networks that are not a sequence
-
-
 def pooled(pool):
     return Net(
         lambda net, x: net.fc(pool(net.conv(x).relu())), conv=nn.Conv2d(2, 3, 2), fc=nn.Linear(3, 2)
@@ -168,6 +161,9 @@ def of_set(net, x):
     return net.outer(net.inner(x).relu().to(torch.float64).sum(-2))
 
 
+BEHIND_FLATTEN = nn.Conv1d(2, 3, 2), nn.ReLU(), nn.ConstantPad1d(1, 0.0), nn.Flatten()
+
+
 @pytest.mark.parametrize(
     ("net", "shape"),
     [
@@ -175,19 +171,12 @@ def of_set(net, x):
         (Net(of_set, inner=nn.Linear(4, 3), outer=nn.Linear(3, 2)), (4, 6, 4)),
         # each neuron of a Linear behind a Flatten of (n, 6, 3): tiles, not blocks
         (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)), (4, 6, 4)),
-        (
-            nn.Sequential(
-                *(nn.Conv1d(2, 3, 2), nn.ReLU(), nn.ConstantPad1d(1, 0.0), nn.Flatten()),
-                *(nn.BatchNorm1d(18), nn.Linear(18, 2)),
-            ),
-            (4, 2, 5),
-        ),
+        (nn.Sequential(*BEHIND_FLATTEN, nn.BatchNorm1d(18), nn.Linear(18, 2)), (4, 2, 5)),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_neurons_are_followed_through_other_axes(net, shape):
-    net = randomize(net)
-    X = torch.randn(shape).double()
+    net, X = randomize(net), torch.randn(shape).double()
     new = reparameterize(net, {0: [0.1, 3.0, 25.0]}, X=X, kind="neuron")
     check_same_function(net, new, X)
     check_same_function(net, reparameterize(net, [7.0, 1 / 7], X=X), X)
@@ -203,12 +192,10 @@ class Residual(nn.Module):
         self.project = nn.Conv2d(4, 4, 1) if project else nn.Identity()
         self.fc = nn.Linear(4, 3)
 
-    def forward(self, x, gate=None):
+    def forward(self, x):
         x = self.stem(x).relu()
         out = self.outer(F.relu(self.norm(self.inner(x)), inplace=True))
         out += self.project(x)
-        if gate is not None:
-            out = torch.tanh(out * gate)
         return {"logits": self.fc(out.relu().mean((2, 3)))}
 
 
@@ -240,29 +227,26 @@ def test_anything_goes_where_the_factors_multiply_to_one():
     assert not torch.equal(new[0].weight, net[0].weight)
 
 
-def test_the_copy_is_a_copy():
-    class Noisy(nn.Module):
-        def forward(self, x):
-            return x.tanh() if self.training else x.relu()
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x.tanh() if self.training else x.relu()
 
-    net = mlp(Noisy())
-    net(torch.randn(4, 4)).sum().backward()
+
+def test_the_copy_is_a_copy():
+    net, X = mlp(Noisy()), torch.randn(5, 4)
+    net(X).sum().backward()
     net[0].weight.requires_grad_(False)
-    modes = [module.training for module in net.modules()]
-    gradient = net[0].bias.grad.clone()
-    new = reparameterize(net, [4.0, 1 / 4], X=torch.randn(5, 4))
-    assert [module.training for module in new.modules()] == modes
-    assert [module.training for module in net.modules()] == modes
-    assert torch.equal(net[0].bias.grad, gradient)
+    before = state_of(net)
+    new = reparameterize(net, [4.0, 1 / 4], X=X)
+    same(before, state_of(net))
+    assert [module.training for module in new.modules()] == [True] * 4
+    assert [tensor.requires_grad for tensor in new.parameters()] == [False, True, True, True]
     assert new[0].bias.grad is None
-    assert not new[0].weight.requires_grad
-    assert new[2].weight.requires_grad
-    assert {tensor.data_ptr() for tensor in net.parameters()}.isdisjoint(
-        tensor.data_ptr() for tensor in new.parameters()
-    )
+    pointers = ({tensor.data_ptr() for tensor in each.parameters()} for each in (net, new))
+    assert set.isdisjoint(*pointers)
     assert torch.equal(new[0].weight, net[0].weight * 4)
-    with torch.no_grad():  # the function is that of evaluation mode
-        assert torch.equal(new.eval()(torch.ones(1, 4)), net.eval()(torch.ones(1, 4)))
+    # the function is that of evaluation mode
+    torch.testing.assert_close(new.eval()(X), net.eval()(X), rtol=0, atol=0)
 
 
 def mlp(between=None):
@@ -275,9 +259,6 @@ def test_float32_factors():
     new = reparameterize(net, torch.tensor([3.0, 1 / 3], requires_grad=True), X=X)
     check_same_function(net, new, X)
     torch.testing.assert_close(new[2].weight, net[2].weight / 3, rtol=1e-15, atol=0)
-
-
-# ---- refusals
 
 
 def between(run):
@@ -357,81 +338,71 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "factors", "shape", "message"), REFUSED)
 def test_refused(make, factors, shape, message):
-    torch.manual_seed(0)
     net = make()
     X = (10 * torch.randn(shape)).to(next(net.parameters(), torch.empty(0)).dtype)
-    before = snapshot(net)
+    before = state_of(net)
     with pytest.raises(ValueError, match=message):
         reparameterize(net, factors, X=X, kind="neuron" if isinstance(factors, dict) else "layer")
-    for name, value in before.items():
-        assert torch.equal(net.state_dict()[name], value), name
+    same(before, state_of(net))
 
 
 def test_all_batches_are_compared():
     """A step that differs in the last of 1,100 samples only."""
-    X = torch.randn(1100, 4)
+    X, net = torch.rand(1100, 4), mlp(nn.ReLU6())
     X[-1] = 100.0
-    net = mlp(nn.ReLU6())
-    with torch.no_grad():
-        net[0].weight.fill_(0.1)
-        net[0].bias.zero_()
-    X[:-1] = X[:-1].clamp(-1, 1)
+    nn.init.constant_(net[0].weight, 0.1)
     reparameterize(net, TWO, X=X[:-1])
     with pytest.raises(ValueError, match=OUTPUT):
         reparameterize(net, TWO, X=X)
 
 
 def test_a_dead_layer_takes_the_factors_before_it():
-    net = randomize(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
-    with torch.no_grad():
-        net[0].bias.fill_(-100)  # dead on small inputs
-    new = reparameterize(net, {0: [2.0, 3.0, 4.0]}, X=torch.zeros(5, 4).double(), kind="neuron")
+    net = randomize(mlp())
+    nn.init.constant_(net[0].bias, -100)  # dead on small inputs
+    new = reparameterize(net, EACH, X=torch.zeros(5, 4).double(), kind="neuron")
     check_same_function(net, new, 100 * torch.randn(5, 4).double())
 
 
 def test_batch_norm_of_the_batch_takes_the_factors():
-    norm = nn.BatchNorm1d(3, eps=1e-30, track_running_stats=False)
-    net, X = randomize(nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 2))), torch.randn(5, 4)
-    new = reparameterize(net, {0: [2.0, 3.0, 4.0]}, X=X.double(), kind="neuron")
-    check_same_function(net, new, X.double())
+    norm, X = nn.BatchNorm1d(3, eps=1e-30, track_running_stats=False), torch.randn(5, 4).double()
+    net = randomize(mlp(norm))
+    new = reparameterize(net, EACH, X=X, kind="neuron")
+    check_same_function(net, new, X)
     assert torch.equal(new[2].weight, net[2].weight)
 
 
 def test_batch_norm_along_another_axis_takes_one_factor():
-    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(6), nn.Linear(3, 2)).eval()
-    X = torch.randn(2, 6, 4)
-    new = reparameterize(net, TWO, X=X)
-    torch.testing.assert_close(new(X), net(X))
-
-
-# ---- arguments
+    net, X = randomize(mlp(nn.BatchNorm1d(6))), torch.randn(2, 6, 4).double()
+    check_same_function(net, reparameterize(net, TWO, X=X), X)
 
 
 ONE, THREE_EACH = (rf"must be positive finite numbers of shape \({n}\)" for n in ("", "3,"))
 
 
 @pytest.mark.parametrize(
-    ("factors", "kind", "error", "message"),
+    ("factors", "kind", "message"),
     [
-        ([2.0], "layer", ValueError, r"each of the 2 layers .*\('0', '2'\).* got \[2.0\]"),
-        ([-1.0, -1.0], "layer", ValueError, f"factors of layer '0' {ONE}"),
-        ([1.0, np.nan], "layer", ValueError, f"factors of layer '2' {ONE}"),
-        (None, "layer", ValueError, "each of the 2 layers .* got None"),
-        ({0: 2.0, "0": 0.5}, "layer", ValueError, "names layer '0' more than once"),
-        ({3: 2.0}, "layer", LayerNotFoundError, "there is no layer 3"),
-        ({"1": 2.0}, "layer", LayerNotFoundError, "'1' is a ReLU, which has no weight"),
-        ({0: [2.0, 2.0]}, "neuron", ValueError, rf"{THREE_EACH}.* got \[2.0, 2.0\]"),
-        ({0: 2.0}, "neuron", ValueError, f"{THREE_EACH}.* got 2.0"),
-        ([[1.0, 1.0, 1.0]], "neuron", ValueError, r'kind="neuron" a mapping only; got \[\['),
-        ([1.0, 1.0], "rows", ValueError, "kind must be .*, got 'rows'"),
+        ([2.0], "layer", r"each of the 2 layers .*\('0', '2'\).* got \[2.0\]"),
+        ([-1.0, -1.0], "layer", f"factors of layer '0' {ONE}"),
+        ([1.0, np.nan], "layer", f"factors of layer '2' {ONE}"),
+        (None, "layer", "each of the 2 layers .* got None"),
+        ({0: 2.0, "0": 0.5}, "layer", "names layer '0' more than once"),
+        ({3: 2.0}, "layer", "there is no layer 3"),
+        ({"1": 2.0}, "layer", "'1' is a ReLU, which has no weight"),
+        ({0: [2.0, 2.0]}, "neuron", rf"{THREE_EACH}.* got \[2.0, 2.0\]"),
+        ({0: 2.0}, "neuron", f"{THREE_EACH}.* got 2.0"),
+        ([[1.0, 1.0, 1.0]], "neuron", r'kind="neuron" a mapping only; got \[\['),
+        ([1.0, 1.0], "rows", "kind must be .*, got 'rows'"),
     ],
 )
-def test_refuses_bad_arguments(factors, kind, error, message):
-    X = torch.randn(5, 4)
-    with pytest.raises(error, match=message):
-        reparameterize(mlp(), factors, X=X, kind=kind)
+def test_refuses_bad_arguments(factors, kind, message):
+    with pytest.raises((ValueError, LayerNotFoundError), match=message):
+        reparameterize(mlp(), factors, X=torch.randn(5, 4), kind=kind)
+
+
+def test_refuses_what_is_no_module():
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got Tensor"):
-        reparameterize(X, factors, X=X, kind=kind)
+        reparameterize(torch.ones(2), TWO, X=torch.ones(2))
 
 
 def test_ways_to_name_a_layer():

@@ -56,9 +56,6 @@ at_problems = pytest.mark.parametrize(
 )
 
 
-# Theorem 5
-
-
 @at_problems
 @pytest.mark.parametrize("delta", [1e-1, 1e-3])
 @pytest.mark.parametrize("layer", LAYERS)
@@ -96,9 +93,6 @@ def test_remainder_of_theorem_5_is_of_fourth_order_over_two_decades(loss, where,
     slopes = np.diff(np.log(found)) / np.diff(np.log(deltas))
     assert slopes.min() > 3  # of the theorem
     assert np.median(slopes) == pytest.approx(4, abs=0.1)  # by symmetry
-
-
-# the definition
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,9 +141,6 @@ def test_the_input_of_a_convolution_is_one_vector(layer):
     assert value == pytest.approx(float(expected.detach()), rel=EXACT)
 
 
-# standard errors
-
-
 @pytest.mark.parametrize(
     ("matrices", "layer"),
     [("orthogonal", -1), ("orthogonal", 0), ("truncated_normal", 0), ("projection", -1)],
@@ -163,9 +154,6 @@ def test_standard_errors_are_the_spread_over_seeds(matrices, layer):
     assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
 
 
-# invariances and precision
-
-
 @pytest.mark.parametrize("layer", [-1, 0])
 def test_float32_is_close_where_delta_is_large_and_at_the_last_layer(layer):
     net, X, y = network(n=9)
@@ -176,9 +164,6 @@ def test_float32_is_close_where_delta_is_large_and_at_the_last_layer(layer):
     if layer == -1:
         small, large = (feature_robustness(net, X, y, at, **options)[0] for at in (1e-4, 1e-2))
         assert small == pytest.approx(1e-4 * large, rel=1e-3)
-
-
-# models
 
 
 @pytest.mark.parametrize(
@@ -203,9 +188,6 @@ def test_a_head_with_a_transposed_weight_is_that_linear_layer():
         for last in (head, linear)
     )
     assert transposed == pytest.approx(usual)
-
-
-# magnitudes over matrices that samples share
 
 
 @pytest.mark.parametrize("layer", [0, -1])
@@ -234,9 +216,6 @@ def test_mean_magnitude_over_drawn_matrices(matrices):
     exact = np.abs(rises_by(net, 2, X, y, [0.4 * A for A in drawn])).mean()
     assert value == pytest.approx(exact, abs=4 * stderr + 1e-9)
     assert 0 < stderr < 0.1 * value or matrices == "projection"
-
-
-# the labels of moved features (P21, equation 4)
 
 
 def sides(phi):

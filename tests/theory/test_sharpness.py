@@ -96,9 +96,6 @@ def value(table, condition, layer, column="worst"):
     return rows[column].item()
 
 
-# the constants
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
 def test_conditions_are_those_of_the_paper(activation, bias):
@@ -171,9 +168,6 @@ def test_smooth_activations_do_not_pass_by_luck(activation):
     for X in (torch.rand(1, 2), -100 * torch.rand(1, 2), torch.rand(5, 2)):
         with pytest.raises(ValueError, match="not a ReLU or leaky ReLU of the output of '0'"):
             sharpness_conditions(net, X)
-
-
-# what they are made of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -250,9 +244,6 @@ def test_a_trained_network_is_compared_with_its_initial_weights_on_the_same_inpu
     alone = sharpness_conditions(pipe, X)
     pd.testing.assert_frame_equal(both[alone.columns], alone)
     assert (both["initial_worst"] != both["worst"]).all()
-
-
-# ---- Theorem 1
 
 
 def right_hand_side(net, X, y, sigmas, delta, slope):

@@ -139,9 +139,6 @@ def test_matrices_of_a_larger_norm_warn():
     feature_robustness(net, X, y, 0.1, matrices=-np.eye(2), **CE)  # warnings are errors
 
 
-# single neurons
-
-
 def test_every_neuron_of_every_layer():
     net, X, y = plane_network()
     delta = 0.2
