@@ -39,7 +39,7 @@ PARTS = {
     "scoring": Part("benchmarks.costs.scoring --rounds 5", 90),
     "tests": Part("pytest -q -m gpu tests --ignore tests/devices", 120),
     "speedrun": Part(
-        "benchmarks.worth.speedrun --results benchmarks/results/cuda/speedrun.jsonl", 480, True
+        "benchmarks.worth.speedrun --results benchmarks/results/cuda/speedrun.csv", 480, True
     ),
 }
 

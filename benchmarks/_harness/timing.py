@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import skorch
 import torch
+from scipy import stats
 
 import relflat_sk
 
@@ -85,6 +87,12 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def interval(values: "pd.Series[float]") -> str:
+    """Write the mean of differences, and half the width of its 95% interval (Student's t)."""
+    width = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else None
+    return f"{np.mean(values):+.1f}" + (f" +- {width:.1f}" if width is not None else "")
 
 
 @dataclass(frozen=True)

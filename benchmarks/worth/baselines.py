@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 from sklearn.ensemble import (
     HistGradientBoostingClassifier,
     HistGradientBoostingRegressor,
@@ -33,7 +32,7 @@ from sklearn.svm import SVC, SVR
 from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.stored import completed
 from benchmarks._harness.tasks import FURTHER, TASKS, Split
-from benchmarks._harness.timing import environment
+from benchmarks._harness.timing import environment, interval
 from relflat_sk import (
     FlatMinimaSearch,
     RelativeFlatnessPenaltyCV,
@@ -123,15 +122,14 @@ def scores(rows: pd.DataFrame) -> pd.DataFrame:
 
 def compare(means: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
     """Compare the methods (rows) over data sets; means has a row for each, seconds for a method."""
-    leads = means[[SEARCH]].to_numpy() - means
-    widths = stats.t.ppf(0.975, len(means) - 1) * leads.sem()
+    leads = -means.sub(means[SEARCH], axis=0)
     seconds = seconds.reindex([*METHODS, FLATTEST])
     # one net of the search
     seconds.loc[FLATTEST] = [seconds.loc[SEARCH].iloc[0], seconds.loc[OURS[0]].iloc[1]]
     neural = means[means.columns.intersection(NEURAL)].rank(axis=1, ascending=False).mean()
     return pd.DataFrame({
         "mean": means.mean().map("{:.1f}".format),
-        "search's lead": leads.mean().map("{:+.1f} +- ".format) + widths.map("{:.1f}".format),
+        "search's lead": leads.apply(interval),
         "largest lead over it": (-leads.min()).map("{:+.1f}".format),
         "rank": means.rank(axis=1, ascending=False).mean().map("{:.1f}".format),
         "neural": neural.map("{:.1f}".format),
@@ -142,12 +140,10 @@ def compare(means: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
 
 def report(rows: pd.DataFrame) -> None:
     """Print the scores of each data set, and the comparisons of both kinds of tasks."""
-    by_data = scores(rows).groupby("param_data", sort=False)
-    means = by_data.mean().rename_axis(index="data", columns=None)
+    by_data = scores(rows).rename_axis(columns=None).groupby("param_data", sort=False)
+    means = by_data.mean()
     print("\nAccuracy or R2 on the test data, in percent, mean of the splits\n")
-    table = means.round(1)
-    table.insert(0, "splits", by_data.size())
-    print(table.to_string())
+    print(means.assign(splits=by_data.size()).to_string(float_format="{:.1f}".format))
     is_regression, is_wrong = means.index.isin(REGRESSIONS), means.index.str.contains("wrong")
     groups = {
         "right labels": ~is_regression & ~is_wrong,

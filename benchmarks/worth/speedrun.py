@@ -19,15 +19,15 @@ With wrong labels, SAM is left out.
 With ``--results FILE`` each run is saved, and an interrupted program goes on where it ended.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -35,8 +35,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 
 from benchmarks._harness.data import load_images, mislabel
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.timing import environment, table
-from benchmarks.worth.tuned import interval
+from benchmarks._harness.stored import completed
+from benchmarks._harness.timing import environment, interval
 from relflat_sk import RelativeFlatnessPenalty
 
 ARMS = ("plain", "SAM", "last", "all")
@@ -109,10 +109,12 @@ def batches(
 
 
 def train(
-    arm: str, data: tuple[Tensor, ...], seed: int, epochs: int, batch_size: int, widths: Any
+    wrong: float, seed: int, arm: str, data: Any, epochs: int, batch_size: int, widths: Any
 ) -> dict[str, float]:
-    """Train by an arm; return test accuracies, and the seconds of the training."""
-    X, y, X_test, y_test = data
+    """Train by an arm on the first n images; return test accuracies, and the training's seconds."""
+    X, y, n = data
+    test = X[n:], y[n:].to(X.device)
+    X, y = X[:n], torch.from_numpy(mislabel(y[:n].numpy(), wrong, seed)).to(X.device)
     torch.manual_seed(seed)
     net = Speedrun(X, widths).to(X.device, memory_format=torch.channels_last)
     optimizer, average = make_optimizer(net, batch_size), AveragedModel(net)
@@ -138,13 +140,11 @@ def train(
         optimizer.step()
         if arm == "plain" and step >= 0.8 * n_steps:
             average.update_parameters(net)
-    found = {arm: accuracy(net, X_test, y_test)}
-    seconds = time.perf_counter() - started
+    found = {"accuracy": accuracy(net, *test), "seconds": time.perf_counter() - started}
     if arm == "plain":
         with _precision(X):
             update_bn(X.split(batch_size), average)
-        found["average"] = accuracy(average, X_test, y_test)
-    return found | {"seconds": seconds}
+    return found | {"average": accuracy(average, *test) if arm == "plain" else np.nan}
 
 
 def _precision(x: Tensor) -> Any:
@@ -182,28 +182,25 @@ def accuracy(net: nn.Module, X: Tensor, y: Tensor) -> float:
     return float(sum(hits)) / len(y)
 
 
-def report(rows: dict[tuple[float, str, int], dict[str, float]]) -> None:
+def report(frame: pd.DataFrame) -> None:
     """Print accuracies in percent, and gains over plain with the same seeds, in points."""
-    cells = [["wrong labels", "arm", "seeds", "accuracy", "over plain", "seconds"]]
-    for wrong in sorted({wrong for wrong, *_ in rows}):
-        found: dict[str, dict[int, float]] = {}
-        seconds: dict[str, list[float]] = {}
-        for (share, _, seed), row in rows.items():
-            if share == wrong:
-                for name in row.keys() - {"seconds"}:
-                    found.setdefault(name, {})[seed] = 100 * row[name]
-                    seconds.setdefault(name, []).append(row["seconds"])
-        for name in ("plain", "average", *ARMS[1:]):
-            if name in found:
-                common = sorted(found[name].keys() & found.get("plain", {}).keys())
-                gains = np.array([found[name][seed] - found["plain"][seed] for seed in common])
-                values = np.array(list(found[name].values()))
-                gain = interval(gains) if name != "plain" and common else ""
-                cells.append([
-                    f"{wrong:.0%}", name, str(len(values)), interval(values).lstrip("+"), gain,
-                    f"{np.median(seconds[name]):.1f}",
-                ])  # fmt: skip
-    print(table(cells))
+    frame = frame.set_index(["param_wrong", "param_seed", "param_arm"])
+    accuracies = 100 * frame["accuracy"].unstack()
+    accuracies["average"] = 100 * frame["average"].xs("plain", level="param_arm")
+    tables = {}
+    accuracies = accuracies[["plain", "average", *ARMS[1:]]]
+    for wrong, rows in accuracies.groupby(level=0):
+        values = rows.dropna(axis=1, how="all")
+        gains = values.sub(values["plain"], axis=0)
+        seconds = frame["seconds"].loc[wrong].groupby("param_arm").median()
+        tables[f"{wrong:.0%}"] = pd.DataFrame({
+            "seeds": values.count(),
+            "accuracy": values.apply(lambda column: interval(column.dropna()).lstrip("+")),
+            "over plain": gains.apply(lambda column: interval(column.dropna())),
+            "seconds": seconds.reindex(values.columns),
+        })  # fmt: skip
+    found = pd.concat(tables, names=["wrong labels", "arm"])
+    print(found.to_string(sparsify=False, float_format="{:.1f}".format))
     print("\nTest accuracy in percent and gain in points, with 95% intervals over seeds.")
 
 
@@ -211,32 +208,20 @@ def main() -> None:
     """Train arm by arm and seed by seed, and print the table."""
     options = read_options(
         __doc__, data=IMAGES, device="cuda", seeds=(40, 1), wrong=[0.0], epochs=(10, 2),
-        results=str,
+        results=Path, limit=int, jobs=1,
     )  # fmt: skip
     n, n_test, batch_size, widths = (50_000, 10_000, 1024, (64, 256, 256))
     if options.quick:
         n, n_test, batch_size, widths = (512, 200, 64, (32, 32, 32))
-    rows: dict[tuple[float, str, int], dict[str, float]] = {}
-    if options.results and Path(options.results).exists():
-        for line in Path(options.results).read_text().splitlines():
-            wrong, arm, seed, row = json.loads(line)
-            rows[wrong, arm, seed] = row
     print(f"{n} images, {options.epochs} epochs, batches of {batch_size}\n{environment()}\n")
     X, y = load_images(n + n_test, options.data)
     X = X.to(options.device, memory_format=torch.channels_last)
-    runs = product(options.wrong, range(options.seeds), ARMS)
-    for wrong, seed, arm in runs:
-        is_left_out = wrong > 0 and arm == "SAM"
-        if (wrong, arm, seed) in rows or is_left_out:
-            continue
-        labels = torch.from_numpy(mislabel(y[:n].numpy(), wrong, seed))
-        targets = (part.to(options.device) for part in (labels, y[n:]))
-        data = tuple(chain.from_iterable(zip((X[:n], X[n:]), targets, strict=True)))
-        rows[wrong, arm, seed] = train(arm, data, seed, options.epochs, batch_size, widths)
-        if options.results:
-            with Path(options.results).open("a") as file:
-                file.write(json.dumps([wrong, arm, seed, rows[wrong, arm, seed]]) + "\n")
-    report(rows)
+    runs = [
+        {"param_wrong": wrong, "param_seed": seed, "param_arm": arm}
+        for wrong, seed, arm in product(options.wrong, range(options.seeds), ARMS)
+        if not (wrong and arm == "SAM")
+    ]
+    report(completed(options, runs, train, (X, y, n), options.epochs, batch_size, widths))
 
 
 if __name__ == "__main__":

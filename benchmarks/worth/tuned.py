@@ -18,17 +18,17 @@ tables of `CHOSEN_ON`, and no result of this comparison has changed it; the othe
 apart.
 """
 
-import json
 import warnings
-from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from joblib import Parallel, delayed
-from scipy import stats
 from sklearn.base import clone
 from sklearn.datasets import (
     load_breast_cancer,
@@ -46,8 +46,9 @@ from sklearn.svm import SVC
 
 from benchmarks._harness.networks import Dropout, SharpnessAwareClassifier
 from benchmarks._harness.options import IMAGES, read_options
+from benchmarks._harness.stored import Run, completed
 from benchmarks._harness.tasks import CLUSTERS, Split, Task, from_images, from_table, generated
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.timing import environment, interval
 from relflat_sk import (
     FlatnessWarning,
     RelativeFlatnessRegularizedClassifier,
@@ -56,9 +57,6 @@ from relflat_sk import (
 )
 
 Params = dict[str, Any]
-# "accuracies" and "losses" of folds; "test" and "mean", test accuracies of one network trained on
-# all data, and of the mean of the folds' networks
-Row = dict[str, Any]
 
 # -- tasks -------------------------------------------------------------------------------
 
@@ -166,35 +164,58 @@ def make_net(setting: str, split: Split, seed: int, epochs: int) -> Any:
     return clone(net)  # with callbacks of its own
 
 
+def train_rows(runs: Sequence[Run], n_folds: int, epochs: int, images: str | None) -> list[Run]:
+    """Train the settings of a task and seed together, and add what they reach."""
+    rows = []
+    for (task, seed), unit in groupby(runs, itemgetter("param_task", "param_seed")):
+        split = TASKS[task].split(seed, images)
+        reached = train([run["param_setting"] for run in unit], split, seed, n_folds, epochs)
+        key = {"param_task": task, "param_seed": seed}
+        rows += [key | {"param_setting": name} | values for name, values in reached.items()]
+        print(f"{task}, seed {seed}", flush=True)
+    return rows
+
+
 def train(
-    settings: Sequence[str], split: Split, seed: int, n_folds: int, epochs: int
-) -> dict[str, Row]:
-    """Train all settings on folds and on all data, together; return what they reach."""
+    names: Sequence[str], split: Split, seed: int, n_folds: int, epochs: int
+) -> dict[str, Run]:
+    """Train settings on folds and on all data; of others of scikit-learn, there is the test only.
+
+    "accuracy" and "loss" are means over folds; "test" and "mean" are test accuracies of one network
+    trained on all data, and of the mean of the folds' networks.
+    """
     X, y, X_test, y_test = (tensor.numpy() for tensor in split)
     folds = list(StratifiedKFold(n_folds, shuffle=True, random_state=seed).split(X, y))
     parts = [rows for rows, _ in folds] + [np.arange(len(y))]
+    settings = [name for name in names if name in SETTINGS]
     jobs = [(name, rows) for name in settings for rows in parts]
 
     def fit(name: str, rows: Any) -> Any:
         return make_net(name, split, seed, epochs).fit(X[rows], y[rows])
 
-    with warnings.catch_warnings(), fleet_training(len(jobs)):
+    with warnings.catch_warnings(), fleet_training(len(jobs) or None):
         warnings.simplefilter("ignore", FlatnessWarning)  # networks that die count as results
-        nets = Parallel()(delayed(fit)(name, rows) for name, rows in jobs)
+        nets = iter(Parallel()(delayed(fit)(name, rows) for name, rows in jobs))
     found = {}
-    for i, name in enumerate(settings):
-        *of_folds, last = nets[i * len(parts) : (i + 1) * len(parts)]
+    for name in settings:
+        *of_folds, last = [next(nets) for _ in parts]
         held_out = [
-            (net.predict_proba(X[rows]), y[rows])
-            for net, (_, rows) in zip(of_folds, folds, strict=True)
+            net.predict_proba(X[rows]) for net, (_, rows) in zip(of_folds, folds, strict=True)
         ]
+        labels = [y[rows] for _, rows in folds]
         mean = np.mean([net.predict_proba(X_test) for net in of_folds], axis=0)
         found[name] = {
-            "accuracies": [accuracy(outputs, labels) for outputs, labels in held_out],
-            "losses": [log_loss(labels, outputs) for outputs, labels in held_out],
+            "accuracy": np.mean([*map(accuracy, held_out, labels)]),
+            "loss": np.mean([*map(log_loss, labels, held_out)]),
             "test": accuracy(last.predict_proba(X_test), y_test),
             "mean": accuracy(mean, y_test),
         }
+    for name in set(names) - {*settings}:
+        model = PEERS[name](max_iter=1000) if name == "logistic" else PEERS[name]()
+        if "random_state" in model.get_params():
+            model.set_params(random_state=seed)
+        test = float(model.fit(X, y).score(X_test, y_test))
+        found[name] = {"accuracy": np.nan, "loss": np.nan, "test": test, "mean": np.nan}
     return found
 
 
@@ -203,134 +224,86 @@ def accuracy(probabilities: np.ndarray, y: np.ndarray) -> float:
     return float(np.mean(probabilities.argmax(axis=1) == y))
 
 
-def fit_peer(name: str, split: Split, seed: int) -> Row:
-    """Fit one of scikit-learn's models with its defaults."""
-    X, y, X_test, y_test = (tensor.numpy() for tensor in split)
-    model = PEERS[name]()
-    if name == "logistic":
-        model.set_params(max_iter=1000)
-    if "random_state" in model.get_params():
-        model.set_params(random_state=seed)
-    return {"test": float(model.fit(X, y).score(X_test, y_test))}
-
-
-def run(options: Namespace, tasks: Sequence[str], results: dict[tuple[str, int, str], Row]) -> None:
-    """Train what is missing, seed by seed and task by task, and save it."""
-    for seed in range(options.seeds):
-        for task in tasks:
-            missing = [name for name in SETTINGS if (task, seed, name) not in results]
-            peers = [name for name in PEERS if (task, seed, name) not in results]
-            if not missing and not peers:
-                continue
-            split = TASKS[task].split(seed, options.data)
-            found = {name: fit_peer(name, split, seed) for name in peers}
-            if missing:
-                found |= train(missing, split, seed, options.folds, options.epochs)
-            for name, row in found.items():
-                results[task, seed, name] = row
-                if options.results:
-                    with Path(options.results).open("a") as file:
-                        file.write(json.dumps([task, seed, name, row]) + "\n")
-            print(f"{task}, seed {seed}", flush=True)
-
-
 # -- tables ------------------------------------------------------------------------------
 
 
-def judge(rows: Mapping[str, Row]) -> dict[str, float]:
-    """Return the test accuracy of each method in percent, from the rows of a task and seed."""
-
-    def choose(settings: Sequence[str], score: str, sign: int) -> Row:
-        # the first of several with the highest mean, but for rounding
-        means = [round(sign * float(np.mean(rows[name][score])), 9) for name in settings]
-        return rows[settings[int(np.argmax(means))]]
-
-    chosen = {name: choose(settings, "accuracies", 1) for name, settings in METHODS.items()}
-    found = {name: row["test"] for name, row in chosen.items()}
-    found["tool, mean of folds"] = chosen["tool"]["mean"]
-    found["tool, by log loss"] = choose(TOOL, "losses", -1)["test"]
-    found |= {name: rows[name]["test"] for name in PEERS}
-    return {name: 100 * value for name, value in found.items()}
+def judge(rows: pd.DataFrame) -> "pd.Series[float]":
+    """Return the test accuracy of each method in percent, from a row for each setting."""
+    # the first of several with the highest mean, but for rounding
+    means = rows["accuracy"].round(9)
+    chosen = {name: means[settings].idxmax() for name, settings in METHODS.items()}
+    found = {name: rows.loc[setting, "test"] for name, setting in chosen.items()}
+    found["tool, mean of folds"] = rows.loc[chosen["tool"], "mean"]
+    found["tool, by log loss"] = rows.loc[rows.loc[TOOL, "loss"].round(9).idxmin(), "test"]
+    return 100 * pd.Series(found | rows.loc[[*PEERS], "test"].to_dict())
 
 
-def report(results: Mapping[tuple[str, int, str], Row], tasks: Sequence[str], seeds: int) -> None:
-    """Print the tables of the seeds that each of the tasks has."""
-    units = {
-        (task, seed): {name: results[task, seed, name] for name in (*SETTINGS, *PEERS)}
-        for task in tasks
-        for seed in range(seeds)
-        if all((task, seed, name) in results for name in (*SETTINGS, *PEERS))
+def report(frame: pd.DataFrame, tasks: Sequence[str], seeds: int) -> None:
+    """Print the tables of the units, tasks and seeds, that have all settings."""
+    frame = frame[frame["param_task"].isin(tasks) & (frame["param_seed"] < seeds)]
+    judged = {
+        unit: judge(rows.set_index("param_setting"))
+        for unit, rows in frame.groupby(["param_task", "param_seed"], sort=False)
+        if len(rows) == len(SETTINGS) + len(PEERS)
     }
-    tasks = [task for task in tasks if (task, 0) in units]
-    counts = {task: sum(name == task for name, _ in units) for task in tasks}
-    judged = {unit: judge(rows) for unit, rows in units.items()}
-    methods = list(judged[tasks[0], 0])
-    accuracies = np.array([
-        np.mean([list(judged[task, seed].values()) for seed in range(counts[task])], axis=0)
-        for task in tasks
-    ])
+    by_task = pd.DataFrame(judged).T.groupby(level=0, sort=False)
+    accuracies = by_task.mean()
     print("\nTest accuracy in percent, mean over seeds:\n")
-    rows = [["task", "seeds", *methods]]
-    for task, values in zip(tasks, accuracies, strict=True):
-        rows.append([task, str(counts[task]), *(f"{value:.1f}" for value in values)])
-    print(table(rows))
-    is_wrong = np.array(["wrong" in task for task in tasks])
-    is_held_back = np.array([not task.startswith(CHOSEN_ON) for task in tasks])
-    for title, chosen in (
-        ("All tasks", is_wrong | ~is_wrong),
-        ("Tasks on which the tool's grid was not chosen", is_held_back),
-        ("Tasks with right labels", ~is_wrong),
-        ("Tasks with wrong labels", is_wrong),
-    ):
+    means = accuracies.assign(seeds=by_task.size().astype(str))
+    print(means.to_string(float_format="{:.1f}".format))
+    is_wrong = accuracies.index.str.contains("wrong")
+    for title, chosen in {
+        "All tasks": is_wrong | ~is_wrong,
+        "Tasks on which the tool's grid was not chosen": ~accuracies.index.str.startswith(
+            CHOSEN_ON
+        ),
+        "Tasks with right labels": ~is_wrong,
+        "Tasks with wrong labels": is_wrong,
+    }.items():
         if chosen.any():
-            print(f"\n{title} ({chosen.sum()}):\n")
-            print(table(_summary(methods, accuracies[chosen])))
+            print(f"\n{title} ({chosen.sum()}):\n\n{summary(accuracies[chosen]).to_string()}")
     print("\nMean accuracy over tasks; mean rank among the methods of one network, 1 is the best;")
     print("gain over plain and over tuned weight decay in points, with 95% intervals over tasks")
     print("(Student's t); the task with the smallest gain over plain. Plus is good.")
 
 
-def _summary(methods: Sequence[str], accuracies: np.ndarray) -> list[list[str]]:
-    """Return a row for each method, from accuracies (tasks, methods)."""
-    ranks = stats.rankdata(-accuracies[:, : len(METHODS)], axis=1).mean(axis=0)
-    plain, decay = (accuracies[:, [methods.index(name)]] for name in ("plain", "decay"))
-    over_plain = accuracies - plain
-    rows = [["method", "accuracy", "rank", "over plain", "over decay", "worst"]]
-    for j, method in enumerate(methods):
-        rank = f"{ranks[j]:.1f}" if j < len(ranks) else ""
-        gains = [interval(over_plain[:, j]), interval((accuracies - decay)[:, j])]
-        rows.append([
-            method, f"{accuracies[:, j].mean():.1f}", rank, *gains, f"{over_plain[:, j].min():+.1f}"
-        ])  # fmt: skip
-    return rows
-
-
-def interval(values: np.ndarray) -> str:
-    """Return the mean of differences and half the width of its 95% interval (Student's t)."""
-    if len(values) < 2:
-        return f"{values.mean():+.1f}"
-    width = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
-    return f"{values.mean():+.1f} +- {width:.1f}"
+def summary(accuracies: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each method, from accuracies with a row for each task."""
+    over_plain, over_decay = (
+        accuracies.sub(accuracies[name], axis=0) for name in ("plain", "decay")
+    )
+    ranks = accuracies[[*METHODS]].rank(axis=1, ascending=False).mean()
+    return pd.DataFrame({
+        "accuracy": accuracies.mean().map("{:.1f}".format),
+        "rank": ranks.map("{:.1f}".format),
+        "over plain": over_plain.apply(interval),
+        "over decay": over_decay.apply(interval),
+        "worst": over_plain.min().map("{:+.1f}".format),
+    }).loc[accuracies.columns].fillna("")  # fmt: skip
 
 
 def main() -> None:
     """Train, and print the tables."""
     options = read_options(
         __doc__, data=IMAGES, tasks=TASKS, seeds=(10, 1), folds=(5, 2), epochs=(EPOCHS, 2),
-        results=str, report=False,
+        results=Path, report=False, limit=int, jobs=1,
     )  # fmt: skip
+    if options.report:
+        options.limit = 0
     tasks = ["wine", "wine, 20% wrong"] if options.quick else options.tasks
     tasks = [name for name in tasks if options.data or not TASKS[name].needs_images]
-    results: dict[tuple[str, int, str], Row] = {}
-    if options.results and Path(options.results).exists():
-        for line in Path(options.results).read_text().splitlines():
-            task, seed, name, row = json.loads(line)
-            results[task, seed, name] = row
     print(f"{options.folds} folds, {options.epochs} epochs, hidden layers {WIDTHS}")
     print(environment(), flush=True)
-    if not options.report:
-        run(options, tasks, results)
-    report(results, tasks, options.seeds)
+    names = [*PEERS, *SETTINGS]
+    runs = [
+        {"param_task": task, "param_seed": seed, "param_setting": name}
+        for seed in range(options.seeds)
+        for task in tasks
+        for name in names
+    ]
+    arguments = options.folds, options.epochs, options.data
+    frame = completed(options, runs, train_rows, *arguments, size=len(names))
+    report(frame, tasks, options.seeds)
 
 
 if __name__ == "__main__":
