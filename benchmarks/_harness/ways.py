@@ -28,9 +28,6 @@ FORMS = {
 }
 # the constants that `--report` finds best on the data sets of `CHOSEN_ON`
 FORM, SHARE = "comparable_flatness", 0.1
-# share of the candidates that reach the loss, from which on flatness may choose: with wrong labels
-# there are fewer, on the data sets of `CHOSEN_ON`
-FIT = 0.4
 HALVES = ("davies_bouldin", "within_scatter", "label_wise_mixup")  # of which the mean is taken
 N_ORDERS = 20  # of candidates that are tied where five are taken
 FEW = 5
@@ -282,16 +279,12 @@ def _held_out_ways(fits: Fits, part: str, share: float, flat: Floats) -> dict[st
     rest_errors = test_errors(rest, fits.y_test)
     few = best_of_few(losses, flat, FEW)
     ranks = rankdata(losses) + rankdata(flat)
-    fit = np.isfinite(flat[fits.converged]).mean() >= FIT
-    either, cost = (flat, 1.0) if fit else (losses, 1 + share + 1 / k)
     return found | {
         f"{part}, log loss": Way(losses, share, rest, rest_errors),
         f"{part}, accuracy": Way(misses, share, rest, rest_errors),
         f"5 best of {part}": Way(losses, share, rest, rest_errors, FEW),
         f"flattest of 5 best of {part}": Way(few, share + FEW / k, full, errors),
         f"mean rank of flatness and {part}": Way(ranks, share + 1.0, full, errors),
-        f"flattest if most fit, else {part}": Way(either, cost, full, errors),
-        f"5 flattest if most fit, else {part}": Way(either, cost, full, errors, FEW if fit else 1),
     }
 
 

@@ -22,15 +22,14 @@ folder, from which ``--again`` judges them anew without training.
 """
 
 import os
-import sys
 import time
 import warnings
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -89,25 +88,17 @@ NOISE = 0.6  # in standard deviations, of the inputs on which candidates are com
 N_NOISY = 2000
 # what is trained or measured, with the folds that are held out and their number
 FOLDS = {"20%": (0, 1, 5), "5%": (0, 1, 20), "5-fold": (1, 5, 5), "10-fold": (0, 10, 10)}
-# in which order: a later split of cheap work comes before an early one of dear work
-ORDER: dict[str, Callable[[int], float]] = {
-    "held out": lambda at: at,
-    "5-fold": lambda at: 2 * at + 2.5,
-    "norms": lambda at: 3 * at + 2.7,
-    "heads": lambda at: 3 * at + 2.8,
-    "10-fold": lambda at: 4 * at + 4.5,
-    "dear": lambda at: 8 * at + 6.5,
-}
-# the stored work that each part of the order needs, and a way that tells that it is done
-NEEDS = {"held out": ("20%", "5%"), "5-fold": ("20%", "5-fold"), "10-fold": ("10-fold",)}
-MARKS = {
+# parts of the work, the cheap ones first, with a way that tells that a part is done
+PARTS = {
     "held out": "5%, log loss",
     "5-fold": "5-fold, log loss, refit",
-    "10-fold": "10-fold, log loss, refit",
     "norms": "stable_rank",
     "heads": "davies_bouldin",
+    "10-fold": "10-fold, log loss, refit",
     "dear": "keskar_sharpness",
 }
+# the folds that a part needs
+NEEDS = {"held out": ("20%", "5%"), "5-fold": ("20%", "5-fold"), "10-fold": ("10-fold",)}
 
 
 @dataclass(frozen=True)
@@ -151,13 +142,12 @@ class Unit:
 
     # -- training and measuring -----------------------------------------------------------
 
-    def all(self) -> list[Weights]:
-        """Return the networks that are trained on all training data."""
-        networks: list[Weights] = self.outcome("all")
-        return networks
-
     def outcome(self, part: str, nets: list[Weights] | None = None) -> Any:
-        """Return the networks of "all", or what is held out; of `nets` if these are given."""
+        """Return what training gives, of `nets` if these are given.
+
+        Of "all" training data these are the networks; of folds, the sums of held-out losses and
+        errors, the number of samples, and the networks of a single fold.
+        """
 
         def compute() -> Any:
             trained = train(*self.fits(part)) if nets is None else nets
@@ -171,8 +161,7 @@ class Unit:
         if part == "all":
             return self.candidates, [(X, y)] * len(self.candidates)
         data = [(X[rows], y[rows]) for rows, _ in self.folds(part)]
-        k = len(self.candidates)
-        return self.candidates * len(data), [one for one in data for _ in range(k)]
+        return self.candidates * len(data), [part for part in data for _ in self.candidates]
 
     def folds(self, part: str) -> list[tuple[Any, Any]]:
         """Return the rows to train on and to hold out, of each fold of a part of the work."""
@@ -184,13 +173,8 @@ class Unit:
             cv = kind(n, shuffle=True, random_state=self.number).split(self.split.X, y)
             return [tuple(map(torch.as_tensor, rows)) for rows in cv][first:last]
 
-    def held_out(self, part: str) -> dict[str, Any]:
-        """Return sums of held-out losses and errors, samples, and the networks of a single fold."""
-        found: dict[str, Any] = self.outcome(part)
-        return found
-
     def _hold_out(self, part: str, nets: list[Weights]) -> dict[str, Any]:
-        """Compute what `held_out` returns from the networks of all folds in turn."""
+        """Judge the networks of all folds in turn on what they have not seen."""
         (X, y), k, folds = (self.split.X, self.split.y), len(self.candidates), self.folds(part)
         losses, errors, count = np.zeros(k), np.zeros(k), 0
         for i, (_, rows) in enumerate(folds):
@@ -201,26 +185,28 @@ class Unit:
                     z.argmax(1) != y[rows])  # fmt: skip
                 errors[j] += wrong.sum().item()
             count += len(rows)
-        kept = nets if len(folds) == 1 else None
-        return {"losses": losses, "errors": errors, "n": count, "nets": kept}
+        return {"losses": losses, "errors": errors, "n": count,
+                "nets": nets if len(folds) == 1 else None}  # fmt: skip
 
     def measures(self, part: str) -> pd.DataFrame:
         """Return the library's measures of all networks, one column each."""
-        if part == "equal-loss":
-            return self.load(f"{part}-measures", self._measure_at_equal_loss)
-        names = MEASURES[part]
-        if not self.split.y.is_floating_point():
-            names += OF_CLASSES.get(part, ())
-        return self.load(f"{part}-measures", lambda: self._measure(names))
 
-    def _measure_at_equal_loss(self) -> pd.DataFrame:
-        names = [name for name, _ in FORMS.values()]
-        found = [self._measure(names, share).add_suffix(f" at {share:g}") for share in SHARES]
-        return pd.concat(found, axis=1)
+        def compute() -> pd.DataFrame:
+            if part == "equal-loss":
+                names = [name for name, _ in FORMS.values()]
+                tables = {share: self._measure(names, share) for share in SHARES}
+                return pd.concat([found.add_suffix(f" at {share:g}")
+                                  for share, found in tables.items()], axis=1)  # fmt: skip
+            is_regression = self.split.y.is_floating_point()
+            return self._measure(
+                MEASURES[part] + (() if is_regression else OF_CLASSES.get(part, ()))
+            )
+
+        return self.load(f"{part}-measures", compute)
 
     def _measure(self, names: Sequence[str], at_loss: float | None = None) -> pd.DataFrame:
         rows = []
-        for weights in self.all():
+        for weights in self.outcome("all"):
             report = pd.DataFrame({"measure": names, "value": np.nan})
             if apply(weights, self.split.X).abs().max() < 1e30:  # it has not diverged
                 report = flatness_report(
@@ -235,7 +221,7 @@ class Unit:
 
     def rows(self) -> list[dict[str, Any]]:
         """Judge all ways that the stored parts allow."""
-        split, nets = self.split, self.all()
+        split, nets = self.split, self.outcome("all")
         z = [apply(weights, split.X) for weights in nets]
         losses = np.array([mean_losses(one[None], split.y[None]).item() for one in z])
         constant = constant_loss(split.y)
@@ -269,7 +255,7 @@ class Unit:
         return x + NOISE * torch.randn(x.shape, generator=generator)
 
     def _scores(self, part: str) -> Any:
-        found = [self.held_out(one) for one in ((part, "20%") if part == "5-fold" else (part,))]
+        found = [self.outcome(one) for one in ((part, "20%") if part == "5-fold" else (part,))]
         n = sum(one["n"] for one in found)
         nets = found[0]["nets"]
         return (
@@ -287,7 +273,7 @@ class Unit:
             for one in {"core", part} & MEASURES.keys():
                 self.measures(one)
             for one in NEEDS.get(part, ()):
-                self.held_out(one)
+                self.outcome(one)
             return self.rows()
 
 
@@ -305,18 +291,14 @@ def array(tensor: torch.Tensor) -> Any:
 
 
 def schedule(arguments: Namespace, store: Path) -> Iterator[tuple[Unit, str]]:
-    """Yield the work in its order: all data sets first, then the next split, dear parts late."""
+    """Yield the work in its order: part by part, and split by split all data sets."""
     few = 12 if arguments.quick else None
     parts = ["held out"] if arguments.quick else arguments.parts
-    steps = [(at, part) for at in range(arguments.splits) for part in parts]
-    for at, part in sorted(steps, key=lambda step: ORDER[step[1]](step[0])):
-        for name in arguments.only:
-            if TASKS[name].needs_images and not arguments.data:
-                continue
-            if part == "heads" and name in selection_report.REGRESSIONS:
-                continue
-            for space in arguments.space:
-                yield Unit(name, space, at, arguments.data, store, few), part
+    steps = product(parts, range(arguments.splits), arguments.only, arguments.space)
+    for part, number, name, space in steps:
+        has_images = arguments.data or not TASKS[name].needs_images
+        if has_images and not (part == "heads" and name in selection_report.REGRESSIONS):
+            yield Unit(name, space, number, arguments.data, store, few), part
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -338,9 +320,8 @@ def store_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def is_done(rows: pd.DataFrame, unit: Unit, part: str) -> bool:
     """Tell whether the rows hold a part of a unit's work."""
-    own = rows[(rows["data"] == unit.data) & (rows["space"] == unit.space)]
-    own = own[own["split"] == unit.number]
-    return bool((own["way"] == MARKS[part]).any())
+    is_own = (rows[KEY] == [unit.data, unit.space, unit.number]).all(axis=1)
+    return PARTS[part] in set(rows.loc[is_own, "way"])
 
 
 def train_together(units: Sequence[Unit], parts: Sequence[str], device: str) -> None:
@@ -367,10 +348,9 @@ def study(arguments: Namespace, store: Path) -> None:
     work = [
         (unit, part)
         for unit, part in schedule(arguments, store)
-        if (unit.path("all").exists() if arguments.again else not is_done(rows, unit, part))
-    ]
-    if arguments.again:
-        work = [(unit, part) for unit, part in work if part == "held out"]
+        if (part == "held out" and unit.path("all").exists() if arguments.again
+            else not is_done(rows, unit, part))
+    ]  # fmt: skip
     if arguments.device != "cpu" and not arguments.again:
         together = defaultdict(dict)
         for unit, _ in work:
@@ -396,7 +376,7 @@ def timed(unit: Unit, part: str) -> tuple[list[dict[str, Any]], float]:
 
 def main() -> int:
     arguments = read_options(
-        __doc__, only=TASKS, space=dict.fromkeys(SPACES), parts=ORDER, splits=20, processes=1,
+        __doc__, only=TASKS, space=dict.fromkeys(SPACES), parts=PARTS, splits=20, processes=1,
         device="cpu", results=RESULTS, store=cache_folder() / "selection", report=False,
         again=False, figure=str, data=IMAGES,
     )  # fmt: skip
@@ -416,4 +396,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

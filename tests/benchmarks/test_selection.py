@@ -107,17 +107,6 @@ def test_the_nearest_to_the_mean_has_the_classes_that_most_predict():
     assert ways.disagreement(fits).tolist() == [6.5**2, 1.5**2, 1.5**2]
 
 
-@pytest.mark.parametrize(("n_fit", "chosen"), [(2, 0), (1, 3)])
-def test_flatness_chooses_only_if_most_candidates_reach_the_loss(n_fit, chosen):
-    fits = made_up([8, 9, 10, 1, 12])
-    fits.measures = pd.DataFrame({f"{ways.FORM} at {ways.SHARE:g}": [1.0, 2, 3, 4, 5]})
-    fits.measures.iloc[n_fit:] = np.nan
-    fits.held_out["20%"] = (np.array([3.0, 3, 3, 0, 3]), np.ones(5), fits.test_outputs)
-    found = ways.judge_all(fits, seed=0)["flattest if most fit, else 20%"]
-    assert found["error"] == [8, 9, 10, 1, 12][chosen]
-    assert found["cost"] == (1.0 if chosen == 0 else 2.0)
-
-
 # -- judging ----------------------------------------------------------------------------------
 
 
@@ -261,7 +250,7 @@ def test_the_report_prints_tables_and_draws(tmp_path, capsys):
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
     rows = stored(2).replace(selection_report.BASE, selection_report.MEAN)
     selection_report.report(rows)  # nothing was held out
-    assert f"minus {selection_report.MEAN}" in capsys.readouterr().out
+    assert f"differences to {selection_report.MEAN}" in capsys.readouterr().out
     selection_report.report(rows[:0])
     assert "nothing to compare" in capsys.readouterr().out
 
@@ -287,10 +276,10 @@ def test_without_dropout_splits_that_are_trained_together_are_those_trained_alon
         f"wine-equal-{split}-{part}.pt" for split in (0, 1) for part in ("all", "20%", "10-fold")
     }
     for one, other in zip(together, alone, strict=True):
-        for nets in zip(one.all(), other.all(), strict=True):
+        for nets in zip(one.outcome("all"), other.outcome("all"), strict=True):
             assert all(map(torch.equal, *nets))
         for part in ("5%", "5-fold"):
-            held_out, expected = one.held_out(part), other.held_out(part)
+            held_out, expected = one.outcome(part), other.outcome(part)
             np.testing.assert_array_equal(held_out["losses"], expected["losses"])
             assert held_out["n"] == expected["n"] > 0
 
