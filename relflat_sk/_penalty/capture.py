@@ -278,11 +278,9 @@ class RowChecks:
         output: Tensor,
         records: Sequence[LayerRecord],
         explicit: ExplicitLayers,
-        *,
-        weighted: bool,
     ) -> None:
         """Refuse layers whose rows are not those of the output."""
-        way = type(output.grad_fn), weighted
+        way = type(output.grad_fn)
         if way != self._way:
             self._steps, self._settled, self._seen = Steps(), set(), {}
         due = [
@@ -293,7 +291,7 @@ class RowChecks:
         if due:
             pull = partial(explicit.pull_back, linear=True)
             with without_autocast(output):
-                seen, reasons = find_mixed_rows(output, due, pull, in_order=weighted)
+                seen, reasons = find_mixed_rows(output, due, pull)
             refuse_layers(reasons.values())
             self._settled |= {record.name for record in due} - seen.keys()
             for name, rows in seen.items():
@@ -353,7 +351,7 @@ class Capture:
         ):
             yield
 
-    def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
+    def finish(self, output: Tensor) -> tuple[Plan, Recorder]:
         """End the step: return what was recorded, and what is known of the network."""
         recorder, survey = self.recorder, self._survey
         if recorder is None or survey is None or recorder.failed or not recorder.calls:
@@ -385,6 +383,6 @@ class Capture:
         records = [recorder[name] for name in step.penalised]
         records = [record for record in records if record.calls == 1 and record.node is not None]
         survey.check_layers(records, output)
-        self._rows.check(output, records, self.explicit, weighted=weighted)
+        self._rows.check(output, records, self.explicit)
         self.plan = plan
         return step, recorder

@@ -152,10 +152,12 @@ class Precision:
         return math.inf if self.n_probes is not None else self.max_passes - spent - 1
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sum:
     """A sum over samples of a quantity at a layer, exact or by so many probes."""
 
+    layer: str
+    name: str  # of the measure
     quantity: Quantity
     n_passes: float  # backward passes or products that an exact sum takes in a batch
     method: str  # as reports call an exact sum
@@ -167,10 +169,10 @@ class _Sum:
     # the samples' sum (2, 1, k) or of each sample (2, n, k)
     parts: dict[int, Tensor] = field(default_factory=dict)
 
-    def restart(self, *, exact: bool) -> None:
-        """Forget plain probes, to sum exactly or by deflated ones."""
-        self.exact, self.deflated = exact, not exact
-        self.n_probes, self.parts = 0, {}
+    @property
+    def key(self) -> Key:
+        """Layer and measure."""
+        return self.layer, self.name
 
     def mean(self, *, each: bool = False) -> tuple[Tensor, Tensor]:
         """Compute the mean over probes, and its standard error, of all samples or of each."""
@@ -182,11 +184,10 @@ class _Sum:
 
 @dataclass
 class TraceMeasures:
-    """The measures of `TRACE_LIKE`, from sums that are filled batch by batch.
+    """The measures of `TRACE_LIKE`, from sums that are filled batch by batch."""
 
-    If one of them is normalised, the first pass is for the features' spread, and a second one for
-    all sums, which share backward passes.
-    """
+    # If one of them is normalised, the first pass is for the features' spread, and a second one for
+    # all sums, which share backward passes.
 
     network: Network
     names: Sequence[str]
@@ -205,7 +206,7 @@ class TraceMeasures:
         self._normalized = any(_QUANTITIES[name].normalized for name in self.names)
         self._spent = 0  # passes of sums that are not finished
         self._spreads: dict[str, FeatureSpread] = {}
-        self._sums: dict[Key, _Sum] = {}
+        self._sums: list[_Sum] = []
         self._n_batches = 0  # that a pass has added
 
     def add(self, forward: ForwardPass) -> None:
@@ -224,57 +225,59 @@ class TraceMeasures:
             scan_again(self.network, list(summary.layer_weights), self._add_first)
         self._end_pass(self._sums, _PILOT)
         self._refine(summary)
-        return {key: self._measure(key, summary) for key in self._sums}
+        return {one.key: self._measure(one, summary) for one in self._sums}
 
     def _add_first(self, forward: ForwardPass) -> None:
-        """Add a batch of the first pass for the sums, after a decision which of them are exact."""
+        """Add a batch of the first pass for the sums."""
         if not self._sums:
-            most = MOST_EXACT[self.method]
-            if self.method == "auto":
-                most = min(most, self.precision.n_left(self._spent))
-            for layer in forward.layers.values():
-                spread = self._spreads[layer.name].spread() if self._normalized else None
-                for name in self.names:
-                    quantity = _QUANTITIES[name].quantity(layer, spread)
-                    n_passes = quantity.n_passes(layer)
-                    self._sums[layer.name, name] = _Sum(
-                        quantity,
-                        n_passes,
-                        layer.method,
-                        exact=n_passes <= most and self.method != "hutchinson",
-                        deflatable=self.method == "auto" and quantity.is_deflatable(layer),
-                    )
+            layers = forward.layers.values()
+            self._sums = [self._begin(layer, name) for layer in layers for name in self.names]
         self._add(forward, self._sums, _PILOT)
 
-    def _add(self, forward: ForwardPass, keys: Iterable[Key], n_probes: int) -> None:
+    def _begin(self, layer: LayerPass, name: str) -> _Sum:
+        """Decide how a quantity is summed."""
+        measure, most = _QUANTITIES[name], MOST_EXACT[self.method]
+        if self.method == "auto":
+            most = min(most, self.precision.n_left(self._spent))
+        spread = self._spreads[layer.name].spread() if measure.normalized else None
+        quantity = measure.quantity(layer, spread)
+        n_passes = quantity.n_passes(layer)
+        exact = n_passes <= most and self.method != "hutchinson"
+        deflatable = self.method == "auto" and quantity.is_deflatable(layer)
+        return _Sum(layer.name, name, quantity, n_passes, layer.method, exact, deflatable)
+
+    def _add(self, forward: ForwardPass, sums: Iterable[_Sum], n_probes: int) -> None:
         """Add a batch to some of the sums."""
-        sums = {key: self._sums[key] for key in keys}
-        exact = {key: one.quantity for key, one in sums.items() if one.exact}
-        for key, terms in sample_terms(forward.layers, exact).items():
-            self._include(forward, key, terms.double())
-        drawn = {key: one.quantity for key, one in sums.items() if not one.exact}
-        for key in [key for key in drawn if sums[key].deflated]:
-            drawn[key] = drawn[key].deflated(forward.layers[key[0]], self._generator)
-        if any(sums[key].deflated for key in drawn):
+        exact = {one.key: one.quantity for one in sums if one.exact}
+        terms = sample_terms(forward.layers, exact)
+        for one in sums:
+            if one.exact:
+                self._include(forward, one, terms[one.key].double())
+        estimated = [one for one in sums if not one.exact]
+        drawn = {one.key: one.quantity for one in estimated}
+        for one in estimated:
+            if one.deflated:
+                layer = forward.layers[one.layer]
+                drawn[one.key] = one.quantity.deflated(layer, self._generator)
+        if any(one.deflated for one in estimated):
             self.bar.update(DEFLATION)
         for _ in range(n_probes // 2 if drawn else 0):
             self.bar.update(2)
-            first, second = (sample_terms(forward.layers, drawn, self._generator) for _ in range(2))
-            for key in drawn:
-                self._include(forward, key, first[key].double(), second[key].double())
+            pair = [sample_terms(forward.layers, drawn, self._generator) for _ in range(2)]
+            for one in estimated:
+                self._include(forward, one, *(terms[one.key].double() for terms in pair))
         self._n_batches += 1
 
-    def _include(self, forward: ForwardPass, key: Key, *probes: Tensor) -> None:
+    def _include(self, forward: ForwardPass, one: _Sum, *probes: Tensor) -> None:
         """Add terms (r, k) of a batch to a sum: exact ones, or a pair of probes."""
-        weights = forward.row_weights(forward.layers[key[0]])
+        weights = forward.row_weights(forward.layers[one.layer])
         total = self._weigh(forward, weights, probes[0] + probes[1] if probes[1:] else probes[0])
         sums = total[None]
         if probes[1:]:
             squares = (probes[0] - probes[1]).square() / 2
             sums = torch.stack([total, self._weigh(forward, weights.square(), squares)])
         batch = self._n_batches if self.per_sample else 0
-        parts = self._sums[key].parts
-        parts[batch] = parts[batch] + sums if batch in parts else sums
+        one.parts[batch] = one.parts[batch] + sums if batch in one.parts else sums
 
     def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
         """Sum rows with their weights: over all, or over the tokens of each sample."""
@@ -282,58 +285,54 @@ class TraceMeasures:
             return (weights @ rows)[None]
         return (weights[:, None] * rows).reshape(len(forward), -1, rows.shape[1]).sum(dim=1)
 
-    def _end_pass(self, keys: Iterable[Key], n_probes: int, n_more: int = 0) -> None:
+    def _end_pass(self, sums: Iterable[_Sum], n_probes: int, n_more: int = 0) -> None:
         """Count the probes and other products of a pass over all samples."""
-        for key in keys:
-            self._sums[key].n_probes += 1 if self._sums[key].exact else n_probes
+        for one in sums:
+            one.n_probes += 1 if one.exact else n_probes
         self._spent += 1 + n_more + n_probes
         self._n_batches = 0
 
     def _refine(self, summary: Summary) -> None:
         """Draw more probes until standard errors are small, and sum exactly what costs less so."""
-        keys = [key for key, one in self._sums.items() if not one.exact]
+        estimated = [one for one in self._sums if not one.exact]
         done, pair = _PILOT, DEFLATION + _PILOT
-        while keys:
+        while estimated:
             left = self.precision.n_left(self._spent)
-            missing: dict[Key, float] = {}  # further probes
-            exact: list[Key] = []
-            for key in keys:
-                one, needed = self._sums[key], self._n_needed(key, summary)
-                if needed > one.n_probes:
-                    if self.method == "auto" and left >= one.n_passes < needed:
-                        exact.append(key)
-                    else:
-                        missing[key] = needed - one.n_probes
+            missing: dict[_Sum, float] = {}  # further probes
+            for one in estimated:
+                needed = self._n_needed(one, summary)
+                one.exact = self.method == "auto" and left >= one.n_passes < needed > one.n_probes
+                if needed > one.n_probes and not one.exact:
+                    missing[one] = needed - one.n_probes
+            exact = [one for one in estimated if one.exact]
             deflated = [
-                key
-                for key, n in missing.items()
-                if self._sums[key].deflatable and not self._sums[key].deflated
+                one
+                for one, n in missing.items()
+                if one.deflatable and not one.deflated
                 if n > 2 * pair <= left and self.precision.n_probes is None
             ]
-            for key in (*exact, *deflated):
-                self._sums[key].restart(exact=key in exact)
+            for one in (*exact, *deflated):  # without the plain probes
+                one.deflated, one.n_probes, one.parts = not one.exact, 0, {}
             if self.precision.n_probes is not None:
                 left = self.precision.n_probes - done
-            n_more, n_probes = DEFLATION * any(self._sums[key].deflated for key in missing), 0
+            n_more, n_probes = DEFLATION * any(one.deflated for one in missing), 0
             if left < n_more + _PILOT:
                 missing, n_more = {}, 0
             elif missing:
                 most = _PILOT if deflated else int(min(1.05 * max(missing.values()), left - n_more))
                 n_probes = 2 * max(most // 2, 1)
-            keys = list(missing)
-            if keys or exact:
-                layers = {layer for layer, _ in (*keys, *exact)}
+            estimated = list(missing)
+            if sums := [*estimated, *exact]:
+                layers = {one.layer for one in sums}
                 names = [name for name in summary.layer_weights if name in layers]
                 self.bar.total = self.bar.n + (n_more + n_probes) * self.bar.n // done
-                visit = partial(self._add, keys=[*keys, *exact], n_probes=n_probes)
-                scan_again(self.network, names, visit)
-                self._end_pass([*keys, *exact], n_probes, n_more)
+                scan_again(self.network, names, partial(self._add, sums=sums, n_probes=n_probes))
+                self._end_pass(sums, n_probes, n_more)
             done += n_more + n_probes
 
-    def _n_needed(self, key: Key, summary: Summary) -> float:
+    def _n_needed(self, one: _Sum, summary: Summary) -> float:
         """Return how many probes bring a measure's standard error below the tolerance."""
-        one = self._sums[key]
-        values, stderrs = self._finish(key, summary)
+        values, stderrs = self._finish(one, summary)
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
         allowed = max(self.precision.atol, self.precision.rtol * abs(value))
@@ -345,39 +344,37 @@ class TraceMeasures:
         n_terms = summary.n_samples if self.per_sample else 1
         return n_terms * one.n_probes * (stderr / allowed) ** 2
 
-    def _finish(self, key: Key, summary: Summary, *, each: bool = False) -> tuple[Tensor, Tensor]:
+    def _finish(self, one: _Sum, summary: Summary, *, each: bool = False) -> tuple[Tensor, Tensor]:
         """Compute a measure and its standard error: (1, k), or (n, k) of each sample."""
-        measure, weight = _QUANTITIES[key[1]], summary.layer_weights[key[0]]
+        measure, weight = _QUANTITIES[one.name], summary.layer_weights[one.layer]
         scale = (summary.n_samples if each else 1) / summary.divisor
-        mean, deviation = (scale * part for part in self._sums[key].mean(each=each))
+        mean, deviation = (scale * part for part in one.mean(each=each))
         if self.weight_decay and measure.identity is not None:
             mean = mean + self.weight_decay * measure.identity(weight)
         return measure.finish(mean, weight), measure.finish(deviation.abs(), weight)
 
-    def _measure(self, key: Key, summary: Summary) -> Measured:
+    def _measure(self, one: _Sum, summary: Summary) -> Measured:
         """Compute one measure at one layer from the sum of its quantity."""
-        one = self._sums[key]
         arrays: dict[str, Any] = {}
-        values, stderrs = self._finish(key, summary)
+        values, stderrs = self._finish(one, summary)
         at = values.argmax()
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
         if not one.exact and self.precision.n_probes is None and math.isfinite(value):
-            self._warn_if_loose(key, summary, value, stderr)  # others have a warning of their own
-        if key[1] == LARGEST_NEURON:
+            self._warn_if_loose(one, summary, value, stderr)  # others have a warning of their own
+        if one.name == LARGEST_NEURON:
             arrays["neurons"] = values[0].cpu().numpy()
         if self.per_sample:
-            each = (part[:, at].cpu().numpy() for part in self._finish(key, summary, each=True))
+            each = (part[:, at].cpu().numpy() for part in self._finish(one, summary, each=True))
             arrays |= zip(("terms", "term_stderrs"), each, strict=True)
         method = one.method if one.exact else "hutchinson"
         return Measured(value, stderr, method, passes=Passes(summary), **arrays)
 
-    def _warn_if_loose(self, key: Key, summary: Summary, value: float, stderr: float) -> None:
+    def _warn_if_loose(self, one: _Sum, summary: Summary, value: float, stderr: float) -> None:
         """Warn if the budget ended an estimate before its standard error was small enough."""
-        one, precision = self._sums[key], self.precision
-        needed = self._n_needed(key, summary)
+        precision, needed = self.precision, self._n_needed(one, summary)
         if needed <= one.n_probes:
             return
-        what, kind = f"{key[1]} at layer {key[0]!r}", "deflated " * one.deflated
+        what, kind = f"{one.name} at layer {one.layer!r}", "deflated " * one.deflated
         reached = f"{stderr:.3g}"
         if self.per_sample:
             what = f"the terms of {what}"

@@ -39,7 +39,6 @@ from relflat_sk.measures._results import (
     NotApplicableError,
     Passes,
     Results,
-    Summary,
     name_of,
 )
 from relflat_sk.measures._scan import scan
@@ -384,11 +383,12 @@ def warn_of_non_finite(network: Network, results: Results) -> None:
         passes = next(iter(results.values())).passes
         has_curvature = bool(names.keys() & CURVATURES.union([GRADIENT_NORM]))
         summary = passes.fitted or passes.own
-        explain_non_finite(list(names), network, summary, has_curvature=has_curvature)
+        loss = summary.loss if summary.has_labels else None
+        explain_non_finite(list(names), network, loss, has_curvature=has_curvature)
 
 
 def explain_non_finite(
-    names: Sequence[str], network: Network, summary: Summary, *, has_curvature: bool
+    names: Sequence[str], network: Network, loss: float | None, *, has_curvature: bool = True
 ) -> None:
     """Warn that values are nan or infinite, with the cause."""
     parameter = find_non_finite(network.module)
@@ -397,11 +397,11 @@ def explain_non_finite(
         cause = f"{parameter!r} of the network contains nan or infinite numbers"
     elif not has_curvature:
         return
-    elif not summary.has_labels:
+    elif loss is None:
         cause = "features or outputs of the network are nan or too large at some sample"
-    elif not math.isfinite(summary.loss):
+    elif not math.isfinite(loss):
         cause = (
-            f"the mean loss is {summary.loss}: the network's outputs are too large, or not of the "
+            f"the mean loss is {loss}: the network's outputs are too large, or not of the "
             "kind that the criterion takes, such as logits in place of probabilities"
         )
     else:

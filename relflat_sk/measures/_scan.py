@@ -175,7 +175,7 @@ def scan(
     """
     runner = _Runner(network, layers, bool(visits) if checked is None else checked)
     summary = Summary()
-    _visit_batches(network, runner.run, *visits, partial(_add_totals, summary))
+    _visit_batches(runner, *visits, partial(_add_totals, summary))
     summary.order = runner.order
     return summary
 
@@ -184,16 +184,11 @@ def scan_again(
     network: Network, names: Sequence[str], visit: Callable[[ForwardPass], object]
 ) -> None:
     """Make a further pass, at layers that `scan` has found and checked."""
-    runner = _Runner(network, names, checked=False, found=list(names))
-    _visit_batches(network, runner.run, visit)
+    _visit_batches(_Runner(network, names, checked=False, found=list(names)), visit)
 
 
-def _visit_batches(
-    network: Network,
-    run: Callable[[Batch], ForwardPass],
-    *visits: Callable[[ForwardPass], object],
-) -> None:
-    for forward in map(run, network.batches()):
+def _visit_batches(runner: "_Runner", *visits: Callable[[ForwardPass], object]) -> None:
+    for forward in map(runner.run, runner.network.batches()):
         for visit in visits:
             visit(forward)
         del forward  # frees this batch before the next one runs
@@ -224,12 +219,6 @@ def find_measured_layer(network: Network, layer: Layer) -> str:
     return name
 
 
-def _is_of_torch(part: nn.Module) -> bool:
-    """Return whether no code of a user runs in the forward pass of a module."""
-    is_own = has_hooks(part) or "forward" in vars(part)
-    return type(part).__module__.startswith(("torch.nn.", "relflat_sk.")) and not is_own
-
-
 @dataclass
 class _Runner:
     """Runs the network on batches, and finds the layers to record with the first of them."""
@@ -254,7 +243,7 @@ class _Runner:
         if self.checked and len(output) not in self._sizes:
             fit = [record for record in records if record.name not in reasons]
             pull = partial(pull_back, create_graph=False)
-            seen, mixed = find_mixed_rows(output, fit, pull, in_order=True)
+            seen, mixed = find_mixed_rows(output, fit, pull)
             reasons |= mixed
             if all(bool(rows.any()) for rows in seen.values()):  # slopes of zero show nothing
                 self._sizes.add(len(output))
@@ -321,7 +310,13 @@ class _Runner:
     def _used_elsewhere(self, batch: Batch) -> set[str]:
         """Find the layers that are called once and whose weight is used elsewhere as well."""
         module = self.network.module
-        if not self.checked or all(map(_is_of_torch, module.modules())):
+        runs_other_code = any(
+            has_hooks(part)
+            or "forward" in vars(part)
+            or not type(part).__module__.startswith(("torch.nn.", "relflat_sk."))
+            for part in module.modules()
+        )
+        if not (self.checked and runs_other_code):
             return set()
         return find_uses_elsewhere(lambda: self.network(batch.x), weight_layers(module))
 

@@ -316,7 +316,7 @@ def layer_sensitivity(  # noqa: PLR0913
         summary = scan(network, name_layers(model, layers), rises.add)
         seen = _measure_rises(network, rises.changes) if measured else {}
     if not all(torch.isfinite(one.total).all() for one in rises.sums.values()):
-        explain_non_finite(["predicted"], network, summary, has_curvature=True)
+        explain_non_finite(["predicted"], network, summary.loss)
     tables = []
     for name, sums in rises.sums.items():
         means, stderrs = sums.mean(summary.divisor)

@@ -11,15 +11,16 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
-from torch import Tensor, nn
+from torch import Tensor
 
 from relflat_sk._checks import check_integer, warn
 from relflat_sk._models.network_of import name_layers, open_model
 from relflat_sk._network.borrowing import borrowed
-from relflat_sk._network.layers import Layer, find_non_finite
+from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network, layer_names
 from relflat_sk._random import RandomState, as_random_state, make_generator
 from relflat_sk.measures._layer_measures import measure_layers
+from relflat_sk.measures._measure_network import explain_non_finite
 from relflat_sk.theory._moves import (
     Site,
     check_delta,
@@ -175,20 +176,8 @@ def feature_robustness(  # noqa: PLR0913
     draws = draws.abs() if absolute else draws
     robustness = float(draws.mean())
     if not math.isfinite(robustness):
-        _warn_of_non_finite_rise(site.network.module)
+        explain_non_finite(["the feature robustness"], site.network, robustness)
     return robustness, moves.stderr(draws)
-
-
-def _warn_of_non_finite_rise(module: nn.Module) -> None:
-    """Say why the robustness is not finite."""
-    parameter = find_non_finite(module)
-    cause = "a loss is too large"
-    if parameter is not None:
-        cause = f"{parameter!r} of the network contains nan or infinite numbers"
-    warn(
-        f"the feature robustness is nan or infinite, because {cause}. Has training diverged? Train "
-        "again, with a lower learning rate for example."
-    )
 
 
 # -- single neurons ----------------------------------------------------------------------
@@ -455,7 +444,7 @@ def worst_feature_robustness(  # noqa: PLR0913
     with borrowed(site.network.module):
         before = risk(still)
         if not math.isfinite(before):
-            _warn_of_non_finite_rise(site.network.module)
+            explain_non_finite(["the feature robustness"], site.network, before)
             nothing = np.full(identity.shape, np.nan)
             return WorstRobustness(math.nan, math.nan, math.nan, nothing, math.nan)
         if matrices is None:
