@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -284,13 +284,6 @@ class Factor:
         return rows if self.spread is None else rows * self.spread.to(rows.dtype)
 
 
-class Curvature(Protocol):
-    """The Hessians ``B_i`` of the samples' losses in an array of shape (n, d)."""
-
-    def product(self, vectors: Tensor) -> Tensor:
-        """Compute products ``B_i v_i``: (n, d)."""
-
-
 class ClosedForm(ABC):
     """A curvature by formula, without differentiation."""
 
@@ -530,25 +523,23 @@ class _Total(torch.autograd.Function):
 # -- any loss, by differentiating twice --------------------------------------------------
 
 
-def product_curvature(loss: Tensor, z: Tensor) -> Curvature:
-    """Return the curvature of any loss: each product is one double backward pass."""
-    gradient = None
-    if loss.requires_grad:
-        (gradient,) = pull_back([loss], [z], create_graph=True)
-        check_twice(gradient)
-    curved = gradient is not None and gradient.requires_grad
-    return _Products(z, gradient if curved else None)
+class ProductCurvature:
+    """The curvature of any loss: each product is one double backward pass."""
 
-
-@dataclass(frozen=True)
-class _Products(Curvature):
-    z: Tensor  # (n, d), part of the graph of `gradient`
-    gradient: Tensor | None  # (n, d) of the summed loss in z; None where it is constant
+    def __init__(self, loss: Tensor, z: Tensor) -> None:
+        self._z = z  # (n, d)
+        self._gradient: Tensor | None = None  # (n, d); None where it is constant
+        if loss.requires_grad:
+            (gradient,) = pull_back([loss], [z], create_graph=True)
+            check_twice(gradient)
+            if gradient is not None and gradient.requires_grad:
+                self._gradient = gradient
 
     def product(self, vectors: Tensor) -> Tensor:
+        """Compute products ``B_i v_i``: (n, d)."""
         products = None
-        if self.gradient is not None:
-            (products,) = pull_back([self.gradient], [self.z], [vectors], create_graph=False)
+        if self._gradient is not None:
+            (products,) = pull_back([self._gradient], [self._z], [vectors], create_graph=False)
         # where the gradient does not depend on z, there is no curvature
         return torch.zeros_like(vectors) if products is None else products
 

@@ -213,10 +213,6 @@ class Loss:
             return self
         return replace(self, criterion=copy.deepcopy(module).to(device=device, dtype=dtype))
 
-    def at_temperature(self, temperature: float) -> "Loss":
-        """Return the loss at a temperature; 1 gives the criterion."""
-        return replace(self, temperature=temperature)
-
     # -- outputs and targets
 
     def logits(self, output: Tensor) -> Tensor:
@@ -244,10 +240,6 @@ class Loss:
         if target.is_floating_point():
             return target.movedim(1, -1).flatten(0, -2)
         return target.flatten()
-
-    def check_target(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the target as the criterion takes it."""
-        return self.read_target(output, target).values
 
     def read_target(self, output: Tensor, target: Tensor) -> Target:
         """Return the target with the part of it that `closed_form` and `divisors` need."""
@@ -291,15 +283,9 @@ class Loss:
         curvature = self._rules.links[link](self.criterion, z, target)
         return curvature if heat == 1 else curvature.times(1 / heat**power)
 
-    def terms(
-        self, output: Tensor, target: Tensor | Target, *, each: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Compute the losses of the samples, (n,), and the divisors of the criterion's mean, (n,).
-
-        The mean is ``losses.sum() / divisors.sum()``.
-        """
-        values, relevant = target if isinstance(target, Target) else (target, target)
-        return self.losses(output, values, each=each), self.divisors(output, relevant)
+    def terms(self, output: Tensor, target: Tensor, *, each: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute the samples' losses, (n,), and divisors, (n,): their sums' ratio is the mean."""
+        return self.losses(output, target, each=each), self.divisors(output, target)
 
     def losses(self, output: Tensor, target: Tensor, *, each: bool = False) -> Tensor:
         """Compute the losses of the samples: (n,)."""
@@ -349,20 +335,17 @@ class BatchLoss:
 
     def __call__(self, output: Tensor) -> Tensor:
         """Compute the loss at some outputs."""
-        if self.weight is None and not self._may_divide_by_zero:
-            value: Tensor = self.loss.criterion(output, self.target.values)
+        criterion, target = self.loss.criterion, self.target.values
+        # torch would divide by zero if all labels of a batch are ignored, or have no weight
+        ignores = target.ndim > 1 and hasattr(criterion, "ignore_index")
+        is_safe = self.loss.row is None or not (
+            ignores or getattr(criterion, "weight", None) is not None
+        )
+        if self.weight is None and is_safe:
+            value: Tensor = criterion(output, target)
             if value.numel() == 1:
                 return value
-        return weighted_loss(self.loss, output, self.target.values, self.weight)
-
-    @property
-    def _may_divide_by_zero(self) -> bool:
-        """Whether torch would, if all labels of a batch are ignored, or have no weight."""
-        criterion = self.loss.criterion
-        if self.loss.row is None:
-            return False
-        ignores = self.target.values.ndim > 1 and hasattr(criterion, "ignore_index")
-        return ignores or getattr(criterion, "weight", None) is not None
+        return weighted_loss(self.loss, output, target, self.weight)
 
     def counts(self, output: Tensor) -> Tensor | None:
         """Return what each sample counts in the mean, (n,); None if all count alike."""
@@ -385,7 +368,7 @@ def constant_risk(
     """Compute the mean loss of the best constant prediction, at temperature 1."""
     weight = weight.double()
     targets = targets.double() if targets.is_floating_point() else targets
-    loss = loss.at_temperature(1.0).to(targets.device, torch.float64)
+    loss = replace(loss, temperature=1.0).to(targets.device, torch.float64)
 
     n = len(targets)
     # of a criterion that is not in the table, only the mean of all samples may be known

@@ -181,7 +181,7 @@ def _own_loss(net: NeuralNet, network: Network) -> Any:
             z = output[rows].detach().requires_grad_()
             loss = call_criterion(loss_of_net, z, y[rows], each=False)
             try:
-                values = network.loss.check_target(z, y[rows])
+                values = network.loss.read_target(z, y[rows]).values
                 reference = call_criterion(criterion, z, values, each=False)
             except (TypeError, ValueError):
                 return loss_of_net  # a criterion that the net does not use

@@ -87,13 +87,12 @@ def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -
         if not isinstance(value, Tensor):
             return value
         value = value if device is None else value.to(device)
-        if dtype is None or value.dtype == dtype or (not value.is_floating_point() and embeds()):
+        if dtype is None or value.dtype == dtype:
+            return value
+        kinds = nn.Embedding | nn.EmbeddingBag
+        if not value.is_floating_point() and any(isinstance(m, kinds) for m in module.modules()):
             return value
         return value.to(dtype)
-
-    def embeds() -> bool:
-        kinds = nn.Embedding | nn.EmbeddingBag
-        return any(isinstance(part, kinds) for part in module.modules())
 
     return map_arrays(cast, x)
 

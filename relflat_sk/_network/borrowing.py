@@ -172,20 +172,12 @@ def explicit_attention(module: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)
         for attention in found:
             attention._modules["in_proj"] = InProjection(attention)
-        with ReplacedForwards((one, partial(_run_attention, one)) for one in found):
+        with ReplacedForwards((one, partial(_attend, one)) for one in found):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for attention in found:
             attention._modules.pop("in_proj", None)
-
-
-def _run_attention(attention: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Run attention step by step, or as torch does for a sequence without an axis of samples."""
-    query = args[0] if args else kwargs["query"]
-    forward = _attend if query.ndim == 3 else nn.MultiheadAttention.forward
-    found: tuple[Tensor, Tensor | None] = forward(attention, *args, **kwargs)
-    return found
 
 
 def _attend(
@@ -200,6 +192,11 @@ def _attend(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute scaled dot-product attention, with the arguments of `nn.MultiheadAttention`."""
+    if query.ndim != 3:  # of a sequence without an axis of samples
+        return nn.MultiheadAttention.forward(
+            attention, query, key, value, key_padding_mask, need_weights, attn_mask,
+            average_attn_weights, is_causal,
+        )  # fmt: skip
     q, k, v = _project(attention, query, key, value)
     n, heads, length, size = q.shape
     scores = q @ k.transpose(-2, -1) / math.sqrt(size)
@@ -486,7 +483,11 @@ class _OfSample(torch.autograd.Function):
         if not again:  # keep the new graph apart from the one that is being freed
             tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
         with torch.enable_grad():
-            out = _define(ctx.layer, *tensors).to(outer.dtype)
+            x, weight, bias = tensors
+            centred, scale, shape = _normalise(ctx.layer, full_precision(x))
+            out = (centred * scale).reshape(x.shape)
+            out = out if weight is None else out * weight.view(shape)
+            out = (out if bias is None else out + bias.view(shape)).to(outer.dtype)
         needed = [t for t, is_used in zip(tensors, used, strict=True) if is_used]
         found = iter(torch.autograd.grad(out, needed, outer, create_graph=again))
         return None, None, None, *(next(found) if is_used else None for is_used in used)
@@ -509,15 +510,6 @@ def is_explicit_batch_norm(node: Any) -> bool:
     """Return whether a node of autograd's graph is batch norm by statistics of the batch."""
     explicit, layer = getattr(node, "explicit", None), getattr(node, "layer", None)
     return isinstance(explicit, ExplicitLayers) and isinstance(layer, _BatchNorm)
-
-
-def _define(layer: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Compute a layer's output by its definition, in terms of means."""
-    x = full_precision(x)
-    centred, scale, shape = _normalise(layer, x)
-    out = (centred * scale).reshape(x.shape)
-    out = out if weight is None else out * weight.view(shape)
-    return out if bias is None else out + bias.view(shape)
 
 
 def _normalise(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:

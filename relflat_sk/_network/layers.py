@@ -198,12 +198,6 @@ class TransposedLinearMap(LayerMap):
         return self.kernel.T
 
 
-class PixelMap(LayerMap):
-    """The map of a convolution whose kernel is one pixel, for pixels as samples."""
-
-    channels_last = False
-
-
 class ConvolutionMap(LayerMap):
     """The map of convolutions, transposed ones too, with any stride, padding, dilation, groups."""
 
@@ -276,7 +270,8 @@ class ConvolutionMap(LayerMap):
         is_all = set(self.layer.stride) == {1} and features.shape[2:] == z.shape[2:]
         if not (reads_one and is_all):
             return None
-        pixels = PixelMap(self.layer, self._weight)
+        pixels = LayerMap(self.layer, self._weight)
+        pixels.channels_last = False
         return pixels, features.movedim(1, -1).flatten(0, -2), z.movedim(1, -1).flatten(0, -2)
 
     def channels(self, features: Tensor) -> Tensor:

@@ -293,7 +293,7 @@ def outcome_of(network: Network, batch: Batch, output: Tensor) -> Outcome:
     loss = network.loss.to(output.device, output.dtype)
     if batch.y is None:
         raise ValueError("y is needed to compute a loss. Pass y.")
-    target = loss.check_target(output, batch.y)
+    target = loss.read_target(output, batch.y).values
     network.check_criterion(output, target)
     weight = sample_weight(batch, len(output), output.device)
     return Outcome(output, target, loss, weight, batch.weight is not None)
@@ -371,4 +371,5 @@ def _read_labels(network: Network, shape: torch.Size) -> Iterator[Labels]:
             return
         n, device = len(batch.y), batch.y.device
         output = torch.empty((n, *shape), dtype=torch.float64, device=device)
-        yield network.loss.check_target(output, batch.y), sample_weight(batch, n, device)
+        target = network.loss.read_target(output, batch.y).values
+        yield target, sample_weight(batch, n, device)

@@ -77,7 +77,7 @@ def at_equal_loss(
         temperature = recording.temperature(own.mean_loss, share, losses)
     if isinstance(temperature, str):
         return EqualLoss(network, own, temperature)
-    return EqualLoss(replace(network, loss=loss.at_temperature(temperature)), own)
+    return EqualLoss(replace(network, loss=replace(loss, temperature=temperature)), own)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Rows:
 
     def at(self, beta: float) -> tuple[float, float]:
         """Compute the summed loss of the logits times beta, and its slope in beta."""
-        loss = self.loss.at_temperature(1.0).to(self.logits.device, torch.float64)
+        loss = replace(self.loss, temperature=1.0).to(self.logits.device, torch.float64)
         n, total, slope = len(self.logits), 0.0, 0.0
         size = max(1, _TOGETHER * n // max(1, self.logits.numel()))
         with torch.enable_grad():

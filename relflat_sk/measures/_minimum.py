@@ -15,7 +15,7 @@ from skorch import NeuralNet
 from torch import nn
 
 from relflat_sk._checks import warn
-from relflat_sk._losses.curvature import product_curvature, pull_back
+from relflat_sk._losses.curvature import ProductCurvature, pull_back
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import borrowed
@@ -253,7 +253,7 @@ def _is_curved(network: Network, batch: Batch) -> bool:
             return True
         # random signs do not cancel, as ones would in a softmax
         signs = rademacher(output.shape, output, make_generator(0, output.device))
-        product = product_curvature(loss, output).product(signs)
+        product = ProductCurvature(loss, output).product(signs)
     return bool(product.any())
 
 

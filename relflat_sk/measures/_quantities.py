@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from relflat_sk._losses.curvature import ClosedForm, Curvature, Factor, product_curvature
+from relflat_sk._losses.curvature import ClosedForm, Factor, ProductCurvature
 from relflat_sk._losses.many_classes import ManyClasses
 from relflat_sk._network.layers import LayerMap
 from relflat_sk._numerics import full_precision
@@ -170,9 +170,9 @@ class LayerPass:
             yield features, self.map.transpose(features, some)
 
     @cached_property
-    def _products(self) -> Curvature:
+    def _products(self) -> ProductCurvature:
         """The curvature in the layer's output, by differentiating twice."""
-        return product_curvature(self.summed_loss, self.offset)
+        return ProductCurvature(self.summed_loss, self.offset)
 
 
 # -- what is summed over the samples --------------------------------------------------------------

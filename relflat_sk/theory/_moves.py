@@ -222,29 +222,26 @@ def mean_rises(site: Site, moves: Moves, relabel: Relabel | None = None) -> Tens
     return total / divisor
 
 
+@torch.no_grad()
 def move_features(
     site: Site, moves: Moves, *, each: bool = False, relabel: Relabel | None = None
 ) -> Iterator[Moved]:
     """Move the features of all samples, batch by batch."""
     with borrowed(site.network.module):
         for split in site.splits():
-            yield _move_batch(split, moves, each, relabel)
-
-
-@torch.no_grad()
-def _move_batch(split: Split, moves: Moves, each: bool, relabel: Relabel | None) -> Moved:
-    losses, divisors = split.losses(torch.zeros_like(split.features), each=each)
-    rises = []
-    for draw in moves.draws(split.features):
-        moved = [split.losses(move, each=each, relabel=relabel) for move in draw]
-        if not all(torch.equal(parts, divisors) for _, parts in moved):
-            raise ValueError(
-                "the labels of moved features have other class weights than the labels, or are "
-                "ignored where those are not, so that the mean losses before and after the move "
-                "are means over other samples. Use a criterion without weight and ignore_index."
-            )
-        rises.append(torch.stack([after - losses for after, _ in moved]).mean(dim=0))
-    return Moved(losses, torch.stack(rises), split.weights, divisors)
+            losses, divisors = split.losses(torch.zeros_like(split.features), each=each)
+            rises = []
+            for draw in moves.draws(split.features):
+                moved = [split.losses(move, each=each, relabel=relabel) for move in draw]
+                if not all(torch.equal(parts, divisors) for _, parts in moved):
+                    raise ValueError(
+                        "the labels of moved features have other class weights than the labels, or "
+                        "are ignored where those are not, so that the mean losses before and after "
+                        "the move are means over other samples. Use a criterion without weight and "
+                        "ignore_index."
+                    )
+                rises.append(torch.stack([after - losses for after, _ in moved]).mean(dim=0))
+            yield Moved(losses, torch.stack(rises), split.weights, divisors)
 
 
 # -- moves by kernels ----------------------------------------------------------------------

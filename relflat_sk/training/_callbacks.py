@@ -229,9 +229,8 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
             # means of batches are weighted by their divisors
             target, weight = split_target(y)
             output = primary_output(output)
-            divisors = loss.divisors(
-                output, loss.check_target(output, to_tensor(target, device=net.device))
-            )
+            target = loss.read_target(output, to_tensor(target, device=net.device))
+            divisors = loss.divisors(output, target.relevant)
             share = float(divisors.sum() if weight is None else weight.to(divisors) @ divisors)
             grads = torch.autograd.grad(objective, parameters, allow_unused=True)
             for total, grad in zip(sums, grads, strict=True):

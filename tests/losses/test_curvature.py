@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from relflat_sk._losses.curvature import (
     Diagonal,
     Factor,
+    ProductCurvature,
     Softmax,
-    product_curvature,
 )
 
 
@@ -143,4 +143,4 @@ def test_products_without_curvature_are_zero():
     z = torch.randn(4, 3, requires_grad=True)
     v = torch.randn(4, 3)
     for loss in (3 * z.sum(), torch.zeros(()), torch.zeros((), requires_grad=True) * 1):
-        assert_close(product_curvature(loss, z).product(v), torch.zeros(4, 3))
+        assert_close(ProductCurvature(loss, z).product(v), torch.zeros(4, 3))
