@@ -25,7 +25,6 @@ from relflat_sk._network.recording import (
     LayerRecord,
     Recorder,
     graph_alone,
-    layer_input,
     nodes_behind,
 )
 
@@ -88,8 +87,7 @@ def _record_calls(network: Network) -> tuple[list[_Call], Counter[Any]]:
     """List the calls of layers and batch norms in the first batch, and how often nodes are used."""
     calls: list[_Call] = []
 
-    def keep_nodes(record: LayerRecord, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        x = layer_input(args, kwargs)
+    def keep_nodes(record: LayerRecord, x: Tensor, output: Tensor) -> Tensor:
         output = output if output.requires_grad else output.detach().requires_grad_() * 1
         calls.append(_Call(record.name, x.shape[1:], output.shape[1:], x.grad_fn, output.grad_fn))
         return output

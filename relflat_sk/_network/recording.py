@@ -43,7 +43,7 @@ class LayerRecord:
     offset: Tensor | None = None
     tail_input: Tensor | None = None
     weight: Tensor | None = None
-    received: Tensor | None = None  # what the layer multiplied, if it changed its input first
+    received: Tensor | None = None  # see `_Operands`
     position_map: LayerMap | None = None  # if positions count as samples
 
     @property
@@ -71,13 +71,8 @@ class LayerRecord:
         return self.features, self.output
 
 
-# from a record, the call's arguments and its output to what the rest of the network receives
-Keep = Callable[[LayerRecord, tuple[Any, ...], dict[str, Any], Any], Any]
-
-
-def features_of(record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return what a layer multiplied with its weight in a call."""
-    return layer_input(args, kwargs) if record.received is None else record.received
+# from a record, the layer's input and its output to what the rest of the network receives
+Keep = Callable[[LayerRecord, Tensor, Tensor], Tensor]
 
 
 def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -86,23 +81,19 @@ def layer_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return value
 
 
-def keep_graph(
-    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor:
+def keep_graph(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
     """Keep input and output with their graph; the network runs as ever."""
     record.calls += 1
-    record.features = features = features_of(record, args, kwargs)
+    record.features = features
     record.version = features._version
     record.output, record.node, record.output_nr = output, output.grad_fn, output.output_nr
     return output
 
 
-def start_graph(
-    record: LayerRecord, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
-) -> Tensor:
+def start_graph(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
     """Keep detached input and output, and start a graph of the tail of the network."""
     record.calls += 1
-    record.features = features_of(record, args, kwargs).detach()  # shares its version counter
+    record.features = features.detach()  # shares its version counter
     record.version = record.features._version
     record.output = output.detach()
     # a single zero in memory: the outputs of a language model's head are large
@@ -162,7 +153,11 @@ class Recorder(ReplacedForwards):
             calls.append(name)
             if attention is not None:
                 attention.__enter__()
-            return output if keep is None else keep(record, args, kwargs, output)
+            if keep is None:
+                return output
+            # what the layer multiplied, if it changed its input first
+            features = layer_input(args, kwargs) if record.received is None else record.received
+            return keep(record, features, output)
 
         return recorded
 
@@ -235,9 +230,9 @@ def record_tail(module: nn.Module, *names: str) -> Iterator[Recorder]:
     layers = {name: module.get_submodule(name) for name in names}
     constants = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def start(*call: Any) -> Tensor:
+    def start(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
         release()
-        return start_graph(*call)
+        return start_graph(record, features, output)
 
     def release() -> None:
         while constants:

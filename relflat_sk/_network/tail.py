@@ -246,14 +246,14 @@ def _is_linear_without_noise(record: LayerRecord, features: Tensor) -> bool:
 
 
 def find_mixed_rows(
-    output: Tensor, records: Sequence[LayerRecord], pull: Pull
+    output: Tensor, records: Sequence[LayerRecord], pull: Pull, *, in_order: bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Find layers whose rows are no samples in order, and those that the output does not depend on.
+    """Find layers whose rows are no samples, and those that the output does not depend on.
 
-    Return which rows of the other layers have had slopes: without them, nothing was seen.
+    The curvature at a layer is computed for all samples together, as if each row of the network's
+    output depended on one row of the layer's. Backward passes show whether some rows do. Return
+    which rows of the other layers have had slopes: without them, nothing was seen.
     """
-    # The curvature at a layer is computed for all samples together, as if each row of the network's
-    # output depended on one row of the layer's. Backward passes show whether some rows do.
     unknown = [record for record in records if find_link(output, record.node) is None]
     behind = nodes_behind(output.grad_fn) if unknown else []
     reasons = {
@@ -266,11 +266,8 @@ def find_mixed_rows(
         if record.node not in behind
     }
     unknown = [record for record in unknown if record.name not in reasons]
-    seen: dict[str, Tensor] = {}
-    for record, used in zip(unknown, _used_for_half(output, unknown, pull), strict=True):
-        seen[record.name] = used[::2]
-        if len(output) % len(used) == 0 and not bool(used[1::2].any()):
-            continue
+    seen, wrong = (_out_of_order if in_order else _mixed)(output, unknown, pull)
+    for record in wrong:
         reasons[record.name] = (
             f"rows of the network's output, of shape {tuple(output.shape)}, depend on other rows "
             f"of what layer {record.name!r} puts out, of shape {tuple(record.check()[1].shape)}. "
@@ -283,7 +280,7 @@ def find_mixed_rows(
                 "called as a function, or has no running statistics. Use a layer such as "
                 "nn.BatchNorm2d with track_running_stats=True, or name a layer behind it."
             )
-    return seen, reasons
+    return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}, reasons
 
 
 def warn_of_other_head(
@@ -303,24 +300,60 @@ def warn_of_other_head(
     )
 
 
-def _used_for_half(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> list[Tensor]:
-    """Return which rows of layers are used for the outputs of every second sample."""
+# which rows of some layers have had slopes, and the layers whose rows are no samples
+Seen = tuple[list[Tensor], list[LayerRecord]]
+
+
+def _out_of_order(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Seen:
+    """Find layers of which other rows than every second one are used for every second sample."""
+    n = len(output)
+    sizes = [len(record.check()[1]) for record in records]
     used: dict[str, Tensor] = {}
-    n, sizes = len(output), [len(record.check()[1]) for record in records]
     for size in set(sizes):
         same = [record for record, rows in zip(records, sizes, strict=True) if rows == size]
         sample = torch.arange(n, device=output.device) * size // n
-        # slopes of a sum over the classes of a softmax would cancel
-        vector = torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device)
-        vector = vector.reshape(n, -1) * (sample % 2 == 0)[:, None]
-        edges = [GradientEdge(record.node, record.output_nr) for record in same]
-        slopes = pull([output], edges, [vector.reshape(output.shape)])
-        for record, slope in zip(same, slopes, strict=True):
-            rows = sample.new_zeros(size, dtype=torch.bool)
-            if slope is not None:  # a slope of zero times infinity, of another sample, is nan
-                rows = slope.flatten(1).nan_to_num(nan=0.0).any(dim=1)
-            used[record.name] = rows
-    return [used[record.name] for record in records]
+        slopes = _used(output, same, pull, sample % 2 == 0)
+        used |= {record.name: rows for record, rows in zip(same, slopes, strict=True)}
+    wrong = [
+        record
+        for record, size in zip(records, sizes, strict=True)
+        if n % size or bool(used[record.name][1::2].any())
+    ]
+    return [used[record.name][::2] for record in records], wrong
+
+
+def _mixed(output: Tensor, records: Sequence[LayerRecord], pull: Pull) -> Seen:
+    """Find layers of which several rows are used for one row of the output."""
+    # That is the first one, one in the middle, or the one for which most rows seem to be used.
+    n = len(output)
+    numbers = torch.arange(n, device=output.device)
+    seen = _used(output, records, pull, numbers >= 0)
+    counts = torch.zeros(n, device=output.device)
+    for rows in seen:
+        position = torch.arange(len(rows), device=output.device) * n // max(1, len(rows))
+        counts.index_add_(0, position, rows.to(counts))
+    wrong = []
+    for row in {0, n // 2, int(counts.argmax())}:
+        used = _used(output, records, pull, numbers == row)
+        wrong += [r for r, rows in zip(records, used, strict=True) if int(rows.sum()) > 1]
+    return seen, wrong
+
+
+def _used(output: Tensor, records: Sequence[LayerRecord], pull: Pull, rows: Tensor) -> list[Tensor]:
+    """Return which rows of layers some rows of the output depend on."""
+    if not records:
+        return []
+    # slopes of a sum over the classes of a softmax would cancel
+    vector = torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device)
+    vector = (vector.reshape(len(output), -1) * rows[:, None]).reshape(output.shape)
+    edges = [GradientEdge(record.node, record.output_nr) for record in records]
+    # a slope of zero times infinity, of another sample, is nan
+    return [
+        rows.new_zeros(len(record.check()[1]))
+        if slopes is None
+        else slopes.flatten(1).nan_to_num(nan=0.0).any(dim=1)
+        for record, slopes in zip(records, pull([output], edges, [vector]), strict=True)
+    ]
 
 
 # -- uses of a weight outside of the calls of its layer ------------------------------------

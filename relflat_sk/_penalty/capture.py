@@ -27,7 +27,6 @@ from relflat_sk._network.layers import (
 from relflat_sk._network.recording import (
     LayerRecord,
     Recorder,
-    features_of,
     find_link,
     keep_graph,
     nodes_behind,
@@ -121,12 +120,7 @@ class Survey:
         return Recorder(layers, partial(self._keep, plan.recorded), plan.twice)
 
     def _keep(
-        self,
-        penalised: Collection[str],
-        record: LayerRecord,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Tensor,
+        self, penalised: Collection[str], record: LayerRecord, features: Tensor, output: Tensor
     ) -> Tensor:
         """Keep input and output of a layer with their graph, and copies of rows to be checked.
 
@@ -134,11 +128,11 @@ class Survey:
         still be trained to make it flat.
         """
         if record.name not in self._checked or self._may_change(record):
-            features, z = few_rows(record, features_of(record, args, kwargs), output)
-            self._rows[record.name] = features.clone(), z.clone()
+            few, z = few_rows(record, features, output)
+            self._rows[record.name] = few.clone(), z.clone()
         if not output.requires_grad and record.name in penalised and torch.is_grad_enabled():
             output = output.detach().requires_grad_().view_as(output)
-        return keep_graph(record, args, kwargs, output)
+        return keep_graph(record, features, output)
 
     def _find_penalised(self, order: list[str]) -> list[str]:
         """Find the names of the layers that are asked for, once the order of the calls is known."""
@@ -278,9 +272,11 @@ class RowChecks:
         output: Tensor,
         records: Sequence[LayerRecord],
         explicit: ExplicitLayers,
+        *,
+        weighted: bool,
     ) -> None:
         """Refuse layers whose rows are not those of the output."""
-        way = type(output.grad_fn)
+        way = type(output.grad_fn), weighted
         if way != self._way:
             self._steps, self._settled, self._seen = Steps(), set(), {}
         due = [
@@ -291,7 +287,7 @@ class RowChecks:
         if due:
             pull = partial(explicit.pull_back, linear=True)
             with without_autocast(output):
-                seen, reasons = find_mixed_rows(output, due, pull)
+                seen, reasons = find_mixed_rows(output, due, pull, in_order=weighted)
             refuse_layers(reasons.values())
             self._settled |= {record.name for record in due} - seen.keys()
             for name, rows in seen.items():
@@ -351,7 +347,7 @@ class Capture:
         ):
             yield
 
-    def finish(self, output: Tensor) -> tuple[Plan, Recorder]:
+    def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
         """End the step: return what was recorded, and what is known of the network."""
         recorder, survey = self.recorder, self._survey
         if recorder is None or survey is None or recorder.failed or not recorder.calls:
@@ -383,6 +379,6 @@ class Capture:
         records = [recorder[name] for name in step.penalised]
         records = [record for record in records if record.calls == 1 and record.node is not None]
         survey.check_layers(records, output)
-        self._rows.check(output, records, self.explicit)
+        self._rows.check(output, records, self.explicit, weighted=weighted)
         self.plan = plan
         return step, recorder

@@ -316,7 +316,7 @@ class RelativeFlatnessPenalty:
         """
         loss, target = batch.loss, batch.target
         with self._hooks.quiet():
-            plan, recorder = self._capture.finish(output)
+            plan, recorder = self._capture.finish(output, weighted=batch.weight is not None)
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             if loss.row is None:

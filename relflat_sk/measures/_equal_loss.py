@@ -23,10 +23,10 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from relflat_sk._losses.loss import Loss, name_criterion
+from relflat_sk._losses.loss import name_criterion
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
-from relflat_sk._network.network import LossRange, Network, loss_range, outcomes
+from relflat_sk._network.network import LossRange, Network, Outcome, loss_range, outcomes
 from relflat_sk.measures._results import Summary
 from relflat_sk.measures._scan import ForwardPass, scan
 
@@ -80,33 +80,23 @@ def at_equal_loss(
     return EqualLoss(replace(network, loss=replace(loss, temperature=temperature)), own)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Logits of some samples, with what their losses need."""
-
-    loss: Loss
-    logits: Tensor
-    target: Tensor
-    weight: Tensor
-    divisor: float
-
-    def at(self, beta: float) -> tuple[float, float]:
-        """Compute the summed loss of the logits times beta, and its slope in beta."""
-        loss = replace(self.loss, temperature=1.0).to(self.logits.device, torch.float64)
-        n, total, slope = len(self.logits), 0.0, 0.0
-        size = max(1, _TOGETHER * n // max(1, self.logits.numel()))
-        with torch.enable_grad():
-            for part in (slice(start, start + size) for start in range(0, n, size)):
-                leaf = torch.tensor(beta, dtype=torch.float64, requires_grad=True)
-                z = self.logits[part].double().clamp_min(_MASKED) * leaf.to(self.logits.device)
-                target = self.target[part]
-                if target.is_floating_point():  # the logistic loss has the target's precision
-                    target = target.double()
-                losses = loss.losses(loss.from_logits(z), target, each=True)
-                of_part = self.weight[part] @ losses
-                slope += float(torch.autograd.grad(of_part, leaf)[0])
-                total += float(of_part.detach())
-        return total, slope
+def _loss_at(scored: Outcome, beta: float) -> np.ndarray:
+    """Sum the loss of logits times beta, its slope in beta, and the divisors: (3,)."""
+    logits, weight = scored.output, scored.weight
+    loss = replace(scored.loss, temperature=1.0).to(logits.device, torch.float64)
+    n, total, slope = len(logits), 0.0, 0.0
+    size = max(1, _TOGETHER * n // max(1, logits.numel()))
+    with torch.enable_grad():
+        for part in (slice(start, start + size) for start in range(0, n, size)):
+            leaf = torch.tensor(beta, dtype=torch.float64, requires_grad=True)
+            z = logits[part].double().clamp_min(_MASKED) * leaf.to(logits.device)
+            target = scored.target[part]
+            if target.is_floating_point():  # the logistic loss has the target's precision
+                target = target.double()
+            of_part = weight[part] @ loss.losses(loss.from_logits(z), target, each=True)
+            slope += float(torch.autograd.grad(of_part, leaf)[0])
+            total += float(of_part.detach())
+    return np.array([total, slope, float(weight @ scored.divisors())])
 
 
 class _Recording:
@@ -115,7 +105,7 @@ class _Recording:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.labels: list[tuple[Tensor, Tensor]] = []
-        self._rows: list[_Rows] = []
+        self._scored: list[Outcome] = []  # of logits
         self._largest = 0.0  # of all logits
         self._room = _MOST_STORED
 
@@ -135,8 +125,8 @@ class _Recording:
             )
         self._room -= logits.numel()
         if self._room >= 0:
-            known = forward.target, forward.sample_weight, float(forward.divisor)
-            self._rows.append(_Rows(self.network.loss, logits, *known))
+            loss, weight = self.network.loss, forward.sample_weight
+            self._scored.append(Outcome(logits, forward.target, loss, weight, weighted=True))
 
     def _logits(self, forward: ForwardPass) -> Tensor:
         """Return the logits, and refuse outputs from which they do not follow."""
@@ -203,19 +193,16 @@ class _Recording:
 
     def _at(self, beta: float) -> tuple[float, float]:
         """Compute the mean loss of the logits times beta, and its slope in beta."""
-        sums = np.zeros(3)
-        for some in self._rows if self._room >= 0 else self._run():
-            sums += (*some.at(beta), some.divisor)
+        scored = self._scored if self._room >= 0 else self._run()
+        sums = sum((_loss_at(part, beta) for part in scored), start=np.zeros(3))
         total, slope, divisor = sums.tolist()
         return total / divisor, slope / divisor
 
-    def _run(self) -> Iterator[_Rows]:
+    def _run(self) -> Iterator[Outcome]:
         """Run the network again, where its logits do not fit."""
         with torch.no_grad():
-            for one in outcomes(self.network):
-                logits = one.loss.logits(one.output)
-                divisor = float(one.weight @ one.divisors())
-                yield _Rows(one.loss, logits, one.target, one.weight, divisor)
+            for outcome in outcomes(self.network):
+                yield replace(outcome, output=outcome.loss.logits(outcome.output))
 
     def _why_not_reached(
         self, first: float, low: float, beta: float, target: float, losses: LossRange

@@ -47,8 +47,6 @@ from relflat_sk._network.folding import AffineLayer, fold_layers
 from relflat_sk._network.network import Network, layer_names, primary_output
 from relflat_sk._network.recording import (
     SAME_BUT_FOR_AXES,
-    LayerRecord,
-    Recorder,
     find_faster_step,
     find_link,
     kind_of,
@@ -421,11 +419,11 @@ def _first_inputs(network: Network, value: float) -> dict[str, Any]:
     signature = inspect.signature(network.module.forward)
     inputs: dict[str, Any] = {}
 
-    def keep_arguments(record: LayerRecord, args: Any, kwargs: Any, output: Any) -> Any:
+    def keep_arguments(module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs.update(signature.bind(*args, **kwargs).arguments)
-        return output
 
-    with torch.no_grad(), Recorder({"": network.module}, keep_arguments):
+    keeping = network.module.register_forward_pre_hook(keep_arguments, with_kwargs=True)
+    with torch.no_grad(), keeping:
         network(next(network.batches()).x)
     for name, x in inputs.items():
         if isinstance(x, Tensor) and not x.is_floating_point():

@@ -243,7 +243,7 @@ class _Runner:
         if self.checked and len(output) not in self._sizes:
             fit = [record for record in records if record.name not in reasons]
             pull = partial(pull_back, create_graph=False)
-            seen, mixed = find_mixed_rows(output, fit, pull)
+            seen, mixed = find_mixed_rows(output, fit, pull, in_order=True)
             reasons |= mixed
             if all(bool(rows.any()) for rows in seen.values()):  # slopes of zero show nothing
                 self._sizes.add(len(output))

@@ -11,8 +11,7 @@ the network is piecewise linear behind the layers, all layers and numbers of bit
 pass, of a random vector for each sample, or of each output.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from relflat_sk._checks import check_integer, is_integer
 from relflat_sk._models.network_of import name_layers, open_model
@@ -163,19 +163,14 @@ def _measure_rises(network: Network, changes: dict[str, Tensor]) -> dict[str, _S
     return sums
 
 
-@contextmanager
-def _changed(layer: nn.Module, change: Tensor) -> Iterator[None]:
-    """Let a layer compute what it would with another weight."""
+def _changed(layer: nn.Module, change: Tensor) -> RemovableHandle:
+    """Let a layer compute what it would with another weight, until the handle is closed."""
 
     def add(layer: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         one, features = layer_map(layer), layer_input(args, kwargs)
         return output + one.from_rows(one.apply(features, change.to(features.dtype)), output)
 
-    handle = layer.register_forward_hook(add, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return layer.register_forward_hook(add, with_kwargs=True)
 
 
 def layer_sensitivity(  # noqa: PLR0913

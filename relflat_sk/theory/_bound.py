@@ -527,21 +527,11 @@ def generalization_bound(  # noqa: PLR0913
     else:
         factor = h**2 / 2
     estimate, stderr = representativeness(
-        model,
-        X,
-        y,
-        layer=layer,
-        delta=delta if h is None else None,
-        smoothing=smoothing,
-        n_splits=n_splits,
-        test_size=test_size,
-        refit=refit,
-        n_draws=n_draws,
-        criterion=criterion,
-        batch_size=batch_size,
-        device=device,
-        random_state=rng,
-    )
+        model, X, y,
+        layer=layer, delta=delta if h is None else None, smoothing=smoothing, n_splits=n_splits,
+        test_size=test_size, refit=refit, n_draws=n_draws, criterion=criterion,
+        batch_size=batch_size, device=device, random_state=rng,
+    )  # fmt: skip
     smoothed = smooth(site, smoothing, delta, n_draws, rng)
     robustness = smoothed.mean_smooth_loss() - smoothed.mean_loss()
     label_term, label_error = 0.0, 0.0

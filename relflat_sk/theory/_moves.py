@@ -115,8 +115,8 @@ def find_site(network: Network, layer: Layer) -> Site:
     labels_of(batch)
     shapes: dict[str, torch.Size] = {}
 
-    def keep_shape(record: LayerRecord, args: Any, kwargs: Any, output: Any) -> Any:
-        shapes[record.name] = layer_input(args, kwargs).shape[1:]
+    def keep_shape(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
+        shapes[record.name] = features.shape[1:]
         return output
 
     first = replace(network, batches=lambda: iter([batch]))
@@ -222,12 +222,11 @@ def mean_rises(site: Site, moves: Moves, relabel: Relabel | None = None) -> Tens
     return total / divisor
 
 
-@torch.no_grad()
 def move_features(
     site: Site, moves: Moves, *, each: bool = False, relabel: Relabel | None = None
 ) -> Iterator[Moved]:
     """Move the features of all samples, batch by batch."""
-    with borrowed(site.network.module):
+    with borrowed(site.network.module), torch.no_grad():
         for split in site.splits():
             losses, divisors = split.losses(torch.zeros_like(split.features), each=each)
             rises = []

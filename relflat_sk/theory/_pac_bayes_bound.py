@@ -186,12 +186,14 @@ def pac_bayes_bound(  # noqa: PLR0913
         check_number("sigmas", sigma)
     _refuse_preprocessing(model)
     network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
-    weights, before = weights_of(network), _read_state(initial)
-    _refuse_statistics(network.module, before or {})
+    if isinstance(initial, nn.Module):
+        initial = dict([*initial.named_parameters(), *initial.named_buffers()])
+    weights = weights_of(network)
+    _refuse_statistics(network.module, initial or {})
     wrong, labels = count_errors(network)
     n = _check_labels(network, labels)
     with evaluation_mode(network.module):
-        square = square_norm(weights) if before is None else _squared_distance(network, before)
+        square = square_norm(weights) if initial is None else _squared_distance(network, initial)
     rng = as_random_state(random_state)
 
     # half of delta is shared by the sigmas
@@ -237,13 +239,6 @@ def kl_inverse(mean: float, divergence: float) -> float:
         apart = rel_entr(mean, middle) + rel_entr(1 - mean, 1 - middle)
         low, high = (low, middle) if apart > divergence else (middle, high)
     return high
-
-
-def _read_state(initial: nn.Module | Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return weights and buffers of the initial module by their names, if there is one."""
-    if isinstance(initial, nn.Module):
-        return dict([*initial.named_parameters(), *initial.named_buffers()])
-    return initial
 
 
 def _refuse_preprocessing(model: Any) -> None:

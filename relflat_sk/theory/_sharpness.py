@@ -482,11 +482,11 @@ def _without_zeros(chain: Chain) -> Chain:
     return chain.select(kept)
 
 
-def _start_step(record: LayerRecord, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+def _start_step(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
     """Keep input and output, and start a graph that ends at the next layer."""
     z = output.detach().requires_grad_()
     passed_on = z.clone()  # which an activation may overwrite
-    keep_graph(record, args, kwargs, z)
+    keep_graph(record, features, z)
     record.node = passed_on.grad_fn
     return passed_on
 
