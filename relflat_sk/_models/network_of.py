@@ -326,11 +326,7 @@ class _TransformedBatches(IterableDataset[Any]):
         return np.asarray(transformed.toarray() if issparse(transformed) else transformed)
 
     def _check_row_wise(self, rows: NDArray[Any]) -> None:
-        """Refuse a step that transforms rows together otherwise than two halves of them.
-
-        Most transformers treat each row by itself. A function of the user's may divide by the mean
-        of its input, for example, or give text for a later step.
-        """
+        """Refuse a step that transforms rows together otherwise than two halves of them."""
         together = self._transform(rows)
         parts = [self._transform(part) for part in np.array_split(rows, 2) if len(part)]
         try:

@@ -204,10 +204,7 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
 
 
 def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
-    """Use one output for two classes; for more, softmax or one output per class against the rest.
-
-    Logistic regression is the one with softmax.
-    """
+    """Use one output for two classes, and softmax or one output per class for more."""
     is_logistic = isinstance(estimator, LogisticRegression)
     make: Any = nn.BCEWithLogitsLoss
     if not is_logistic:

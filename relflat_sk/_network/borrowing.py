@@ -64,10 +64,7 @@ _REPLACED = "forward", "__getstate__"
 
 
 def _state_of_copy(module: nn.Module, before: dict[str, Any]) -> Any:
-    """Return what a copy of a module, or a pickle, gets: what is replaced for a while is left out.
-
-    Python asks the instance for this method, not its class.
-    """
+    """Return the state for a copy of a module, without what is replaced for a while."""
     state: Any = type(module).__getstate__(module)  # type: ignore[no-untyped-call]
     if not isinstance(state, dict):
         return state
@@ -150,13 +147,10 @@ class InProjection(nn.Linear):
 
 @contextmanager
 def explicit_attention(module: nn.Module) -> Iterator[None]:
-    """Run all attention inside a network step by step, with `in_proj` as a child layer.
-
-    In cross-attention `in_proj` projects queries, keys and values all together, as positions of
-    one sequence; the projections that are not needed are dropped afterwards. So the packed
-    weight has one input, and the loss depends on it as before. Modules with extra options
-    (other sizes of keys and values, added keys) are left alone.
-    """
+    """Run all attention inside a network step by step, with `in_proj` as a child layer."""
+    # In cross-attention `in_proj` projects queries, keys and values together, as positions of one
+    # sequence, and projections that are not needed are dropped: so the packed weight has one input.
+    # Modules with extra options (other sizes of keys and values, added keys) are left alone.
     found = [
         m
         for m in module.modules()
@@ -237,13 +231,9 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 @contextmanager
 def borrowed(module: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode, and give it back bit by bit as it was.
-
-    Train/eval mode of every submodule, buffers and the random state come back, also after
-    an exception. Inside the context the caller's `torch.autocast` is off, so that the network
-    computes in its own precision, and attention runs step by step, see
-    `relflat_sk._network.borrowing`. Threads wait for each other, see `relflat_sk._random`.
-    """
+    """Put a network into evaluation mode, and give it back bit by bit as it was."""
+    # Modes, buffers and the random state come back, also after an exception. Inside, autocast is
+    # off, and attention runs step by step. Threads wait for each other, see `relflat_sk._random`.
     device = next((p.device for p in module.parameters() if p.is_cuda), None)
     with (
         torch.inference_mode(False),
@@ -272,39 +262,33 @@ def autocast_off(*tensors: Tensor) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Put a network into evaluation mode by its own methods, and give it back to the bit.
-
-    Its parameters may have other numbers inside, as those of loralib. Threads wait for each other.
-    """
-    with alone(), _switched(module):
-        yield
-
-
-@contextmanager
-def _switched(module: nn.Module) -> Iterator[None]:
-    parts = list(module.modules())
-    modes = [part.training for part in parts]
-    switching = [part for part in parts if any(modes) and _switches(part)]
-    changing = dict.fromkeys(inside for part in switching for inside in part.modules())
-    # an embedding with max_norm changes its weight in each pass
-    changing |= dict.fromkeys(part for part in parts if getattr(part, "max_norm", None))
-    homes: list[Any] = [part._buffers for part in parts] + [part._parameters for part in changing]
-    before = [(home, dict(home)) for home in homes]
-    tensors = {id(t): t for _, named in before for t in named.values() if t is not None}.values()
-    contents = [(t, t.detach(), t._version, t.detach().clone()) for t in tensors]
-    try:
-        if any(modes):
-            module.eval()
-        yield
-    finally:
-        for part, mode in zip(parts, modes, strict=True):  # parents first: they switch children
-            if part.training != mode:
-                part.train() if mode else part.eval()
-        for part, mode in zip(parts, modes, strict=True):
-            part.training = mode
-        for home, named in before:
-            home.update(named)
-        _restore(contents)
+    """Put a network into evaluation mode by its own methods, and give it back to the bit."""
+    # Its parameters may have other numbers inside, as those of loralib.
+    with alone():
+        parts = list(module.modules())
+        modes = [part.training for part in parts]
+        switching = [part for part in parts if any(modes) and _switches(part)]
+        changing = dict.fromkeys(inside for part in switching for inside in part.modules())
+        # an embedding with max_norm changes its weight in each pass
+        changing |= dict.fromkeys(part for part in parts if getattr(part, "max_norm", None))
+        homes: list[Any] = [part._buffers for part in parts]
+        homes += [part._parameters for part in changing]
+        before = [(home, dict(home)) for home in homes]
+        tensors = [t for _, named in before for t in named.values() if t is not None]
+        contents = [(t, t.detach(), t._version, t.detach().clone()) for t in dict.fromkeys(tensors)]
+        try:
+            if any(modes):
+                module.eval()
+            yield
+        finally:
+            for part, mode in zip(parts, modes, strict=True):  # parents first: they switch children
+                if part.training != mode:
+                    part.train() if mode else part.eval()
+            for part, mode in zip(parts, modes, strict=True):
+                part.training = mode
+            for home, named in before:
+                home.update(named)
+            _restore(contents)
 
 
 def _switches(module: nn.Module) -> bool:
@@ -334,16 +318,22 @@ def _restore(contents: Sequence[tuple[Tensor, Tensor, int, Tensor]]) -> None:
 
 
 @contextmanager
-def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let the graph show where frozen parameters are read."""
-    frozen = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
+def changed(things: Iterable[Any], attribute: str, value: Any) -> Iterator[None]:
+    """Give an attribute of some things another value for a while."""
+    before = [(thing, getattr(thing, attribute)) for thing in things]
     try:
-        for parameter in frozen:
-            parameter.requires_grad = True
+        for thing, _ in before:
+            setattr(thing, attribute, value)
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad = False
+        for thing, earlier in before:
+            setattr(thing, attribute, earlier)
+
+
+def requiring_grad(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Let the graph show where frozen parameters are read."""
+    frozen = [p for p in parameters if not p.requires_grad and p.is_floating_point()]
+    return changed(frozen, "requires_grad", True)
 
 
 class MathAttention:

@@ -35,7 +35,7 @@ from relflat_sk._losses.curvature import ClosedForm, Softmax
 from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import MANY, ManyClasses
 from relflat_sk._losses.table import Target
-from relflat_sk._network.borrowing import requiring_grad
+from relflat_sk._network.borrowing import changed, requiring_grad
 from relflat_sk._network.layers import adapted_layer
 from relflat_sk._network.recording import (
     LayerRecord,
@@ -234,26 +234,17 @@ def _is_linear_without_noise(record: LayerRecord, features: Tensor) -> bool:
     dropouts = [part for part in inside if isinstance(part, _DropoutNd) and part.training]
     if not dropouts:
         return False
-    try:
-        for dropout in dropouts:
-            dropout.training = False
-        with torch.no_grad(), without_autocast(features):
-            features = features.to(record.map.weight)
-            return is_linear(record, features, layer.forward(features))
-    finally:
-        for dropout in dropouts:
-            dropout.training = True
+    with changed(dropouts, "training", False), torch.no_grad(), without_autocast(features):
+        features = features.to(record.map.weight)
+        return is_linear(record, features, layer.forward(features))
 
 
 def find_mixed_rows(
     output: Tensor, records: Sequence[LayerRecord], pull: Pull, *, in_order: bool
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Find layers whose rows are no samples, and those that the output does not depend on.
-
-    The curvature at a layer is computed for all samples together, as if each row of the network's
-    output depended on one row of the layer's. Backward passes show whether some rows do. Return
-    which rows of the other layers have had slopes: without them, nothing was seen.
-    """
+    """Find layers whose rows are no samples, and which rows of the others have had slopes."""
+    # The curvature at a layer is computed for all samples together, as if each row of the network's
+    # output depended on one row of the layer's. Backward passes show whether some rows do.
     unknown = [record for record in records if find_link(output, record.node) is None]
     behind = nodes_behind(output.grad_fn) if unknown else []
     reasons = {

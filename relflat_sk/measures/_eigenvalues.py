@@ -36,10 +36,7 @@ def largest_eigenvalue(
     random_state: RandomState,
     where: str,
 ) -> tuple[float, float]:
-    """Find the largest (algebraic) eigenvalue by Lanczos' iteration, and the residual's norm.
-
-    The matrix is known by its products with vectors in float64 on the CPU.
-    """
+    """Find the largest (algebraic) eigenvalue, and the residual's norm, by products on the CPU."""
 
     def multiply(vector: Vector) -> Vector:
         image: Vector = product(torch.from_numpy(vector)).double().cpu().numpy()

@@ -148,10 +148,7 @@ class _Recording:
         return logits
 
     def temperature(self, mean: float, share: float, losses: LossRange) -> float | str:
-        """Find the temperature at which the mean loss is a share of a constant's, or say why not.
-
-        It is nan where a loss is, of which a warning tells.
-        """
+        """Find the temperature of a share of a loss, nan if that is, or say why there is none."""
         lowest, constant = losses
         if math.isnan(mean) or not math.isfinite(constant):
             return math.nan

@@ -479,10 +479,7 @@ def measure_layers(
     verbose: int = 0,
     **precision: Any,
 ) -> Results:
-    """Measure several layers in several ways, with as few passes over the data as possible.
-
-    Further arguments are those of `Precision`.
-    """
+    """Measure several layers in several ways, with as few passes over the data as possible."""
     precise = Precision(**precision)
     # the first probe draws the bar: an exact measure has none
     first = {"delay": 1e-6, "mininterval": 0.0}

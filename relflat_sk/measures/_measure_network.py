@@ -165,11 +165,7 @@ def find_measure(measure: Measure) -> Measure:
 
 
 def find_measures(measures: Any) -> dict[str, Measure]:
-    """Check the measures of a table, and return them by the names of their columns.
-
-    A measure is what `measure_network` takes: a name of this library, or the user's function
-    itself. Columns, records of trials and results of `measure_network` have the name only.
-    """
+    """Check the measures of a table, and return them by the names of their columns."""
     alone = isinstance(measures, str) or callable(measures)
     listed = [measures] if alone else list(measures) if isinstance(measures, Iterable) else []
     if not listed:

@@ -221,11 +221,9 @@ def _why_vanished(network: Network, comparison: ConstantComparison) -> str | Non
 
 
 def criterion_has_curvature(network: Network) -> bool:
-    """Return whether the criterion is curved in the network's outputs, on some batch of the data.
-
-    Where it is not, every flatness is zero behind a network that is linear or piecewise linear.
-    The 0-1 loss, a detached loss and the mean absolute error are such criteria.
-    """
+    """Return whether the criterion is curved in the network's outputs, on some batch."""
+    # Where it is not, as the mean absolute error, every flatness is zero behind a piecewise linear
+    # network.
     with borrowed(network.module):
         # by its formula, also where outputs are too large to show it in float32
         curved = network.loss.is_curved
@@ -288,10 +286,7 @@ def _why_no_minimum(learned: bool | None, comparison: ConstantComparison) -> str
 
 
 def _has_learned(model: Any, comparison: ConstantComparison) -> bool | None:
-    """Return whether the record of a training shows that it succeeded; None without a record.
-
-    A model that has learned its training data is at a minimum, however it predicts other data.
-    """
+    """Return whether the record of a training shows that it succeeded; None without a record."""
     if hasattr(type(model), "constant_comparison_"):
         own: ConstantComparison | None = getattr(model, "constant_comparison_", None)
         if own is None:  # the weights are not those that were trained

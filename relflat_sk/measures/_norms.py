@@ -75,13 +75,9 @@ def is_iterated(layer: AffineLayer) -> bool:
 
 
 def operator_norm(layer: AffineLayer, rtol: float) -> float:
-    r"""Compute the spectral norm of the map from a layer's input to its output, without bias.
-
-    For a linear layer, this is the largest singular value of its weight, whatever the number
-    of tokens. For a convolution, it is the norm of the convolution as this network uses it,
-    with its stride, its padding and the size of the image [1]_. The spectral norm of the kernel
-    as a matrix does not depend on these.
-    """
+    """Compute the spectral norm of the map from a layer's input to its output, without bias."""
+    # That of a convolution depends on its stride, its padding and the size of the image, unlike the
+    # norm of the kernel as a matrix.
     n_inputs = layer.input_shape.numel()
     if layer.map.channels_last:
         return float(torch.linalg.matrix_norm(layer.weight, ord=2))
@@ -283,11 +279,8 @@ def _inverse_margin(network: Network, *, percentile: float = PERCENTILE) -> Meas
 
 
 def _log_robustness(network: Network, *, percentile: float = PERCENTILE) -> Measured:
-    """Compute the logarithm of the number K of cells in which a classifier is robust.
-
-    The cells are the cubes of a grid over the smallest box that contains the data, with distances
-    in the maximum norm.
-    """
+    """Compute the logarithm of the number K of cells in which a classifier is robust."""
+    # The cells are the cubes of a grid over the smallest box that contains the data.
     layers = only_layers("log_robustness", network)
     ranges = _ranges(network)
     _check_chain(network, layers)

@@ -69,11 +69,7 @@ def _check_classifier(network: Network, what: str) -> None:
 
 
 def sample_margins(network: Network) -> NDArray[np.float64]:
-    """Compute the margin of each sample, ``f(x)[y] - max_{k != y} f(x)[k]``.
-
-    ``f`` are the logits, before any softmax or sigmoid. A single logit z is the score of class
-    1; the score of class 0 is then 0, and the margin z or -z.
-    """
+    """Compute the margin of each sample, the logit of its class minus the largest other: (n,)."""
     _check_classifier(network, "a margin")
     parts: list[NDArray[np.float64]] = []
     with borrowed(network.module):
@@ -133,11 +129,7 @@ class Score:
 
 
 def score_of(network: Network) -> Score | None:
-    """Compute a network's accuracy or R2, in one pass over the data; None without labels.
-
-    The criterion decides which. For a criterion that is not in the table of losses, the kind of
-    the labels decides.
-    """
+    """Compute a network's accuracy or R2, in one pass over the data; None without labels."""
     if next(iter(network.batches())).y is None:
         return None
     predicted, actual, weight = _join_rows(network, _predict)
@@ -147,11 +139,9 @@ def score_of(network: Network) -> Score | None:
 
 
 def auc_of(network: Network) -> Score | None:
-    """Compute a classifier's area under the ROC curve, the mean over the classes that occur.
-
-    Where classes are rare, it tells a network that has learned from a constant; accuracy does not.
-    Samples of weight 0 are left out, all others count alike.
-    """
+    """Compute a classifier's area under the ROC curve, the mean over the classes that occur."""
+    # Where classes are rare, it tells a network that has learned from a constant; accuracy does
+    # not. Samples of weight 0 are left out, all others count alike.
     output, positive, weight = _join_rows(network, _class_columns)
     if not bool(output.isfinite().all()):
         return None

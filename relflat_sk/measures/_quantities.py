@@ -75,10 +75,7 @@ class LayerPass:
 
     @cached_property
     def weight(self) -> Tensor:
-        """The weight as a matrix of shape (d, m), in float64; that of very many classes as it is.
-
-        A weight of very many rows is read in chunks and never copied.
-        """
+        """The weight as a matrix (d, m) in float64; that of very many classes without a copy."""
         weight = self.map.weight
         return weight if isinstance(self.curvature, ManyClasses) else weight.double()
 
@@ -504,10 +501,8 @@ def _by_gradients(
 def _pull_back(
     layer: LayerPass, slope: Tensor, quantities: Quantities
 ) -> Iterator[tuple[Key, Tensor]]:
-    """Yield the terms of quantities at a layer that belong to a gradient in its output.
-
-    Those that take gradients in the weight share the sum over positions.
-    """
+    """Yield the terms of quantities at a layer that belong to a gradient in its output."""
+    # Those that take gradients in the weight share the sum over positions.
     # in mixed precision, a layer may receive float32 and return float16
     rows = layer.map.to_rows(full_precision(slope))
     by_weight = {key: one for key, one in quantities.items() if not one.takes_rows(layer)}

@@ -34,10 +34,7 @@ from relflat_sk.measures._scan import ForwardPass, scan
 
 
 def round_weight(weight: Tensor, bits: int, per_channel: bool) -> Tensor:
-    """Round a weight to the nearest of ``2^bits - 1`` numbers at equal distances around 0.
-
-    The largest magnitude of each row, or of the matrix, is one of them.
-    """
+    """Round a weight to the nearest of ``2^bits - 1`` equidistant numbers up to its largest one."""
     steps = 2 ** (bits - 1) - 1
     largest = weight.abs().amax(dim=1, keepdim=True) if per_channel else weight.abs().amax()
     scale = largest / steps

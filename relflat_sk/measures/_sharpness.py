@@ -32,7 +32,7 @@ from torch.func import functional_call
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses.curvature import check_twice, one_to_differentiate
 from relflat_sk._losses.table import TABLE
-from relflat_sk._network.borrowing import MathAttention, borrowed, evaluation_mode
+from relflat_sk._network.borrowing import MathAttention, borrowed, changed, evaluation_mode
 from relflat_sk._network.layers import check_real
 from relflat_sk._network.network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
@@ -102,45 +102,18 @@ def square_norm(weights: Tensor) -> float:
 
 
 @contextmanager
-def torch_recurrence(module: nn.Module) -> Iterator[None]:
-    """Run recurrent layers by torch's own implementation, which has all derivatives.
-
-    Those of cuDNN have no derivative in evaluation mode, and those of oneDNN no second one.
-    """
-    if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        yield
-        return
-    onednn: Any = torch.backends.mkldnn  # whose `flags` also set TF32, which warns
-    before = onednn.enabled
-    with torch.backends.cudnn.flags(enabled=False):
-        try:
-            onednn.enabled = False
-            yield
-        finally:
-            onednn.enabled = before
-
-
-@contextmanager
-def dense_gradients(module: nn.Module) -> Iterator[None]:
-    """Let embeddings give dense gradients, which can be differentiated and joined with others."""
-    kinds = nn.Embedding | nn.EmbeddingBag
-    sparse = [part for part in module.modules() if isinstance(part, kinds) and part.sparse]
-    try:
-        for part in sparse:
-            part.sparse = False
-        yield
-    finally:
-        for part in sparse:
-            part.sparse = True
-
-
-@contextmanager
 def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network, Tensor]]:
     """Make a network that runs with weights in which it can be differentiated twice."""
+    parts = list(network.module.modules())
+    # of recurrent layers, cuDNN has no derivative in evaluation mode, and oneDNN no second one
+    is_recurrent = any(isinstance(part, nn.RNNBase) for part in parts)
+    backends = [torch.backends.cudnn, torch.backends.mkldnn] if is_recurrent else []
+    # sparse gradients of embeddings can neither be differentiated nor joined with others
+    sparse = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
     with (
         borrowed(network.module),
-        torch_recurrence(network.module),
-        dense_gradients(network.module),
+        changed(backends, "enabled", False),
+        changed(sparse, "sparse", False),
         MathAttention(),
         torch.enable_grad(),
     ):
@@ -151,10 +124,7 @@ def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network,
 def loss_gradient(
     network: Network, weights: Tensor, direction: Tensor | None = None
 ) -> tuple[float, Tensor]:
-    """Compute the mean loss with some weights, and its gradient in them.
-
-    With a direction, return the derivative of the gradient along it: a product with the Hessian.
-    """
+    """Compute the mean loss and its gradient, or the gradient's derivative along a direction."""
     total, divisor = 0.0, 0.0
     gradient = torch.zeros_like(weights)
     with differentiable(network, weights) as (moved, leaf):
@@ -196,11 +166,8 @@ def noisy_risks(
     seeds: Sequence[int],
     risk: Callable[[Network], float] = mean_loss,
 ) -> np.ndarray:
-    """Compute a risk under normal noise on the weights, draw by draw.
-
-    Each draw is taken with both signs. The part of the risk that is linear in the noise has
-    expectation zero, and cancels.
-    """
+    """Compute a risk under normal noise on the weights, draw by draw."""
+    # Each draw is taken with both signs, so that the part that is linear in the noise cancels.
     weights = weights_of(network)
     risks = []
     for seed in seeds:
@@ -410,12 +377,9 @@ def _checkpoints(n_steps: int) -> set[int]:
 
 
 def fisher_rao_norm(network: Network) -> Measured:
-    """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included.
-
-    The slopes of the losses along the weights are inner products of the losses' gradients in the
-    outputs with ``J w``, and ``J w`` is the derivative of ``<J^T u, w>`` in u, with J the outputs'
-    Jacobian.
-    """
+    """Measure ``sqrt(mean_i <w, grad l_i>^2)`` over all weights, biases included."""
+    # The slopes along the weights are products of gradients in the outputs with ``J w``, which is
+    # the derivative of ``<J^T u, w>`` in u, with J the outputs' Jacobian.
     squares, divisor, n = 0.0, 0.0, 0.0
     with differentiable(network, weights_of(network)) as (moved, leaf):
         for outcome in outcomes(moved):
@@ -445,10 +409,7 @@ def _along_weights(output: Tensor, leaf: Tensor) -> Tensor:
 def joint_eigenvalue_flatness(
     network: Network, *, rtol: float = 0.01, random_state: RandomState = None
 ) -> Measured:
-    """Measure ``|w|^2 lambda_max(H)``, with H the Hessian in all weights ``w`` together.
-
-    Biases are constants. This is the first row of Table 1 of Petzka et al., 2020.
-    """
+    """Measure ``|w|^2 lambda_max(H)``, with H the Hessian in all weights ``w`` but biases."""
     weights = weights_of(network)
     parts = parameters_of(network).values()
     is_weight = torch.cat([torch.full((part.numel(),), part.ndim >= 2) for part in parts])
@@ -480,10 +441,7 @@ def sharpness_curve(
     n_draws: int = 10,
     random_state: RandomState = None,
 ) -> pd.DataFrame:
-    r"""Measure expected sharpness, and the norm of the weights in units of the noise.
-
-    The column `kl` is the divergence of N(w, deviation^2) from N(0, deviation^2), in nats.
-    """
+    """Measure expected sharpness, and the divergence of the noisy weights from noise around 0."""
     seeds = _seeds(random_state, n_draws)
     weights, loss = weights_of(network), mean_loss(network)
     rows = []

@@ -140,10 +140,7 @@ def divide(
 def make_panels(
     ax: "Axes | None", n: int, label: str, *, height: float = 2.8, margin: float = 0.6, **share: str
 ) -> "list[Axes]":
-    """Make panels with a common y axis, labelled at the first panel of every row.
-
-    `height` of a panel, and the `margin` for labels on the left, are in inches.
-    """
+    """Make panels with a common y axis, labelled at the first of every row; sizes in inches."""
     n_columns = -(-n // -(-n // (3 if n <= 9 else MAX_COLUMNS)))  # nearly fills the last row
     n_rows = -(-n // n_columns)
     ax = make_axes(ax, (n_columns * PANEL_WIDTH + margin, max(n_rows * height, 2.2)))

@@ -160,10 +160,7 @@ def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel) -> Batch:
 def _run_link(
     as_map: LayerMap, flat: Tensor, link: str, shape: torch.Size
 ) -> Callable[[Tensor], Tensor]:
-    """Return the last layer and its link as a function of the move.
-
-    The layers before need not run again, and float64 resolves the rise for small moves.
-    """
+    """Return the last layer and its link as a function of the move, in float64."""
     weight, bias = as_map.weight.double(), as_map.layer.bias
     bias = None if bias is None else bias.detach().double()
     return lambda move: LINKS[link](F.linear(flat + move, weight, bias)).reshape(shape)
@@ -347,10 +344,7 @@ _KERNELS_OF = {"orthogonal": "sphere", "truncated_normal": "truncated_normal"}
 def matrix_moves(
     matrices: Any, delta: float, m: int, n_draws: int, generator: Generator, *, shared: bool = False
 ) -> Moves:
-    """Move features by ``delta A phi_i``, with A by name or given, (m, m).
-
-    On demand, all samples share the matrices that are drawn by name.
-    """
+    """Move features by ``delta A phi_i``, with A given, or drawn by name for each sample or all."""
     check_integer("n_draws", n_draws, minimum=2, reason="one draw has no standard error")
     if not isinstance(matrices, str):
         return _shared_moves(delta * check_matrices(matrices, m, generator.device))
