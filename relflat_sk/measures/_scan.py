@@ -21,6 +21,7 @@ from relflat_sk._network.borrowing import requiring_grad
 from relflat_sk._network.layers import (
     Layer,
     find_layer,
+    find_names,
     weight_layers,
     why_shared,
 )
@@ -257,32 +258,26 @@ class _Runner:
 
     def _find(self, batch: Batch) -> tuple[Tensor, list[LayerRecord]]:
         """Run the first batch, and find the layers by the order in which they are called."""
-        module = self.network.module
+        module, every = self.network.module, self.layers == "all"
         registered = list(weight_layers(module))
         # most networks register layers in the order of their calls: a guess, checked below
-        guess = registered
-        if self.layers != "all":
-            guess = [_guess(module, layer, registered) for layer in self.layers]
+        guess = registered if every else [_guess(module, x, registered) for x in self.layers]
         _warn_of_batch_statistics(module)
         with record_order(module) as recorder:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
-        names = self.order
-        if self.layers != "all":
-            asked = [
-                find_layer(module, layer, self.order) if is_integer(layer) else name
-                for layer, name in zip(self.layers, guess, strict=True)
-            ]
-            names = [*dict.fromkeys(name for name in asked if name not in self.order)]
-            names += [name for name in self.order if name in asked]
-        if self.layers == "all" and not names:
+        if every and not self.order:
             find_layer(module, -1)  # raises: the network has none
+        asked = find_names(module, None if every else self.layers, self.order)
+        # layers that are not called come first, and are refused
+        place = {name: place for place, name in enumerate(self.order)}
+        names = sorted(asked, key=lambda name: place.get(name, -1))
         if not set(names) <= set(guess):
             del output, records  # frees the first pass
             output, records = _record(self.network, names, batch)
         by_name = {record.name: record for record in records}
         records = [by_name[name] for name in names]
-        if self.checked and self.layers != "all" and -1 in self.layers:
+        if self.checked and not every and -1 in self.layers:
             called = [module.get_submodule(name) for name in self.order]
             warn_of_other_head(output, records[-1], module, called)
         return output, records
