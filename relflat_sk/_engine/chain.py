@@ -64,8 +64,10 @@ class _Function:
         self,
         function: Callable[[Any], Any],
         backward: Callable[[Any, Any, Any], Any],
+        *,
+        in_pieces: bool = False,  # whether it is linear in pieces
     ) -> None:
-        self._function, self._backward = function, backward
+        self._function, self._backward, self.in_pieces = function, backward, in_pieces
 
     def forward(self, x: Any) -> Any:
         """Compute the output, and hold it."""
@@ -79,6 +81,8 @@ class _Function:
 
 class _Dropout:
     """Dropout."""
+
+    in_pieces = True
 
     def __init__(self, layer: nn.Dropout) -> None:
         self._rate = layer.p
@@ -122,7 +126,7 @@ def _leaky(layer: nn.LeakyReLU) -> _Function:
     def scaled(of: Any, x: Any) -> Any:
         return namespace(x).where(x > 0, of, of * slope)
 
-    return _Function(lambda x: scaled(x, x), lambda g, x, y: scaled(g, x))
+    return _Function(lambda x: scaled(x, x), lambda g, x, y: scaled(g, x), in_pieces=True)
 
 
 def _silu_slope(g: Any, x: Any, y: Any) -> Any:
@@ -132,7 +136,9 @@ def _silu_slope(g: Any, x: Any, y: Any) -> Any:
 
 # by the class of torch's layer
 _FUNCTIONS: dict[type, Callable[[Any], _Function]] = {
-    nn.ReLU: lambda layer: _Function(_relu, lambda g, x, y: g * namespace(y).sign(y)),
+    nn.ReLU: lambda layer: _Function(
+        _relu, lambda g, x, y: g * namespace(y).sign(y), in_pieces=True
+    ),
     nn.LeakyReLU: _leaky,
     nn.Tanh: lambda layer: _Function(
         lambda x: namespace(x).tanh(x), lambda g, x, y: g * (1 - y * y)
@@ -151,11 +157,30 @@ class Chain:
         self.linear = [layer for layer in layers if isinstance(layer, _Linear)]
         self.last: _Linear = self.linear[-1]
         self._first = layers.index(self.linear[0])
+        # the numbers of the penalised layers before the last one, and whether that is penalised
+        self.earlier: list[int] = []
+        self.at_last = True
 
     @property
     def names(self) -> set[str]:
         """The names of the layers' weights and biases."""
         return set().union(*(layer.names for layer in self.linear))
+
+    def _behind(self, i: int) -> list[Any]:
+        """List the functions between a linear layer and the next."""
+        start = self._layers.index(self.linear[i]) + 1
+        return self._layers[start : self._layers.index(self.linear[i + 1])]
+
+    def is_linear_in_pieces(self, i: int) -> bool:
+        """Return whether outputs are piecewise linear in the output of a linear layer."""
+        layers = self._layers[self._layers.index(self.linear[i]) :]
+        return all(isinstance(layer, _Linear) or layer.in_pieces for layer in layers)
+
+    def pull(self, outer: Any, i: int) -> Any:
+        """Multiply gradients by the slopes of the functions between a linear layer and the next."""
+        for layer in reversed(self._behind(i)):
+            outer = layer.backward(outer)
+        return outer
 
     def is_small(self, n_samples: int) -> bool:
         """Return whether NumPy computes steps with so many samples in less time than torch."""
@@ -177,23 +202,29 @@ class Chain:
         return x, self.last.x, self.last.weight
 
     def backward(self, z: Any, phi: Any = None, weight: Any = None, *others: Any) -> None:
-        """Compute the gradients of the weights, see `Body`."""
-        self.last.backward(z)
-        if weight is not None:
-            self.last.to_weight += weight
-        if len(self.linear) == 1:
-            return
-        outer = z @ self.last.weight
-        if phi is not None:
-            outer += phi
-        for i in reversed(range(self._first, len(self._layers) - 1)):
-            layer = self._layers[i]
-            if not isinstance(layer, _Linear):
-                outer = layer.backward(outer)
-                continue
+        """Compute the gradients of the weights, see `Body`; of an `EarlierTerm` as well."""
+        of_weights, of_features = dict[int, Any](), dict[int, Any]()
+        for term, share in others:
+            each = share[:, None, None]
+            z = z + each * term.z
+            of_weights = {i: each * array for i, array in term.weights.items()}
+            of_features = {i: each * array for i, array in term.of_features.items()}
+        outer, last = z, len(self.linear) - 1
+        for i in reversed(range(len(self.linear))):
+            layer = self.linear[i]
             layer.backward(outer)
-            if i > self._first:
-                outer = outer @ layer.weight
+            if i in of_weights:
+                layer.to_weight += of_weights[i]
+            if i == last and weight is not None:
+                layer.to_weight += weight
+            if not i:
+                return
+            outer = outer @ layer.weight
+            if i == last and phi is not None:
+                outer += phi
+            if i in of_features:
+                outer += of_features[i] * layer.x
+            outer = self.pull(outer, i - 1)
 
 
 def find_chain(module: nn.Module, shape: tuple[int, ...]) -> Chain | None:
@@ -207,7 +238,11 @@ def find_chain(module: nn.Module, shape: tuple[int, ...]) -> Chain | None:
             layers.append(_Linear(name, layer))
         elif kind is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1):
             layers.append(
-                _Function(lambda x: x.reshape(*x.shape[:2], -1), lambda g, x, y: g.reshape(x.shape))
+                _Function(
+                    lambda x: x.reshape(*x.shape[:2], -1),
+                    lambda g, x, y: g.reshape(x.shape),
+                    in_pieces=True,
+                )
             )
             flat = True
         elif kind is nn.Dropout and flat:

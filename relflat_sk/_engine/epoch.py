@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from relflat_sk._engine.chain import find_chain
+from relflat_sk._engine.earlier import ChainTerms, Probes
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
 from relflat_sk._losses.curvature import find_array_loss, namespace
@@ -35,6 +36,7 @@ def train_alone(job: Job) -> Epoch:
     nets = ChainNets(job)
     job.start_epoch()
     (epoch,) = nets.train([job], Own(job))
+    torch.set_rng_state(job.random_state)
     return epoch
 
 
@@ -51,8 +53,11 @@ class ChainNets:
             names = [layer.name for layer in chain.linear]
             if job.penalty.normalize or chain.n_outputs >= MANY:
                 raise NeedsOwnLoop("its penalty is no plain sum over few classes")
-            if find_names(job.module, job.penalty.layers, names) != names[-1:]:
-                raise NeedsOwnLoop("its penalty is at earlier layers")
+            penalised = find_names(job.module, job.penalty.layers, names)
+            chain.at_last = names[-1] in penalised
+            chain.earlier = [i for i, name in enumerate(names[:-1]) if name in penalised]
+            if chain.earlier and not chain.is_linear_in_pieces(chain.earlier[0]):
+                raise NeedsOwnLoop("its penalty is at layers with smooth functions behind")
         self._chain = chain
         self.prepare(job)
 
@@ -88,8 +93,13 @@ class ChainNets:
         )
         for layer in chain.dropout:
             layer.seed(make_generators(jobs, like.device), like, small=small)
+        probes = Probes(jobs)
+        earlier = ChainTerms(chain, loss, probes, like) if chain.earlier else None
+        step = Step(chain, loss, at_last=chain.at_last, earlier=earlier)
         with _one_blas_thread() if small else nullcontext():
-            return train_epoch(Step(chain, loss), jobs, stack, convert(like), as_arrays)
+            epochs = train_epoch(step, jobs, stack, convert(like), as_arrays)
+        probes.finish()
+        return epochs
 
 
 # -- batches and steps ------------------------------------------------------------------------

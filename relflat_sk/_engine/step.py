@@ -93,12 +93,13 @@ class Body(Protocol):
         """Compute the gradients of the weights, from that in the output.
 
         `phi` and `weight` are added to the gradients in features and weight of the last layer.
-        `others` are pairs of a tensor with a graph and the gradient in it.
+        `others` are pairs of what `EarlierTerms` return and the gradients in the penalties.
         """
 
 
-# from a batch and the networks' factors, (k,), to penalties with their graph, (k,)
-EarlierTerms = Callable[[StepBatch, Any], Tensor]
+# from a batch, the networks' factors, (k,), and what outputs predict, to penalties, (k,), and what
+# a `Body` differentiates them by
+EarlierTerms = Callable[[StepBatch, Any, Any], tuple[Any, Any]]
 
 
 class Step:
@@ -127,8 +128,8 @@ class Step:
         term = graph = None
         penalty = 0 * loss
         if self._earlier is not None:
-            graph = self._earlier(batch, factors)
-            penalty = penalty + graph.detach()
+            of_earlier, graph = self._earlier(batch, factors, p)
+            penalty = penalty + of_earlier
         if self._at_last:
             factors = factors / (2 * phi.shape[-1])
             term = self._loss.trace_term(p, phi, weight, batch.shares[..., None])

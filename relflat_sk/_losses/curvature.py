@@ -102,6 +102,10 @@ class ArrayLoss(ABC):
     def trace_term(self, p: Any, phi: Any, weight: Any, scale: Any) -> TraceTerm:
         """Compute the trace term at the last layer, given the predictions of `slopes`."""
 
+    @abstractmethod
+    def root_product(self, p: Any, vectors: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Compute ``R_i v_i`` as a `ClosedForm` does, and a function that pulls gradients to z."""
+
     def of_constant(self, z: Any, target: Any, shares: Any) -> Any:
         """Compute the losses of the networks' mean output, the same for all samples."""
         losses = dots(self.each(shares[..., None, :] @ z, target)[0], shares)
@@ -152,6 +156,30 @@ class CrossEntropy(ArrayLoss):
         value = dots(forms[..., 0], norms[..., 0]) / 2
         return TraceTerm(value, weighted * (slope - forms), forms * scale, of_weight)
 
+    def root_product(self, p: Any, vectors: Any) -> tuple[Any, Callable[[Any], Any]]:
+        # see `Softmax.root_product`
+        xp, roots = namespace(p), p**0.5
+        top = p.argmax(-1)[..., None]
+        is_top = xp.zeros_like(p, dtype=bool)
+        is_top = (
+            is_top.scatter(-1, top, True)
+            if isinstance(p, Tensor)
+            else top == np.arange(p.shape[-1])
+        )
+        divisor = 1 + xp.where(is_top, roots, 0 * roots).sum(-1)[..., None]
+        common = xp.where(is_top, p + roots, p) / divisor
+        parts = xp.where(is_top, 0 * roots, roots * vectors)
+        sums = parts.sum(-1)[..., None]
+
+        def pull(outer: Any) -> Any:
+            # the derivatives in log p, in which roots are smooth
+            share = sums / divisor
+            centred = (outer - dots(outer, common)[..., None]) / 2
+            of_logs = centred * xp.where(is_top, -share * roots, parts) - share * p * outer
+            return of_logs - p * of_logs.sum(-1)[..., None]
+
+        return parts - common * sums, pull
+
 
 class _OutputLoss(ArrayLoss):
     """A mean over all outputs of all samples, of a loss of each of them."""
@@ -168,6 +196,11 @@ class _OutputLoss(ArrayLoss):
         of_weight = 2 * (second * norms).sum(-2)[..., None] * weight
         value = dots(forms[..., 0], norms[..., 0])
         return TraceTerm(value, third * squares * norms, 2 * forms * scale, of_weight)
+
+    def root_product(self, p: Any, vectors: Any) -> tuple[Any, Callable[[Any], Any]]:
+        second, third = self.derivatives(p)
+        roots = (second + namespace(p).finfo(p.dtype).tiny) ** 0.5
+        return roots * vectors, lambda outer: outer * vectors * (third / (2 * roots))
 
 
 class SquaredError(_OutputLoss):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from relflat_sk._engine.chain import draw_mask
+from relflat_sk._engine.earlier import Probes, shapes_of_slopes
 from relflat_sk._engine.epoch import make_generators, train_epoch
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop, Parts
 from relflat_sk._engine.step import Settings, Step, StepBatch
@@ -32,7 +33,7 @@ from relflat_sk._network.recording import (
 from relflat_sk._penalty.batch_flatness import changes_of_rows, n_shared, slopes_of_rows
 from relflat_sk._penalty.capture import Plan
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
-from relflat_sk._random import draw_words, fork_rng, n_words, signs_of
+from relflat_sk._random import fork_rng
 from relflat_sk.fleet._stack import Stack, attributes_of
 
 Tensors = Mapping[str, Tensor]
@@ -327,37 +328,25 @@ class EarlierTerms:
     """
 
     def __init__(self, nets: VmappedNets, loss: ArrayLoss, jobs: Sequence[Job]) -> None:
-        self._nets, self._loss, self._jobs = nets, loss, jobs
-        self._n_draws = jobs[0].penalty.probes if jobs[0].penalty else 0
-        self._generators = [torch.Generator() for _ in jobs]
-        for job, generator in zip(jobs, self._generators, strict=True):
-            generator.set_state(job.random_state)
+        self._nets, self._loss, self._criterion = nets, loss, Loss(jobs[0].criterion)
+        self._probes = Probes(jobs)
+        self.finish = self._probes.finish
 
-    def finish(self) -> None:
-        """Hand the random states over to the jobs, as the last step leaves them."""
-        for job, generator in zip(self._jobs, self._generators, strict=True):
-            job.random_state = generator.get_state()
-
-    def __call__(self, batch: StepBatch, factors: Tensor) -> Tensor:
-        """Compute the penalties, with their graph: (k,)."""
+    def __call__(self, batch: StepBatch, factors: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the penalties, (k,), without and with their graph."""
         with torch.enable_grad():
             estimate = self._slopes if self._nets.is_piecewise_linear else self._forms
-            draws = estimate(batch, [self._draw_signs(batch) for _ in range(self._n_draws)])
-            return factors * torch.stack(draws).mean(0)
+            draws = estimate(batch, [self._draw_signs(batch) for _ in range(self._probes.n_draws)])
+            penalties = factors * torch.stack(draws).mean(0)
+        return penalties.detach(), penalties
 
     def _draw_signs(self, batch: StepBatch) -> list[Tensor]:
         """Draw the signs of an estimate."""
         (n, like), widths = (batch.shares.shape[1], batch.shares), self._nets.earlier.values()
         shapes = [(n, m) for m in widths]
         if self._nets.is_piecewise_linear:
-            shared = [(n_shared(m), m) for m in widths if n_shared(m)]
-            shapes = [(n, self._nets.z.shape[2]), *shared]
-        counts = [n_words(shape) for shape in shapes]
-        words = torch.stack([
-            draw_words(sum(counts), torch.device("cpu"), one) for one in self._generators
-        ]).to(like.device)
-        parts = torch.split(words, counts, 1)
-        return [signs_of(part, shape, like) for part, shape in zip(parts, shapes, strict=True)]
+            shapes = shapes_of_slopes(n, self._nets.z.shape[2], widths)
+        return self._probes.draw(shapes, like)
 
     def _layers(self) -> list[tuple[Tensor, Tensor]]:
         """Return the inputs and the weight of each layer."""
@@ -367,8 +356,7 @@ class EarlierTerms:
     def _slopes(self, batch: StepBatch, signs: list[list[Tensor]]) -> list[Tensor]:
         """Return mean squared slopes along random changes, for a piecewise linear network."""
         z, moves = self._nets.z, list(self._nets.moves.values())
-        criterion = Loss(self._jobs[0].criterion)
-        curvature = criterion.closed_form("identity", z.flatten(0, 1), None)
+        curvature = self._criterion.closed_form("identity", z.flatten(0, 1), None)
         assert curvature is not None
         roots = batch.shares.sqrt()[..., None]
         draws = []
