@@ -1,6 +1,6 @@
 """Penalties at linear layers before the last one: their random signs, and a chain's formulas."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ class Probes:
             draw_words(sum(counts), torch.device("cpu"), one) for one in self._generators
         ]).to(like.device)
         # all at once, because each operation takes as long as a product of small matrices
-        parts = signs_of(words, (64 * sum(counts),), like).split([64 * n for n in counts], 1)
+        signs = signs_of(words, (64 * sum(counts),), like)
+        parts = torch.split(signs, [64 * n for n in counts], dim=1)
         return [
             part[:, : prod(shape)].view(-1, *shape)
             for part, shape in zip(parts, shapes, strict=True)
@@ -45,7 +46,7 @@ class Probes:
             job.random_state = generator.get_state()
 
 
-def shapes_of_slopes(n: int, n_outputs: int, widths: Sequence[int]) -> list[tuple[int, ...]]:
+def shapes_of_slopes(n: int, n_outputs: int, widths: Iterable[int]) -> list[tuple[int, ...]]:
     """List the shapes of the signs of an estimate, by the layers' numbers of inputs."""
     return [(n, n_outputs), *((n_shared(m), m) for m in widths if n_shared(m))]
 
@@ -59,11 +60,10 @@ class EarlierTerm(NamedTuple):
 
 
 class ChainTerms:
-    r"""The penalties of chains that are piecewise linear behind the layers.
+    """The penalties of chains that are piecewise linear behind the penalised layers.
 
-    They are those of `relflat_sk._penalty.batch_flatness` by gradients: with ``g`` the gradients
-    in a layer's output that the vectors ``R s`` have, and the changes ``A = W V``, the mean of
-    ``|phi|^2 |A^T g|^2 / (2 m k)``.
+    They are those of `relflat_sk._penalty.batch_flatness` by gradients: sums of
+    ``|phi|^2 |A^T g|^2``, where ``g`` is ``R s`` pulled back to a layer, and ``A`` its changes.
     """
 
     def __init__(self, chain: Chain, loss: ArrayLoss, probes: Probes, like: Tensor) -> None:
@@ -91,7 +91,7 @@ class ChainTerms:
         chain, each = self._chain, factors[:, None, None]
         layers, first = chain.linear, chain.earlier[0]
         widths = [layers[i].weight.shape[-1] for i in chain.earlier]
-        signs = self._probes.draw(shapes_of_slopes(*p.shape[1:], widths), self._like)
+        signs = self._probes.draw(shapes_of_slopes(p.shape[1], p.shape[2], widths), self._like)
         of_outputs, *shared = (one if isinstance(p, Tensor) else one.numpy() for one in signs)
         roots = namespace(p).sqrt(batch.shares)[..., None]
         product, pull_root = self._loss.root_product(p, of_outputs * roots)
@@ -99,34 +99,37 @@ class ChainTerms:
         for i in reversed(range(first, len(layers) - 1)):
             pulled[i] = chain.pull(pulled[i + 1] @ layers[i + 1].weight, i)
         value: Any = 0
+        slope: Any = 0  # of the value in the gradients
         weights: dict[int, Any] = {}
         of_features: dict[int, Any] = {}
-        slope: Any = 0  # in the gradients
         for i in range(first, len(layers)):
-            layer, gradient = layers[i], pulled[i]
             if i > first:
                 slope = chain.pull(slope, i - 1)
-                weights[i] = transposed(gradient) @ slope
-                slope = slope @ transposed(layer.weight)
-            if i not in chain.earlier:
-                continue
-            signs_of_layer = shared.pop(0) if n_shared(layer.weight.shape[-1]) else None
-            changes = layer.weight
-            if signs_of_layer is not None:
-                changes = changes @ transposed(signs_of_layer)
-            scale = each / (
-                2
-                * layer.weight.shape[-1]
-                * (1 if signs_of_layer is None else signs_of_layer.shape[-2])
-            )
-            along = gradient @ changes
-            squares, sizes = dots(along, along), scale * dots(layer.x, layer.x)[..., None]
-            value = value + dots(sizes[..., 0], squares)
-            of_features[i] = 2 * scale * squares[..., None]
-            outer = 2 * sizes * along
-            of_changes = transposed(gradient) @ outer
-            if signs_of_layer is not None:
-                of_changes = of_changes @ signs_of_layer
-            weights[i] = weights[i] + of_changes if i in weights else of_changes
-            slope = slope + outer @ transposed(changes)
+                weights[i] = transposed(pulled[i]) @ slope
+                slope = slope @ transposed(layers[i].weight)
+            if i in chain.earlier:
+                has_signs = n_shared(layers[i].weight.shape[-1])
+                squares, of_gradient, of_weight, of_features[i] = _squared_slopes(
+                    layers[i], pulled[i], shared.pop(0) if has_signs else None, each
+                )
+                value, slope = value + squares, slope + of_gradient
+                weights[i] = weights.get(i, 0) + of_weight
         return value, EarlierTerm(pull_root(slope), weights, of_features)
+
+
+def _squared_slopes(
+    layer: Any,
+    gradient: Any,  # (k, n, d), in the layer's output
+    signs: Any,  # (k, s, m), or None for columns of the identity in their place
+    each: Any,  # (k, 1, 1), the networks' factors
+) -> tuple[Any, Any, Any, Any]:
+    """Compute squared slopes along changes, with derivatives in gradient, weight and features."""
+    changes = layer.weight if signs is None else layer.weight @ transposed(signs)
+    scale = each / (2 * layer.weight.shape[-1] * (1 if signs is None else signs.shape[-2]))
+    along = gradient @ changes
+    squares, sizes = dots(along, along), scale * dots(layer.x, layer.x)[..., None]
+    outer = 2 * sizes * along
+    of_changes = transposed(gradient) @ outer
+    of_weight = of_changes if signs is None else of_changes @ signs
+    of_features = 2 * scale * squares[..., None]
+    return dots(sizes[..., 0], squares), outer @ transposed(changes), of_weight, of_features

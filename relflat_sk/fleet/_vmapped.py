@@ -343,7 +343,7 @@ class EarlierTerms:
     def _draw_signs(self, batch: StepBatch) -> list[Tensor]:
         """Draw the signs of an estimate."""
         (n, like), widths = (batch.shares.shape[1], batch.shares), self._nets.earlier.values()
-        shapes = [(n, m) for m in widths]
+        shapes: list[tuple[int, ...]] = [(n, m) for m in widths]
         if self._nets.is_piecewise_linear:
             shapes = shapes_of_slopes(n, self._nets.z.shape[2], widths)
         return self._probes.draw(shapes, like)

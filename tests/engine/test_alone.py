@@ -16,7 +16,10 @@ from threadpoolctl import threadpool_info
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, fleet_training
+from relflat_sk import RelativeFlatnessRegularizedBinaryClassifier as BinaryClassifier
+from relflat_sk import RelativeFlatnessRegularizedClassifier as Classifier
+from relflat_sk import RelativeFlatnessRegularizedRegressor as Regressor
+from relflat_sk import StopAtLoss, fleet_training
 from relflat_sk._engine import epoch
 from relflat_sk._engine.step import Step
 from tests.engine.compare import assert_same, compare, curve, data, own_loop
@@ -36,7 +39,7 @@ def steps(monkeypatch):
 
 
 def classifier(**arguments):
-    return RelativeFlatnessRegularizedClassifier(**{
+    return Classifier(**{
         "batch_size": 16,
         "max_epochs": 4,
         "random_state": 0,
@@ -95,6 +98,33 @@ def test_class_weights_are_those_of_the_samples(weights, params, steps):
     n_steps = len(steps)
     net.set_params(criterion__label_smoothing=0.1).fit(X, y)
     assert len(steps) == n_steps  # whose targets have weights of several classes
+
+
+def wide(n_outputs, activation):
+    layers = [nn.Linear(100, 70), activation(), nn.Linear(70, 5), activation()]
+    return nn.Sequential(*layers, nn.Dropout(0.0), nn.Linear(5, n_outputs)).double()
+
+
+@pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
+@pytest.mark.parametrize("layer", [0, 1, [0, 1], "all"])
+@pytest.mark.parametrize("net", [Classifier, BinaryClassifier, Regressor])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
+def test_penalties_at_earlier_layers(net, layer, activation, steps):
+    X, y = data(n_classes=2, n_features=100)
+    is_multiclass = net is Classifier
+    net = net(
+        partial(wide, 1 + is_multiclass, activation), flatness_layer=layer, flatness_weight=1.0,
+        flatness_probes=2, batch_size=16, max_epochs=2, random_state=0, verbose=0,
+    )  # fmt: skip
+    y = y if is_multiclass else y.astype(float)
+    compare([net, clone(net).set_params(lr=0.01)], X=X, y=y)
+    assert steps == [np.ndarray] * 16  # of the stack, and of one net
+
+
+def test_penalties_in_front_of_smooth_functions_take_autograd(steps):
+    net = classifier(module=partial(wide, 3, nn.Tanh), flatness_layer=0)
+    net.fit(*data(n_features=100))
+    assert not steps
 
 
 def test_float32_and_large_layers(steps):
