@@ -1,9 +1,6 @@
 """Tests of what counts as a minimum: goals, plateaus, and depths that can be compared."""
 
-import math
-
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from numpy.testing import assert_allclose
@@ -22,11 +19,11 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtGradientNorm,
     StopAtLoss,
-    rank_minima,
     relative_flatness,
 )
 from relflat_sk.training._callbacks import StopAtDepth
 from tests.search.examples import (
+    NO_MINIMA,
     TARGET,
     X,
     Y,
@@ -37,24 +34,26 @@ from tests.search.examples import (
     record,
 )
 
+WINE, OF_WINE = load_wine(return_X_y=True)
+WINE = scale(WINE).astype(np.float32)
+
 
 def net(**parameters):
     """A net without a goal of its own."""
     return make_net(**{"callbacks": None, "lr": 0.01, **parameters})
 
 
-def entropy(y):
-    shares = np.bincount(y) / len(y)
+def entropy(y, weights=None):
+    shares = np.bincount(y, weights) / np.bincount(y, weights).sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def test_half_trained_nets_are_no_minima():
-    X, y = load_wine(return_X_y=True)
     search = make_search(net(max_epochs=1), {"batch_size": [16, 64], "lr": [0.001, 0.01]})
-    goal = f"{entropy(y) / 20:.3g}"
+    goal = f"{entropy(OF_WINE) / 20:.3g}"
     match = rf"no candidate converged[\s\S]*before a training loss of {goal} or a plateau"
     with pytest.warns(FlatnessWarning, match=match):
-        search.fit(scale(X).astype(np.float32), y)
+        search.fit(WINE, OF_WINE)
     assert not search.minima_["converged"].any()
     # the deepest is first, and not the flattest
     complete = search.minima_[search.minima_["state"] == "complete"]
@@ -62,12 +61,11 @@ def test_half_trained_nets_are_no_minima():
 
 
 def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth():
-    X, y = load_wine(return_X_y=True)
     search = make_search(net(max_epochs=200), {"batch_size": [16, 64], "lr": [0.01, 0.02]})
-    minima = search.fit(scale(X).astype(np.float32), y).minima_
+    minima = search.fit(WINE, OF_WINE).minima_
     assert minima["comparable"].all()
     assert (minima["ended_by"] == "goal").all()
-    assert_allclose(minima["depth"], entropy(y) / minima["train_loss"], rtol=1e-6)
+    assert_allclose(minima["depth"], entropy(OF_WINE) / minima["train_loss"], rtol=1e-6)
     assert minima["depth"].between(20, 60).all()
     assert (minima["train_score"] > 0.95).all()
     assert minima["relative_flatness"].is_monotonic_increasing
@@ -85,39 +83,18 @@ class Accumulating(RelativeFlatnessRegularizedClassifier):
 
 
 def test_a_parameter_that_scales_the_loss_is_compared_by_the_loss_itself():
-    X, y = load_wine(return_X_y=True)
-    X = scale(X).astype(np.float32)
     divided = Accumulating(max_epochs=60, lr=0.01, flatness_weight=0, verbose=0)
-    search = make_search(divided, {"acc_steps": [1, 8]}).fit(X, y)
-    assert (search.minima_["ended_by"] == "goal").all()
-    for _, minimum in search.minima_.iterrows():
-        module = search.get_estimator(minimum["trial"], X, y).module_
-        loss = nn.functional.cross_entropy(module(torch.tensor(X)), torch.tensor(y)).item()
-        assert_allclose(minimum["train_loss"], loss, rtol=1e-5)
-        assert loss <= entropy(y) / 20
-        flatness = relative_flatness(module, X, y, criterion=nn.CrossEntropyLoss())
-        assert_allclose(minimum["relative_flatness"], flatness, rtol=1e-5)
-
-
-def test_regressors_train_to_their_plateau():
-    attrs, fitted = record(make_regressor(max_epochs=300), y=3 * TARGET, space={"lr": [0.01]})
-    assert attrs["ended_by"] == "plateau"
-    assert len(fitted.history) == 300
-    assert attrs["train_loss"] < (3 * TARGET).var() / 100
-    assert_allclose(attrs["depth"], (3 * TARGET).var() / attrs["train_loss"], rtol=1e-4)
-    # the criterion tells, where a net of skorch does not
-    stock = NeuralNet(
-        MLP, criterion=nn.MSELoss, module__n_features=X.shape[1], module__n_outputs=1,
-        train_split=None, max_epochs=60, lr=0.01, optimizer=torch.optim.Adam, verbose=0,
-    )  # fmt: skip
-    attrs, fitted = record(stock, y=TARGET[:, None].astype("float32"), space={"lr": [0.01]})
-    assert len(fitted.history) == 60
-
-
-def test_a_loss_as_goal_ends_the_training():
-    attrs, fitted = record(make_regressor(max_epochs=300), y=TARGET, goal=TARGET.var() / 20)
-    assert attrs["ended_by"] == "goal"
-    assert len(fitted.history) < 300
+    search = make_search(divided, {"acc_steps": [1, 8]}).fit(WINE, OF_WINE)
+    criterion = nn.CrossEntropyLoss()
+    for minimum in search.minima_.to_dict("records"):
+        module = search.get_estimator(minimum["trial"], WINE, OF_WINE).module_
+        loss = criterion(module(torch.tensor(WINE)), torch.tensor(OF_WINE)).item()
+        flatness = relative_flatness(module, WINE, OF_WINE, criterion=criterion)
+        assert minimum["ended_by"] == "goal"
+        assert loss <= entropy(OF_WINE) / 20
+        assert_allclose(
+            [minimum["train_loss"], minimum["relative_flatness"]], [loss, flatness], rtol=1e-5
+        )
 
 
 def test_the_automatic_goal_counts_weights_and_the_training_part_only():
@@ -125,25 +102,22 @@ def test_the_automatic_goal_counts_weights_and_the_training_part_only():
     classifier = net(callbacks=[("goal", StopAtDepth(10))], train_split=ValidSplit(fold))
     goal = dict(classifier.fit(X, Y).callbacks_)["goal"].goal_
     assert_allclose(goal, entropy(Y[20:]) / 10, rtol=1e-6)
-    classifier.set_params(train_split=None).fit(X, Y, sample_weight=np.where(Y == 0, 1.0, 0.1))
-    shares = np.array([10, 1, 1]) / 12
-    goal = dict(classifier.callbacks_)["goal"].goal_
-    assert_allclose(goal, -(shares * np.log(shares)).sum() / 10, rtol=1e-6)
+    weights = np.where(Y == 0, 1.0, 0.1)
+    classifier.set_params(train_split=None).fit(X, Y, sample_weight=weights)
+    assert_allclose(dict(classifier.callbacks_)["goal"].goal_, entropy(Y, weights) / 10, rtol=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.1, 0.3])
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5]], ids=["", "weighted"])
 def test_smoothed_losses_are_counted_from_the_lowest(smoothing, weights):
-    X, y = load_wine(return_X_y=True)
     weight = None if weights is None else torch.tensor(weights)
     smoothed = net(max_epochs=200, criterion=nn.CrossEntropyLoss(weight, label_smoothing=smoothing))
-    attrs, fitted = record(smoothed, scale(X).astype(np.float32), y, space={"lr": [0.02]})
+    attrs, fitted = record(smoothed, WINE, OF_WINE, space={"lr": [0.02]})
     # what each class gets of each sample's label
     shares = np.ones(3) if weights is None else np.array(weights)
-    totals = ((1 - smoothing) * np.eye(3)[y] + smoothing / 3) * shares
-    divisor = shares[y].sum()
+    totals = ((1 - smoothing) * np.eye(3)[OF_WINE] + smoothing / 3) * shares
     lowest, constant = (
-        -(part * np.log(part / part.sum(1, keepdims=True))).sum() / divisor
+        -(part * np.log(part / part.sum(1, keepdims=True))).sum() / shares[OF_WINE].sum()
         for part in (totals, totals.sum(0, keepdims=True))
     )
     goal = dict(fitted.callbacks_)["StopAtDepth"].goal_
@@ -156,99 +130,71 @@ def test_smoothed_losses_are_counted_from_the_lowest(smoothing, weights):
     assert attrs["depth"] > 20
 
 
-@pytest.mark.parametrize("one", [StopAtLoss(0.6), ("stop", StopAtLoss(0.6)), StopAtGradientNorm(1)])
-def test_a_goal_of_ones_own_stays(one):
-    attrs, fitted = record(net(max_epochs=100, callbacks=[one]), space={"lr": [0.01]})
-    assert (attrs["ended_by"], attrs["reason"]) == ("goal", "")
-    assert len(fitted.callbacks) == 1
-    assert attrs["depth"] < 20
+def density(output, y):
+    """A loss whose best constant is negative, so that there is no automatic goal."""
+    return 0.5 * ((output[:, 0] - y) ** 2).mean() - 5
 
 
-@pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+def of_skorch(criterion, **parameters):
+    sizes = {"module__n_features": 4, "module__n_outputs": 1}
+    return NeuralNet(MLP, criterion, **sizes, max_epochs=60, verbose=0, **parameters)
+
+
+PLAIN = of_skorch(nn.MSELoss, train_split=None, lr=0.01, optimizer=torch.optim.Adam)
+EARLY, MAX_ITER = "training stopped before", MLPClassifier(max_iter=20, alpha=0.1)
+ENDINGS = {  # the estimator, targets, the search's goal, what ended it, why it is no minimum
+    "plateau": (make_regressor(max_epochs=300, lr=0.01), 3 * TARGET, "auto", "plateau", ""),
+    "of skorch": (PLAIN, TARGET[:, None], "auto", "plateau", ""),
+    "a loss": (make_regressor(max_epochs=300), TARGET, TARGET.var() / 20, "goal", ""),
+    "its loss": (net(max_epochs=99, callbacks=[StopAtLoss(0.6)]), Y, "auto", "goal", ""),
+    "named": (net(max_epochs=99, callbacks=[("a", StopAtLoss(0.6))]), Y, "auto", "goal", ""),
+    "gradient": (net(max_epochs=99, callbacks=[StopAtGradientNorm(1)]), Y, "auto", "goal", ""),
+    "without a goal": (net(max_epochs=60, lr=0.05), Y, None, "plateau", ""),
+    "few epochs": (
+        net(max_epochs=15), Y, None, "", f"{EARLY} a plateau was reached, after 15 epochs",
+    ),
+    # at a learning rate of almost zero nothing moves, which is no minimum
+    "no plateau": (
+        net(max_epochs=20, lr=0.001, callbacks=[StopAtLoss]), Y, "auto", "",
+        f"{EARLY} its goal was reached, after 20 epochs",
+    ),
+    "by batches": (
+        net(max_epochs=60, lr=0.05, callbacks="disable"), Y, "auto", "plateau", "",
+    ),
+    "no constant": (of_skorch(lambda: density, lr=0.1), TARGET, "auto", "plateau", ""),
+    "solver": (Ridge(), TARGET, "auto", "solver", ""),
+    "max_iter": (
+        MAX_ITER, Y, "auto", "",
+        "the solver stopped at max_iter=20, before its tolerance was reached",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer. Maximum iterations")
+@pytest.mark.parametrize("name", ENDINGS)
+def test_what_ends_a_training(name):
+    estimator, y, goal, *expected = ENDINGS[name]
+    parameter = "lr" if hasattr(estimator, "lr") else "alpha"
+    space = {parameter: [getattr(estimator, parameter)]}
+    attrs, fitted = record(estimator, y=y, goal=goal, space=space)
+    assert [attrs["ended_by"], attrs["reason"]] == expected
+    assert attrs["converged"] == (not expected[1])
+    if hasattr(fitted, "history"):
+        assert (len(fitted.history) < estimator.max_epochs) == (expected[0] == "goal")
+    if name == "no constant":
+        assert "depth" not in attrs
+    if y.dtype.kind == "f" and name != "no constant":
+        assert_allclose(attrs["depth"], y.var() / attrs["train_loss"], rtol=1e-4)
+    if name in {"its loss", "named", "gradient"}:  # a goal of one's own stays
+        assert len(fitted.callbacks) == 1
+        assert attrs["depth"] < 20
+
+
+@NO_MINIMA
 def test_a_loss_as_goal_holds_for_scikit_learn_too():
     minima = logistic({"C": [0.001, 1.0]}, goal=0.3).fit(X, Y).minima_.set_index("param_C")
     assert minima["ended_by"].to_dict() == {1.0: "goal", 0.001: ""}
     assert minima["reason"][0.001] == "the training loss did not reach the goal of 0.3"
-
-
-def test_solvers_tell_whether_they_ended():
-    assert record(Ridge(), y=TARGET, space={"alpha": [1.0]})[0]["ended_by"] == "solver"
-    with pytest.warns(UserWarning, match="Maximum iterations"):
-        attrs, _ = record(MLPClassifier(max_iter=20), space={"alpha": [0.1]})
-    reason = "the solver stopped at max_iter=20, before its tolerance was reached"
-    assert (attrs["ended_by"], attrs["reason"]) == ("", reason)
-
-
-def density_net():
-    """Of a loss whose best constant is negative, so that there is no automatic goal."""
-
-    def density(output, y):
-        return 0.5 * ((output[:, 0] - y) ** 2).mean() - 5
-
-    sizes = {"module__n_features": 4, "module__n_outputs": 1}
-    return NeuralNet(MLP, lambda: density, **sizes, max_epochs=60, lr=0.1, verbose=0)
-
-
-BEFORE = "training stopped before"
-NO_PLATEAU = f"{BEFORE} a plateau was reached, after 15 epochs"
-NO_GOAL = f"{BEFORE} its goal was reached, after 20 epochs"
-ENDINGS = {  # the net, the search's goal, epochs, what ended the training, why it is no minimum
-    "without a goal": (net(max_epochs=60, lr=0.05), None, 60, "plateau", ""),
-    "too few epochs": (net(max_epochs=15), None, 15, "", NO_PLATEAU),
-    # at a learning rate of almost zero nothing moves, which is no minimum
-    "no plateau": (net(max_epochs=20, lr=0.001, callbacks=[StopAtLoss]), "auto", 20, "", NO_GOAL),
-    "by its batches": (net(max_epochs=60, lr=0.05, callbacks="disable"), "auto", 60, "plateau", ""),
-    "no positive constant": (density_net(), "auto", 60, "plateau", ""),
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
-def test_what_ends_a_training_that_reaches_no_goal(name):
-    estimator, goal, n_epochs, *expected = ENDINGS[name]
-    y = TARGET if name == "no positive constant" else Y
-    attrs, fitted = record(estimator, y=y, goal=goal, space={"lr": [estimator.lr]})
-    assert len(fitted.history) == n_epochs
-    assert [attrs["ended_by"], attrs["reason"]] == expected
-    assert attrs["converged"] == (not expected[1])
-    assert ("depth" in attrs) == (name != "no positive constant")
-
-
-def minima_of(depths, **columns):
-    n = len(depths)
-    table = {"trial": range(n), "relative_flatness": np.arange(n, 0.0, -1), "depth": depths}
-    return pd.DataFrame({**table, "converged": True, "reason": "", **columns})
-
-
-@pytest.mark.parametrize(
-    ("depths", "ended_by", "compared"),
-    [
-        ([2.0, 20, 21, 30, 500], "", [20, 21, 30]),
-        ([2.0, 20, 500], "", [500]),
-        # those that reached their goal decide
-        ([2.0, 2, 2, 20, 25], ["plateau"] * 3 + ["goal"] * 2, [20, 25]),
-        ([math.nan, math.nan], "", [math.nan, math.nan]),
-    ],
-)
-def test_most_minima_decide_and_of_equally_many_the_deepest(depths, ended_by, compared):
-    ranked = rank_minima(minima_of(depths, ended_by=ended_by))
-    assert_allclose(np.sort(ranked["depth"][ranked["comparable"]]), compared)
-
-
-def test_minima_of_other_depths_rank_behind():
-    table = minima_of([500.0, 25, 2, math.nan, 20, 30], converged=[True] * 5 + [False])
-    ranked = rank_minima(table)
-    assert ranked["depth"].fillna(-1).tolist() == [20, -1, 25, 500, 2, 30]
-    assert ranked["comparable"].tolist() == [True] * 3 + [False] * 3
-    assert ranked["reason"][3] == (
-        "its depth of 500 cannot be compared: 2 of 5 minima have 20 to 25"
-    )
-    assert ranked["reason"][:3].tolist() == [""] * 3
-    # ranked again, nothing changes
-    pd.testing.assert_frame_equal(rank_minima(ranked), ranked)
-    every = rank_minima(ranked, depth_band=None)
-    assert every["comparable"].tolist() == [True] * 5 + [False]
-    assert every["relative_flatness"][:5].is_monotonic_increasing
-    assert rank_minima(table, depth_band=100)["comparable"].sum() == 4
 
 
 def test_the_search_warns_of_other_depths_and_leaves_them_out():
