@@ -14,8 +14,6 @@ from optuna.distributions import FloatDistribution
 from optuna.trial import TrialState
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import ParameterGrid
-from sklearn.pipeline import Pipeline
-from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
 from torch import nn
 
@@ -28,13 +26,14 @@ from relflat_sk import (
     rank_minima,
     relative_flatness,
 )
-from tests.search.examples import attributes_of
+from tests.search.examples import NO_MINIMA, attributes_of, piped
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+pytestmark = NO_MINIMA
 
 RNG = np.random.RandomState(0)
 X = RNG.randn(60, 5)
 y = X[:, :3].argmax(axis=1)
+DATA = X, y, X[:20], y[:20]
 SPACE = {"batch_size": [16, 32], "lr": [0.01, 0.03], "flatness_weight": [0.0, 0.1]}
 N = 8
 
@@ -55,7 +54,7 @@ def table(found):
     dropped = ["trial", "seconds", "rank", "artifact_id", "in_fleet"]
     minima = minima.drop(columns=dropped, errors="ignore")
     parameters = [name for name in minima if name.startswith("param_")]
-    return minima.sort_values(parameters).reset_index(drop=True)
+    return minima.sort_values(parameters, ignore_index=True)
 
 
 def assert_same(one, other):
@@ -70,15 +69,20 @@ class Fails(Callback):
             raise RuntimeError("no luck")
 
 
+def threads():
+    """The threads, without the one of the progress bar."""
+    return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
+
+
 @pytest.fixture(scope="module")
 def alone():
-    return make_search(fleet=None).fit(X, y, X[:20], y[:20])
+    return make_search(fleet=None).fit(*DATA)
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_the_table_is_the_same(alone, capsys):
     before = (torch.get_rng_state(), torch.get_num_threads(), threads())
-    search = make_search(verbose=1).fit(X, y, X[:20], y[:20])
+    search = make_search(verbose=1).fit(*DATA)
     assert f"{N}/{N}" in capsys.readouterr().err
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.get_num_threads(), threads()) == before[1:]
@@ -87,48 +91,44 @@ def test_the_table_is_the_same(alone, capsys):
     np.testing.assert_array_equal(search.predict(X), alone.predict(X))
 
 
-WEIGHTS = RNG.choice([0.0, 0.5, 3.0], len(X))
+WEIGHTS = {"sample_weight": RNG.choice([0.0, 0.5, 3.0], len(X))}
 SMALL = {"batch_size": [16, 32], "lr": [0.01, 0.03]}
-PIPELINE = Pipeline([("scaler", StandardScaler()), ("net", make_net())])
+OF_PIPELINES = {f"net__{name}": values for name, values in SMALL.items()}
+LABELS = {"lr": [0.01, 0.03], "data__random_labels": [0.0, 0.2]}
+DRAWS = {"lr": FloatDistribution(0.01, 0.1), "random_state": [0, 1]}
+FAILING = make_net(callbacks=[StopAtLoss(0.8), Fails()])
+PRUNER = optuna.pruners.ThresholdPruner(upper=0.9, n_warmup_steps=6)
 ALIKE = {  # estimator, space, arguments of the search, arguments of fit
-    "sample weights": (None, {"lr": [0.01, 0.03], "data__random_labels": [0.0, 0.2]}, {},
-                       {"sample_weight": WEIGHTS}),
-    "pipelines": (PIPELINE, {f"net__{name}": values for name, values in SMALL.items()}, {}, {}),
-    "draws": (None, {"lr": FloatDistribution(0.01, 0.1), "random_state": [0, 1]},
-              {"n_trials": 8}, {}),
-    "failures": (make_net(callbacks=[StopAtLoss(0.8), Fails()]), SMALL, {}, {}),
-    "pruned": (None, {"lr": [1e-5, 0.01, 0.03]},
-               {"pruner": optuna.pruners.ThresholdPruner(upper=0.9, n_warmup_steps=6)}, {}),
-}  # fmt: skip
+    "sample weights": (None, LABELS, {}, WEIGHTS),
+    "pipelines": (piped(make_net()), OF_PIPELINES, {}, {}),
+    "draws": (None, DRAWS, {"n_trials": 8}, {}),
+    "failures": (FAILING, SMALL, {}, {}),
+    "pruned": (None, {"lr": [1e-5, 0.01, 0.03]}, {"pruner": PRUNER}, {}),
+}
 
 
 @pytest.mark.parametrize("case", ALIKE)
 def test_what_a_fleet_finds_is_what_one_by_one_finds(case, caplog):
     caplog.set_level(logging.INFO, logger="relflat_sk")
     estimator, space, arguments, fit_params = ALIKE[case]
-    searches = [
-        make_search(estimator, space, fleet=fleet, **arguments).fit(
-            X, y, X[:20], y[:20], **fit_params
-        )
+    single, together = (
+        make_search(estimator, space, fleet=fleet, **arguments).fit(*DATA, **fit_params)
         for fleet in (None, 3)
-    ]
-    assert_same(*searches)
+    )
+    assert_same(together, single)
     assert not caplog.records
-    table, states = searches[1].minima_, {trial.state for trial in searches[1].study_.trials}
-    if case == "failures":
-        assert (table["reason"] == "RuntimeError: no luck").sum() == 1
+    failed = together.minima_["reason"] == "RuntimeError: no luck"
+    assert failed.sum() == (case == "failures")
+    states = {trial.state for trial in together.study_.trials}
     assert (TrialState.PRUNED in states) == (case == "pruned")
 
 
 def test_weights_are_saved_and_a_study_is_resumed(kept, alone):
-    first = make_search(n_trials=6, **kept).fit(X, y, X[:20], y[:20])
-    assert len(first.minima_) == 6
-    second = make_search(**kept).fit(X, y, X[:20], y[:20])
-    assert_same(second, alone)
-    again = make_search(**kept).fit(X, y, X[:20], y[:20])  # from the saved weights
+    assert len(make_search(n_trials=6, **kept).fit(*DATA).minima_) == 6
+    assert_same(make_search(**kept).fit(*DATA), alone)
+    again = make_search(**kept).fit(*DATA)  # from the saved weights
     np.testing.assert_array_equal(again.predict(X), alone.predict(X))
-    measured = again.remeasure(["hessian_trace"])
-    assert measured["hessian_trace"].notna().all()
+    assert again.remeasure(["hessian_trace"])["hessian_trace"].notna().all()
 
 
 class Interrupts(Callback):
@@ -144,48 +144,40 @@ class Interrupts(Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-def threads():
-    """The threads, without the one of the progress bar."""
-    return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
-
-
 def test_ctrl_c_keeps_what_is_finished(tmp_path, stored, ctrl_c, alone):
     handler, before = signal.getsignal(signal.SIGINT), threads()
     net = make_net(callbacks=[StopAtLoss(0.8), Interrupts(tmp_path)])
     with pytest.warns(match="interrupted: the search ends with"):
-        interrupted = make_search(net, **stored).fit(X, y, X[:20], y[:20])
-    assert (tmp_path / "interrupted").exists()
+        interrupted = make_search(net, **stored).fit(*DATA)
     assert 0 < len(interrupted.minima_) < N
     assert signal.getsignal(signal.SIGINT) is handler
     assert threads() == before
     assert not interrupted.study_.get_trials(states=(TrialState.RUNNING,))
-    resumed = make_search(net, **stored).fit(X, y, X[:20], y[:20])
-    assert_same(resumed, alone)
+    assert_same(make_search(net, **stored).fit(*DATA), alone)
 
 
 @pytest.mark.slow
 def test_several_processes(alone):
-    assert_same(make_search(n_jobs=2, fleet=3).fit(X, y, X[:20], y[:20]), alone)
+    assert_same(make_search(n_jobs=2, fleet=3).fit(*DATA), alone)
 
 
 def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):
     caplog.set_level(logging.INFO, logger="relflat_sk")
     search = make_search(LogisticRegression(), {"C": [0.1, 1.0]}).fit(X, y)
     assert len(search.minima_) == 2
-    assert [record.getMessage() for record in caplog.records] == [
-        "trained one by one: LogisticRegression holds no net of relflat_sk"
-    ]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message == "trained one by one: LogisticRegression holds no net of relflat_sk"
 
 
 def test_a_study_of_a_fleet_goes_on_without_one(stored):
     """Sums in another order change a net within rounding, which is no other net."""
     space = {"lr": [0.01, 0.02, 0.03, 0.04]}
-    first = make_search(space=space, fleet=3, n_trials=3, **stored).fit(X, y)
-    assert all(attributes_of(trial)["in_fleet"] for trial in first.study_.trials)
-    alone = make_search(space=space, fleet=None, **stored).fit(X, y)
-    assert [attributes_of(t)["in_fleet"] for t in alone.study_.trials] == [True] * 3 + [False]
-    for number, loss in alone.minima_[["trial", "train_loss"]].itertuples(index=False):
-        found = alone.get_estimator(number).predict_proba(X)
+    make_search(space=space, fleet=3, n_trials=3, **stored).fit(X, y)
+    search = make_search(space=space, fleet=None, **stored).fit(X, y)
+    in_fleet = [attributes_of(trial)["in_fleet"] for trial in search.study_.trials]
+    assert in_fleet == [True] * 3 + [False]
+    for number, loss in search.minima_[["trial", "train_loss"]].itertuples(index=False):
+        found = search.get_estimator(number).predict_proba(X)
         again = -np.log(found[np.arange(len(y)), y]).mean()
         assert again == pytest.approx(loss, rel=1e-4)
 
@@ -210,20 +202,17 @@ def test_a_net_with_dropout_is_trained_again_in_a_fleet():
         assert found == pytest.approx(before, rel=1e-4)
 
 
-def make_objective(space=SPACE, **arguments):
-    arguments = {"random_state": 0, "X_test": X[:20], "y_test": y[:20]} | arguments
-    return MinimaObjective(make_net(), X, y, space, **arguments)
-
-
 def test_ask_and_tell_in_turns(alone, sizes):
     """Functions of one's own run inside of fleet_training; optimize trains one by one."""
     studies = []
     for n_at_once in (1, 4):
-        study, objective = optuna.create_study(pruner=optuna.pruners.NopPruner()), make_objective()
+        study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+        held_out = {"X_test": DATA[2], "y_test": DATA[3]}
+        objective = MinimaObjective(make_net(), X, y, SPACE, random_state=0, **held_out)
         for point in ParameterGrid(SPACE):
             study.enqueue_trial(point)
 
-        def one(study=study, objective=objective):
+        def train_next(study=study, objective=objective):
             trial = study.ask()
             study.tell(trial, objective(trial))
 
@@ -231,7 +220,7 @@ def test_ask_and_tell_in_turns(alone, sizes):
             study.optimize(objective, n_trials=N)
         else:
             with fleet_training(n_at_once):
-                Parallel()(delayed(one)() for _ in range(N))
+                Parallel()(delayed(train_next)() for _ in range(N))
         studies.append(study)
     assert max(sizes) > 1
     assert_same(*studies)
