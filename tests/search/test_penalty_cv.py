@@ -13,7 +13,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold, cross_val_score
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
-from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
 
 from relflat_sk import (
     FlatnessWarning,
@@ -75,15 +74,17 @@ def test_the_mean_leaves_out_settings_that_contain_the_best():
 
 
 def test_default_settings_suit_the_optimizer():
-    adam = RelativeFlatnessPenaltyCV(make_net(max_epochs=1), cv=2).fit(X, y)
-    sgd = make_net(max_epochs=1, optimizer=torch.optim.SGD)
-    sgd = RelativeFlatnessPenaltyCV(sgd, cv=2, refit=False).fit(X, y)
-    decays = [params.get("optimizer__weight_decay") for params in adam.cv_results_["params"]]
+    adam, sgd = (
+        RelativeFlatnessPenaltyCV(make_net(max_epochs=1, optimizer=optimizer), cv=2, refit=False)
+        for optimizer in (torch.optim.Adam, torch.optim.SGD)
+    )
+    of_adam, of_sgd = (one.fit(X, y).cv_results_["params"] for one in (adam, sgd))
+    decays = [params.get("optimizer__weight_decay") for params in of_adam]
     assert len(decays) <= 12
     assert any(decays)
-    assert not any("optimizer" in params for params in sgd.cv_results_["params"])
-    assert adam.cv_results_["params"][0] == {"flatness_weight": 0.0}
-    assert not hasattr(sgd, "best_estimator_")
+    assert not any("optimizer" in params for params in of_sgd)
+    assert of_adam[0] == {"flatness_weight": 0.0}
+    assert not hasattr(adam, "best_estimator_")
 
 
 def test_pipelines_targets_and_weights():
@@ -103,25 +104,6 @@ def test_pipelines_targets_and_weights():
     weights = (y < 2).astype(float)
     search = RelativeFlatnessPenaltyCV(make_net(), [NONE, ALL], cv=3)
     assert set(search.fit(X, y, sample_weight=weights).predict(X)) == {0, 1}
-
-
-def checks():
-    for kind in (RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor):
-        net = make_net(kind, max_epochs=15, lr=0.03)
-        search = RelativeFlatnessPenaltyCV(net, [NONE], cv=2)
-        marks = [pytest.mark.scale] if is_regressor(net) else []
-        for estimator, check in estimator_checks_generator(search):
-            name = f"{kind.__name__}-{check.func.__name__}"
-            yield pytest.param(estimator, check, id=name, marks=marks)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("estimator", "check"), list(checks()))
-def test_check_of_scikit_learn(estimator, check):
-    try:
-        check(estimator)
-    except SkipTest as reason:
-        pytest.skip(str(reason))
 
 
 def test_it_is_an_estimator_of_scikit_learn():
@@ -146,21 +128,22 @@ def test_wrong_parameters(params, name):
         RelativeFlatnessPenaltyCV(**params).fit(X, y)
 
 
+OF_VALUES = "RelativeFlatnessRegularizedRegressor"
+PIPELINE = Pipeline([("scaler", StandardScaler()), ("net", make_net())])
+
+
 @pytest.mark.parametrize(
-    ("labels", "params", "match"),
+    ("net", "labels", "params", "match"),
     [
-        (np.arange(len(y)) / 7, {}, "RelativeFlatnessRegularizedRegressor"),
-        (np.arange(len(y), dtype=float), {}, "RelativeFlatnessRegularizedRegressor"),
-        (np.arange(len(y)), {}, "RelativeFlatnessRegularizedRegressor"),
-        (y, {"sample_weight": np.ones(9)}, r"sample_weight .* \(9,\)"),
-        (y, {"standardscaler__sample_weight": None, "net__sample_weight": -X[:, 0]}, "sample_weig"),
+        (make_net(), np.arange(len(y)) / 7, {}, OF_VALUES),
+        (make_net(), np.arange(len(y), dtype=float), {}, OF_VALUES),
+        (make_net(), np.arange(len(y)), {}, OF_VALUES),
+        (make_net(), y, {"sample_weight": np.ones(9)}, r"sample_weight .* \(9,\)"),
+        (PIPELINE, y, {"net__sample_weight": -X[:, 0]}, "sample_weight"),
     ],
 )
-def test_wrong_data_are_refused_once_before_the_folds(monkeypatch, labels, params, match):
+def test_wrong_data_are_refused_once_before_the_folds(monkeypatch, net, labels, params, match):
     monkeypatch.setattr(GridSearchCV, "fit", lambda *args, **kwargs: pytest.fail("folds"))
-    net = make_net()
-    if "net__sample_weight" in params:
-        net = Pipeline([("standardscaler", StandardScaler()), ("net", net)])
     with pytest.raises(ValueError, match=match):
         RelativeFlatnessPenaltyCV(net, [NONE]).fit(X, labels, **params)
 

@@ -9,12 +9,15 @@ from html.parser import HTMLParser
 
 import optuna
 import pytest
+from sklearn import config_context
+from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 
+from tests.search import examples
 from tests.search.examples import X_TEST, Y_TEST, X, Y, logistic, make_net, make_search, piped
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
+pytestmark = examples.NO_MINIMA
 
 NASTY = '<script>alert(1)</script> & "quotes"'
 BROWSER = next(
@@ -72,16 +75,14 @@ def text(search, tmp_path_factory):
 
 
 def test_the_page_holds_everything(search, text):
-    page = Page(text)
+    page, minima = Page(text), search.minima_
     assert page.open == []
-    minima, correlations, settings, estimator, versions = page.tables
-    header, *rows = minima
+    (header, *rows), correlations, settings, estimator, versions = page.tables
     assert header[:2] == ["rank", "trial"]
-    assert set(header) == set(search.minima_.columns)
+    assert set(header) == set(minima.columns)
     assert [row[0] for row in rows] == ["1", "2", "3", "4"]
-    column = header.index("relative_flatness")
-    expected = [f"{value:.4g}" for value in search.minima_["relative_flatness"][:3]]
-    assert [row[column] for row in rows] == [*expected, ""]
+    flatness = [f"{value:.4g}" for value in minima["relative_flatness"][:3]]
+    assert [row[header.index("relative_flatness")] for row in rows] == [*flatness, ""]
     assert {"relative_flatness", "train_loss"} == {row[0] for row in correlations[1:]}
     assert ["refit", "mean"] in settings
     assert "torch" in [name for name, _ in versions]
@@ -89,38 +90,40 @@ def test_the_page_holds_everything(search, text):
     assert ["max_iter", "1000"] in estimator
     assert not {"steps", "estimator"} & {name for name, _ in settings}
     assert page.tags.count("img") == 3
-    assert "trained once on all the data" in text
-    assert "3 of them are minima that are ranked. The flattest is trial 0, with C = 0.3" in text
-    averaged = sorted(search.minima_["trial"][search.minima_["state"] == "complete"])
-    numbers = ", ".join(map(str, averaged))
-    assert f"The search predicts with the mean of 3: trials {numbers}." in text
+    averaged = sorted(minima["trial"][minima["state"] == "complete"])
+    for sentence in (
+        "trained once on all the data",
+        "3 of them are minima that are ranked. The flattest is trial 0, with C = 0.3",
+        f"The search predicts with the mean of 3: trials {', '.join(map(str, averaged))}.",
+    ):
+        assert sentence in text
     # it loads nothing, and runs nothing that a candidate wrote
     assert text.startswith("<!DOCTYPE html>")
     assert "default-src 'none'" in text
-    assert all(one.startswith("data:image/svg+xml;base64,") for one in page.loads)
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.loads)
     assert NASTY not in text
     assert page.tags.count("script") == 1
     assert f"RuntimeError: {NASTY}" in rows[3]
 
 
 def net_search(**parameters):
-    net = make_net(max_epochs=50, callbacks=None, callbacks__print_log=None)
+    net = make_net(callbacks=None, callbacks__print_log=None, **parameters)
     space = {"net__lr": [0.05, 2e-4], "net__batch_size": [8, 16], "scale__copy": [True]}
-    return make_search(piped(net), {**space, "lr_scaling": ["linear"]}, **parameters)
+    return make_search(piped(net), {**space, "lr_scaling": ["linear"]}).fit(X, Y)
 
 
 def test_goal_depth_and_what_was_left_out():
-    search = net_search().fit(X, Y)
-    text = search.report()
-    assert "&#x27;auto&#x27;. What ended the training of minima: goal 2." in text
-    minima = search.minima_
-    depths = minima["depth"][:2]
-    low, high = depths.min(), depths.max()
-    assert f"have depths from {low:.3g} to {high:.3g}, which are training losses from" in text
-    trials = sorted(minima["trial"][2:])
+    search = net_search(max_epochs=50)
+    text, minima = search.report(), search.minima_
+    low, high = sorted(minima["depth"][:2])
+    trials = ", ".join(map(str, sorted(minima["trial"][2:])))
     reason = "training stopped before a training loss of 0.0549 or a plateau was reached"
-    left_out = f"<li>2 x {reason}, after 50 epochs (trials {trials[0]}, {trials[1]})</li>"
-    assert left_out in text
+    for sentence in (
+        "&#x27;auto&#x27;. What ended the training of minima: goal 2.",
+        f"have depths from {low:.3g} to {high:.3g}, which are training losses from",
+        f"<li>2 x {reason}, after 50 epochs (trials {trials})</li>",
+    ):
+        assert sentence in text
     assert text.count("<li>") == 1
     # three plots are of minima and parameters, one of trainings
     page = Page(text)
@@ -136,14 +139,14 @@ def test_goal_depth_and_what_was_left_out():
 
 @pytest.mark.filterwarnings("ignore:no candidate converged")
 def test_a_report_without_any_minimum():
-    search = net_search()
-    search.set_params(estimator__net__max_epochs=2).fit(X, Y)
-    text = search.report()
+    text = net_search(max_epochs=2).report()
     assert "None of them is a minimum. The deepest is trial" in text
     assert Page(text).tags.count("img") == 1
 
 
-def test_a_page_needs_a_folder_and_matplotlib(search, tmp_path, monkeypatch):
+def test_a_page_needs_a_fit_a_folder_and_matplotlib(search, tmp_path, monkeypatch):
+    with pytest.raises(NotFittedError):
+        logistic().report("minima.html")
     with pytest.raises(FileNotFoundError, match="new/minima.html"):
         search.report(tmp_path / "new" / "minima.html")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -165,9 +168,18 @@ def test_passwords_are_not_shown(storage, shown, search, monkeypatch):
     assert ["storage", shown] in settings
 
 
-def test_before_fit():
-    with pytest.raises(NotFittedError):
-        logistic().report("minima.html")
+def test_a_notebook_shows_the_flattest_minima_of_a_fitted_search(search):
+    def shown(search):
+        return search._repr_mimebundle_()["text/html"]
+
+    assert "trial 0" not in shown(clone(search))
+    assert "The flattest is trial 0, with C = 0.3" in shown(search)
+    for name in ("relative_flatness", "train_loss", "converged"):
+        assert f"<th>{name}</th>" in shown(search)
+    by_trace = logistic(measure="hessian_trace").fit(X, Y)
+    assert "<th>hessian_trace</th>" in shown(by_trace)
+    with config_context(display="text"):
+        assert list(search._repr_mimebundle_()) == ["text/plain"]
 
 
 # clicks on the ranks first: sorting is stable; then once, and once again
@@ -188,7 +200,7 @@ document.body.innerHTML = `<pre>${JSON.stringify(found)}</pre>`;
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
 def test_a_click_sorts(search, text, tmp_path):
-    path = tmp_path / "minima.html"
+    path, minima = tmp_path / "minima.html", search.minima_
     columns, names = Page(text).tables[0][0], ("test_loss", "param_C", "reason")
     script = CLICKS.replace("COLUMNS", str([columns.index(name) for name in names]))
     path.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
@@ -197,9 +209,9 @@ def test_a_click_sorts(search, text, tmp_path):
     found = json.loads(re.search("<pre>(.*)</pre>", done.stdout).group(1))
     assert len(found) == len(names)
     for name, sorted_by_it in zip(names, found, strict=True):
-        known = search.minima_[search.minima_[name].notna() & (search.minima_[name] != "")]
+        known = minima[minima[name].notna() & (minima[name] != "")]
         for state, one in zip(("ascending", "descending"), sorted_by_it, strict=True):
             expected = known.sort_values(name, ascending=state == "ascending", kind="stable")
             ranks = expected["rank"].tolist()
-            rest = [rank for rank in search.minima_["rank"] if rank not in ranks]
+            rest = [rank for rank in minima["rank"] if rank not in ranks]
             assert one == {"state": state, "ranks": ranks + rest}, name

@@ -1,4 +1,4 @@
-"""Tests for `space`: forms of a space, labels, what is refused."""
+"""Tests for `space`: forms of a space, labels, what is enqueued."""
 
 import functools
 
@@ -12,21 +12,13 @@ from optuna.trial import FixedTrial, TrialState
 from skorch.callbacks import EarlyStopping, EpochScoring
 from torch import nn
 
-from relflat_sk import (
-    MinimaObjective,
-    StopAtLoss,
-    relative_flatness,
-)
+from relflat_sk import MinimaObjective, StopAtLoss, relative_flatness
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
 from tests.search.examples import FILES, X, Y, make_net, make_search
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
-
-
-def draw(space, **params):
-    return space.suggest(FixedTrial(params))
 
 
 def study_of(space, n_trials=1):
@@ -60,10 +52,9 @@ def study_of(space, n_trials=1):
     ids=str,
 )
 def test_choices_have_labels_that_optuna_can_store(values, labels):
-    space = Space({"p": values})
-    assert [point["p"] for point in space.grid()] == labels
-    pairs = zip(space.grid(), labels, strict=True)
-    assert all(isinstance(point["p"], type(label)) for point, label in pairs)
+    drawn = [point["p"] for point in Space({"p": values}).grid()]
+    assert drawn == labels
+    assert all(isinstance(*pair) for pair in zip(drawn, map(type, labels), strict=True))
 
 
 def test_a_label_stands_for_its_value():
@@ -72,12 +63,13 @@ def test_a_label_stands_for_its_value():
     points = space.grid()
     # addresses in a repr are not the same in another process: a study could not be resumed
     assert " at 0x" in repr(first)
-    assert "0x" not in str(points + Space({"p": [functools.partial(draw)]}).grid())
+    assert "0x" not in str(points + Space({"p": [functools.partial(study_of)]}).grid())
     # two objects that look alike stay two choices
     labels = list(dict.fromkeys(point["stop"] for point in points))
     assert len(labels) == 2
-    drawn = draw(space, optimizer="Adam", flag="1: True", stop=labels[1])
-    assert drawn == {"optimizer": Adam, "flag": True, "stop": second}
+    params = {"optimizer": "Adam", "flag": "1: True", "stop": labels[1]}
+    drawn = space.suggest(FixedTrial(params))
+    assert drawn["optimizer"] is Adam
     assert drawn["flag"] is True
     assert drawn["stop"] is second
     with pytest.warns(UserWarning, match="Choices for a categorical distribution"):
@@ -93,17 +85,14 @@ def test_distributions_and_functions_draw_from_the_trial():
         "sizes": lambda trial: (trial.params["n"],) * 2,
     })
     assert space.grid() is None
-    study = study_of(space, 5)
-    for trial in study.trials:
-        values = space.values(trial)
-        assert set(trial.params) == {"lr", "n", "exponent"}
-        drawn = {name: trial.distributions[name] for name in ("lr", "n")}
-        assert drawn == space.distributions()
-        assert values["batch_size"] == 2 ** trial.params["exponent"]
-        assert values["sizes"] == (trial.params["n"],) * 2
+    for trial in study_of(space, 5).trials:
+        drawn = dict(trial.params)
+        computed = {"batch_size": 2 ** drawn.pop("exponent"), "sizes": (drawn["n"],) * 2}
+        assert space.values(trial) == drawn | computed
+        assert {name: trial.distributions[name] for name in drawn} == space.distributions()
         # the table shows what a function returned, not only what it drew
-        assert trial.user_attrs["param_batch_size"] == values["batch_size"]
-        assert trial.user_attrs["param_sizes"] == str(values["sizes"])
+        assert trial.user_attrs["param_batch_size"] == computed["batch_size"]
+        assert trial.user_attrs["param_sizes"] == str(computed["sizes"])
 
 
 @pytest.mark.parametrize(
@@ -128,15 +117,13 @@ def of_trial(trial):
 
 def test_one_function_of_the_trial_is_a_space():
     space = Space(of_trial)
-    trial = study_of(space).trials[0]
+    (trial,) = study_of(space).trials
     size = trial.params["batch_size"]
     assert space.values(trial) == {"batch_size": size, "lr": 0.01 * size}
     assert trial.user_attrs["param_lr"] == 0.01 * size
     assert space.grid() is None
-    with pytest.raises(
-        TypeError, match="what space returns must be a dict of parameters, got None"
-    ):
-        draw(Space(lambda trial: None))
+    with pytest.raises(TypeError, match="space returns must be a dict of parameters, got None"):
+        study_of(Space(lambda trial: None))
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["of a parameter", "of the space"])
@@ -149,75 +136,60 @@ def test_a_function_that_cannot_be_called_again_is_refused(whole):
         study_of(space)
 
 
-SIZES = {"hidden_layer_sizes": [(4,), (8, 4)], "flag": [1, True], "solver": ["adam", "lbfgs"]}
+# -- enqueued -------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("storage", ["memory", "sqlite", "journal"])
-@pytest.mark.parametrize("labels", [False, True], ids=["values", "labels"])
-def test_choices_are_enqueued_as_they_are_in_the_space(storage, labels, tmp_path):
-    place = None if storage == "memory" else open_storage(tmp_path / FILES[storage])
-    study, space = optuna.create_study(storage=place), Space(SIZES)
-    for sizes, flag, solver in (((8, 4), True, "lbfgs"), ((4,), 1, "adam")):
-        point = {"hidden_layer_sizes": sizes, "flag": flag, "solver": solver}
-        label = {"hidden_layer_sizes": str(sizes), "flag": f"{int(flag is True)}: {flag}"}
-        study.enqueue_trial(point | (label if labels else {}))
-        params = space.suggest(trial := study.ask())
-        assert params == point
-        assert type(params["flag"]) is type(flag)
-        study.tell(trial, 1.0)
-        assert study.trials[-1].params == point | label
-        assert space.values(study.trials[-1]) == point
-    study.enqueue_trial({"hidden_layer_sizes": (5,)})
-    with pytest.raises(ValueError, match="5.*not in"):
-        space.suggest(study.ask())
+STORABLE = [[(4,), (8, 4)], [1, True], ["adam", "lbfgs"]]
+OBJECTS = [
+    [[("stop", StopAtLoss(0.1))], [("stop", EpochScoring(lambda net, X, y: 1.0))]],
+    [None, [StopAtLoss(0.3), EarlyStopping()]],
+    [nn.Linear(2, 2), nn.Linear(2, 2)],
+    [None, nn.CrossEntropyLoss(torch.tensor([1.0, 0.0]))],
+    [((8,), None), ((8, 4), None)],
+    [{"a": np.zeros(2)}, {"a": np.ones(2)}],
+    [functools.partial(max, 1), functools.partial(max, 2)],
+]
 
 
 @pytest.mark.parametrize(
-    "choices",
+    ("storage", "choices"),
     [
-        [[("stop", StopAtLoss(0.1))], [("stop", EpochScoring(lambda net, X, y: 1.0))]],
-        [None, [StopAtLoss(0.3), EarlyStopping()]],
-        [nn.Linear(2, 2), nn.Linear(2, 2)],
-        [None, nn.CrossEntropyLoss(torch.tensor([1.0, 0.0]))],
-        [((8,), None), ((8, 4), None)],
-        [{"a": np.zeros(2)}, {"a": np.ones(2)}],
-        [functools.partial(max, 1), functools.partial(max, 2)],
+        *(("memory", choices) for choices in STORABLE + OBJECTS),  # which copies objects
+        *((storage, choices) for choices in STORABLE for storage in FILES),
     ],
 )
-def test_objects_are_enqueued_as_they_are_in_the_space(choices):
-    """A study in memory copies them."""
-    study, space = optuna.create_study(), Space({"choice": choices})
-    for choice in reversed(choices):
-        study.enqueue_trial({"choice": choice})
-        trial = study.ask()
-        assert space.suggest(trial)["choice"] is choice
-        study.tell(trial, 1.0)
-        assert space.values(study.trials[-1])["choice"] is choice
-    study.enqueue_trial({"choice": [StopAtLoss(0.5)]})
-    with pytest.raises(ValueError, match="StopAtLoss.*not in"):
+def test_choices_are_enqueued_as_they_are_in_the_space_or_by_label(storage, choices, tmp_path):
+    place = None if storage == "memory" else open_storage(tmp_path / FILES[storage])
+    study, space = optuna.create_study(storage=place), Space({"choice": choices})
+    for choice, point in zip(choices, space.grid(), strict=True):
+        for enqueued in ({"choice": choice}, point):
+            study.enqueue_trial(enqueued)
+            trial = study.ask()
+            assert space.suggest(trial)["choice"] is choice
+            study.tell(trial, 1.0)
+            assert study.trials[-1].params == point
+            assert space.values(study.trials[-1])["choice"] is choice
+    study.enqueue_trial({"choice": (5,)})
+    with pytest.raises(ValueError, match="5.*not in"):
         space.suggest(study.ask())
 
 
 def test_an_enqueued_candidate_is_trained_as_it_would_have_been(tmp_path):
     """By an objective, with the seed of its labels, and by a search, which trains it first."""
-    net = make_net(callbacks=[StopAtLoss(0.6)])
-    space = {"module__hidden_layer_sizes": [(4,), (8,)], "lr": [0.05]}
-    search = make_search(net, space).fit(X, Y)
+    net, sizes = make_net(callbacks=[StopAtLoss(0.6)]), "module__hidden_layer_sizes"
+    space, params = {sizes: [(4,), (8,)], "lr": [0.05]}, {sizes: (8,), "lr": 0.05}
+    table = make_search(net, space).fit(X, Y).minima_.set_index(f"param_{sizes}")
     objective = MinimaObjective(net, X, Y, space, random_state=0)
     study = optuna.create_study(study_name="sweep", storage=open_storage(tmp_path / "minima.db"))
-    study.enqueue_trial({"module__hidden_layer_sizes": (8,), "lr": 0.05})
+    study.enqueue_trial(params)
     study.optimize(objective, n_trials=1)
     (trial,) = study.trials
-    params = {"module__hidden_layer_sizes": (8,), "lr": 0.05}
     assert objective.get_parameters(trial) == params
     fitted = objective.get_estimator(trial)
-    assert fitted.module__hidden_layer_sizes == (8,)
-    table = search.minima_.set_index("param_module__hidden_layer_sizes")
     assert trial.value == table["relative_flatness"]["(8,)"] == relative_flatness(fitted, X, Y)
     study.ask()
     with pytest.raises(ValueError, match="trial 1 has no estimator"):
         objective.get_estimator(study.trials[1])
     study.tell(1, state=TrialState.FAIL)
-    study.enqueue_trial({"module__hidden_layer_sizes": (4,), "lr": 0.05})
+    study.enqueue_trial({sizes: (4,), "lr": 0.05})
     resumed = make_search(net, space, storage=tmp_path / "minima.db", study_name="sweep")
     assert resumed.fit(X, Y).minima_["state"].eq("complete").tolist() == [True, True]

@@ -16,19 +16,12 @@ from skorch.dataset import ValidSplit
 
 from relflat_sk import relative_flatness
 from relflat_sk.search._data import scale_lr, vary_data
-from tests.search.examples import (
-    X,
-    Y,
-    logistic,
-    make_net,
-    make_search,
-    piped,
-    plain_net,
-)
-from tests.search.examples import record as record_trial
+from tests.data_kinds import Pairs
+from tests.search.examples import X, Y, logistic, make_net, make_search, piped, plain_net
 
 N = 40
 ROWS = np.arange(N)
+LEFT_OUT = pytest.mark.filterwarnings("ignore:1 of . minima are left out of the ranking")
 
 
 @settings(deadline=None)
@@ -41,13 +34,10 @@ ROWS = np.arange(N)
 def test_what_is_chosen(size, share, confusion, seed):
     left = 0 if size is None else N - (size if isinstance(size, int) else int(size * N))
     confusion = min(confusion, left)
-    arguments = {
-        "train_size": size,
-        "random_labels": share,
-        "confusion_size": confusion,
-        "random_state": seed,
-    }
-    data = vary_data(ROWS, ROWS, **arguments)
+    sizes = {"train_size": size, "confusion_size": confusion}
+    data, again = (
+        vary_data(ROWS, ROWS, **sizes, random_labels=share, random_state=seed) for _ in range(2)
+    )
     n = len(data.X)
     assert n == N - left
     # the confusion set comes last, of samples that are not in the other part
@@ -59,7 +49,6 @@ def test_what_is_chosen(size, share, confusion, seed):
     assert sorted(data.y) == sorted(data.X)
     assert sorted(data.y_fit[n:]) == sorted(data.X_fit[n:])
     assert (data.y != data.X).sum() <= round(share * n)
-    again = vary_data(ROWS, ROWS, **arguments)
     assert_array_equal(again.X_fit, data.X_fit)
     assert_array_equal(again.y_fit, data.y_fit)
 
@@ -89,7 +78,7 @@ def test_containers(make):
     assert_array_equal(found.y_fit, expected.y_fit)
 
 
-@pytest.mark.filterwarnings("ignore:1 of . minima are left out of the ranking")
+@LEFT_OUT
 def test_random_labels_in_a_search():
     space = {"data__random_labels": [0.0, 0.5, 1.0], "C": [1.0]}
     search = logistic(space).fit(X, Y, X, Y)
@@ -99,13 +88,16 @@ def test_random_labels_in_a_search():
     # by hand, for one of them
     labels = vary_data(X, Y, random_labels=0.5, stratify=True).y
     fitted = LogisticRegression(max_iter=1000, C=1.0).fit(X, labels)
-    assert_allclose(table["train_loss"][0.5], log_loss(labels, fitted.predict_proba(X)), rtol=1e-6)
-    assert_allclose(table["relative_flatness"][0.5], relative_flatness(fitted, X, labels))
-    assert table["train_score"][0.5] == fitted.score(X, labels)
+    expected = {
+        "train_loss": log_loss(labels, fitted.predict_proba(X)),
+        "relative_flatness": relative_flatness(fitted, X, labels),
+        "train_score": fitted.score(X, labels),
+    }
+    assert table.loc[0.5, list(expected)].to_dict() == pytest.approx(expected)
     assert "random_labels" not in search.best_estimator_.get_params()
 
 
-@pytest.mark.filterwarnings("ignore:1 of . minima are left out of the ranking")
+@LEFT_OUT
 def test_a_confusion_set_is_trained_on_but_not_measured():
     space = {"data__train_size": [40], "data__confusion_size": [0, 30]}
     table = logistic(space).fit(X, Y).minima_.set_index("param_data__confusion_size")
@@ -152,24 +144,23 @@ def test_scaling_in_a_search():
     assert net().lr == 0.01
 
 
-SIZES = {"module__n_features": 4, "module__n_outputs": 3}
+@pytest.mark.parametrize(
+    ("net", "space"),
+    [
+        (make_net(train_split=ValidSplit(4)), {"lr": [0.05]}),
+        (plain_net(train_split=ValidSplit(4)), {"lr": [0.05]}),
+        (plain_net(), {"train_split": [ValidSplit(4)]}),
+    ],
+)
+def test_a_split_that_was_chosen_is_refused(net, space):
+    with pytest.raises(ValueError, match="train_split=None"):
+        make_search(net, space).fit(X, Y)
 
 
-class Pairs(torch.utils.data.Dataset):
-    def __len__(self):
-        return len(X)
-
-    def __getitem__(self, index):
-        return X[index], int(Y[index])
-
-
-def test_a_split_that_was_chosen_is_refused_and_skorchs_default_is_dropped():
-    for estimator in (make_net(train_split=ValidSplit(4)), plain_net(train_split=ValidSplit(4))):
-        with pytest.raises(ValueError, match="train_split=None"):
-            make_search(estimator, {"lr": [0.05]}).fit(X, Y)
-        with pytest.raises(ValueError, match="train_split=None"):
-            make_search(plain_net(), {"train_split": [ValidSplit(4)]}).fit(X, Y)
-    fitted = record_trial(plain_net(max_epochs=3), goal=None)[1]
+@pytest.mark.filterwarnings("ignore:no candidate converged")
+def test_the_default_of_skorch_is_dropped():
+    fitted = make_search(plain_net(), {"lr": [0.05]}, refit=True).fit(X, Y).best_estimator_
+    assert fitted.train_split is None
     assert "valid_loss" not in fitted.history[-1]
 
 
@@ -183,14 +174,23 @@ class Reads(Callback):
         return net.history[-1, self.name]
 
 
-@pytest.mark.parametrize("callback", [Reads(), EarlyStopping()])
-def test_explains_a_callback_that_finds_no_validation_loss(callback):
-    with pytest.raises(ValueError, match="'valid_\\w*' is missing: .*EarlyStopping"):
+MISSING = "'valid_\\w*' is missing: .*EarlyStopping"
+
+
+@pytest.mark.parametrize(
+    ("callback", "match"),
+    [
+        (Reads(), MISSING),
+        (EarlyStopping(), MISSING),
+        (Reads("something else"), "KeyError: .*something else"),
+    ],
+)
+def test_explains_a_callback_that_finds_no_validation_loss(callback, match):
+    with pytest.raises(ValueError, match=match):
         make_search(plain_net(callbacks=[callback]), {"lr": [0.05]}).fit(X, Y)
-    with pytest.raises(ValueError, match="KeyError: .*something else"):
-        make_search(plain_net(callbacks=[Reads("something else")]), {"lr": [0.05]}).fit(X, Y)
 
 
 def test_held_out_data_set_has_its_labels_inside():
-    search = make_search(make_net(**SIZES), {"lr": [0.05]}).fit(Pairs(), None, Pairs())
+    net, pairs = make_net(module__n_features=4, module__n_outputs=3), Pairs(X, Y)
+    search = make_search(net, {"lr": [0.05]}).fit(pairs, None, pairs)
     assert search.minima_["generalization_gap"].abs().item() < 1e-5
