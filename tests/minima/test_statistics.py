@@ -1,4 +1,8 @@
-"""What all statistics of measures share: which minima they use, seeds, intervals, refusals."""
+"""Statistics of measures against their definitions by loops, and what all of them share."""
+
+from collections import Counter
+from itertools import combinations, permutations, product
+from math import log, sqrt
 
 import numpy as np
 import optuna
@@ -8,34 +12,115 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
+from scipy import stats
 
 from relflat_sk import conditional_mutual_information, correlate_measures, granulated_kendall
-from relflat_sk.minima._correlation import _COEFFICIENTS, resample
-from relflat_sk.minima._hyperparameters import _Granules, _least, _Pairs, resample_cells
-from tests.minima.sweeps import arrays_of, make_minima
+from relflat_sk.minima._correlation import resample
+from relflat_sk.minima._hyperparameters import resample_cells
 
-SETS = [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]
-# each statistic, its first column, and that column in resamples of levels, measure and gap
+AXES = {"batch_size": [8, 32, 128], "lr": [0.1, 0.2], "activation": ["relu", "tanh"]}
+PARAMETERS = [f"param_{name}" for name in AXES]
+SETS = [chosen for size in range(3) for chosen in combinations(range(3), size)]
+SCIPY = {"pearson": stats.pearsonr, "spearman": stats.spearmanr, "kendall": stats.kendalltau}
+ROUNDING = {"rtol": 1e-9, "atol": 1e-12}  # float64, sums of a few dozen terms
+
+
+def make_minima(seed=0, repeats=2, ties=False):
+    """Minima of a sweep over three hyper-parameters, whose gap is the flatness plus noise."""
+    rng = np.random.default_rng(seed)
+    cells = [cell for cell in product(*AXES.values()) for _ in range(repeats)]
+    minima = pd.DataFrame(cells, columns=PARAMETERS)
+    flatness, noise = rng.normal(size=(2, len(minima)))
+    gap = flatness + noise
+    minima["relative_flatness"] = flatness.round() if ties else flatness
+    minima["generalization_gap"] = gap.round() if ties else gap
+    return minima
+
+
+def rows_of(minima):
+    """Hyper-parameters, measure and gap of each minimum, for loops."""
+    values = minima[[*PARAMETERS, "relative_flatness", "generalization_gap"]].to_numpy()
+    return [(tuple(row[:3]), float(row[3]), float(row[4])) for row in values]
+
+
+# -- the definitions of Jiang et al., by loops ----------------------------------------------------
+
+
+def psi_along(rows, axis):
+    """Section 2.2.2: Kendall's tau of the minima that share all other values, averaged."""
+
+    def others(row):
+        return tuple(value for k, value in enumerate(row[0]) if k != axis)
+
+    taus = []
+    for shared in set(map(others, rows)):
+        pairs = combinations([row for row in rows if others(row) == shared], 2)
+        signs = [
+            np.sign(a[1] - b[1]) * np.sign(a[2] - b[2])
+            for a, b in pairs
+            if a[0][axis] != b[0][axis]
+        ]
+        if signs:
+            taus.append(np.mean(signs))
+    return np.mean(taus) if taus else np.nan
+
+
+def psi(minima):
+    along = [psi_along(rows_of(minima), k) for k in range(3)]
+    return [np.nanmean(along), *along]
+
+
+def share(rows, chosen, counts=None):
+    """Section 2.2.3: I(V_mu; V_g | U_S) / H(V_g | U_S) over all ordered pairs of minima.
+
+    Further numbers of a minimum are those of measures that are given. In a resample, a pair counts
+    as often as it is drawn; copies of one minimum are no pair.
+    """
+    counts = np.ones(len(rows)) if counts is None else counts
+    joint, measure, gap, cell = Counter(), Counter(), Counter(), Counter()
+    for (a, n), (b, m) in permutations(zip(rows, counts, strict=True), 2):
+        u = tuple((a[0][k], b[0][k]) for k in chosen)
+        u += tuple(np.sign(one - other) for one, other in zip(a[3:], b[3:], strict=True))
+        signs = np.sign(a[1] - b[1]), np.sign(a[2] - b[2])
+        for counter, key in ((joint, (u, *signs)), (measure, (u, signs[0])), (gap, (u, signs[1]))):
+            counter[key] += n * m
+        cell[u] += n * m
+    total = sum(cell.values())
+    # chain rule: I(M; G | U) = H(M | U) + H(G | U) - H(M, G | U)
+    joint, measure, gap = (
+        -sum(n / total * log(n / cell[key[0]]) for key, n in counter.items() if n)
+        for counter in (joint, measure, gap)
+    )
+    return (measure + gap - joint) / gap if gap > 1e-12 else np.nan
+
+
+def repeated(minima, counts):
+    return minima.loc[np.repeat(minima.index, counts.astype(int))]
+
+
+# each statistic, its first column, and that column of a resample, by the definition
 STATISTICS = {
-    "correlate_measures": (
-        correlate_measures,
-        "pearson",
-        lambda _, x, y, c: _COEFFICIENTS["pearson"](x, y, c),
-    ),
+    **{
+        name: (
+            correlate_measures,
+            name,
+            lambda minima, counts, scipy=scipy: scipy(
+                *repeated(minima, counts)[["relative_flatness", "generalization_gap"]].values.T
+            )[0],
+        )
+        for name, scipy in SCIPY.items()
+    },
     "granulated": (
-        granulated_kendall,
-        "psi",
-        lambda levels, x, y, c: _Granules.of(levels).psi(x, y, c)[:, 0],
+        granulated_kendall, "psi", lambda minima, counts: psi(repeated(minima, counts))[0],
     ),
     "information": (
-        conditional_mutual_information,
-        "cmi",
-        lambda levels, x, y, c: _least(_Pairs.of(levels, SETS, y).shares(x, c)),
+        conditional_mutual_information, "cmi",
+        lambda minima, counts: np.nanmin([share(rows_of(minima), one, counts) for one in SETS]),
     ),
-}
+}  # fmt: skip
 
 
-@pytest.fixture(params=STATISTICS)
+@pytest.fixture(params=["pearson", "granulated", "information"])
 def statistic(request):
     function, column, _ = STATISTICS[request.param]
 
@@ -46,18 +131,39 @@ def statistic(request):
     return compute
 
 
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
 @pytest.mark.parametrize("name", STATISTICS)
-def test_the_interval_is_the_percentiles_of_the_resamples(name):
-    function, column, of_resamples = STATISTICS[name]
-    minima = make_minima().sort_values("generalization_gap")  # the order that is resampled
-    row = function(minima, n_bootstrap=200, random_state=3).iloc[0]
-    levels, x, y = arrays_of(minima)
+def test_intervals_are_the_percentiles_of_resamples_by_the_definition(name, ties):
+    function, column, of_resample = STATISTICS[name]
+    order = ["generalization_gap", "relative_flatness"]  # of the minima that are drawn
+    minima = make_minima(ties=ties).sort_values(order, ignore_index=True, kind="stable")
+    row = function(minima, n_bootstrap=20, random_state=3).iloc[0]
     seed = np.random.RandomState(3).randint(2**31 - 1)
-    draw = resample_cells(levels, 200, seed)
-    counts = draw if name == "granulated" else resample(len(x), 200, seed)
-    expected = np.quantile(of_resamples(levels, x, y, counts), [0.025, 0.975])
-    np.testing.assert_allclose(row[[f"{column}_low", f"{column}_high"]].tolist(), expected)
-    assert row[f"{column}_low"] < row[f"{column}_high"]
+    if name == "granulated":
+        levels = np.stack([pd.factorize(minima[axis])[0] for axis in PARAMETERS], axis=1)
+        counts = resample_cells(levels, 20, seed)
+    else:
+        counts = resample(len(minima), 20, seed)
+    expected = np.quantile([of_resample(minima, one) for one in counts], [0.025, 0.975])
+    found = row[[column, f"{column}_low", f"{column}_high"]].tolist()
+    whole = of_resample(minima, np.ones(len(minima)))
+    np.testing.assert_allclose(found, [whole, *expected], **ROUNDING)
+
+
+def test_resamples_stay_within_cells_that_have_repeats():
+    levels = np.array([[0, 0], [0, 1], [0, 0], [0, 1], [0, 1]])
+    counts = resample_cells(levels, 200, seed=0)
+    assert (counts[:, [0, 2]].sum(axis=1) == 2).all()
+    assert (counts[:, [1, 3, 4]].sum(axis=1) == 3).all()
+    assert counts.std(axis=0).min() > 0.3
+    assert abs(np.corrcoef(counts[:, 0], counts[:, 1])[0, 1]) < 0.3  # cells are independent
+    # a cell with one minimum could not vary, so all minima are resampled together
+    counts = resample_cells(levels[[0, 1, 3, 4]], 200, seed=0)
+    assert (counts.sum(axis=1) == 4).all()
+    assert counts.std(axis=0).min() > 0.3
+
+
+# -- what all share -------------------------------------------------------------------------------
 
 
 @settings(max_examples=10, deadline=None)
@@ -65,7 +171,7 @@ def test_the_interval_is_the_percentiles_of_the_resamples(name):
     seed=st.integers(0, 1000),
     monotone=st.sampled_from([np.cbrt, np.arctan, lambda x: np.exp(x / 10), lambda x: x**3 + x]),
 )
-@pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.parametrize("name", ["pearson", "granulated", "information"])
 def test_ranks_alone_count_and_the_sign_is_that_of_the_measure(name, seed, monotone):
     ties = seed % 2 == 0
     minima = make_minima(seed, repeats=1 + seed % 4 // 2, ties=ties)
@@ -82,10 +188,10 @@ def test_ranks_alone_count_and_the_sign_is_that_of_the_measure(name, seed, monot
     if name == "information":  # which has no sign
         assert_frame_equal(plain[kept], opposite[kept], rtol=1e-9)
         return
-    for column in ["psi"] if name == "granulated" else ["pearson", "spearman", "kendall"]:
+    for column in ["psi"] if name == "granulated" else SCIPY:
         expected = -plain[[column, f"{column}_high", f"{column}_low"]].to_numpy()
         found = opposite[[column, f"{column}_low", f"{column}_high"]]
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(found, expected, **ROUNDING)
 
 
 def test_only_converged_finite_minima_count(statistic):
@@ -95,9 +201,7 @@ def test_only_converged_finite_minima_count(statistic):
     minima["state"] = ["complete"] * 19 + ["failed"] + ["complete"] * 4
     minima.loc[21, "relative_flatness"] = np.inf
     minima.loc[[22, 23], "generalization_gap"] = np.nan
-    dirty = statistic(minima)
-    assert dirty[["n", "n_left_out"]].to_numpy().tolist() == [[19, 5]]
-    assert_frame_equal(dirty.drop(columns="n_left_out"), clean.drop(columns="n_left_out"))
+    assert_frame_equal(statistic(minima), clean.assign(n_left_out=5))
 
 
 def test_one_row_per_measure_and_one_for_the_baseline(statistic):
@@ -110,8 +214,8 @@ def test_one_row_per_measure_and_one_for_the_baseline(statistic):
     assert table.loc["absent", ["n", "n_left_out"]].tolist() == [0, 24]
     assert table.loc["relative_flatness", names].notna().all()
     # 0.1 has no exact mean in floating point, so its computed variance is not 0
-    is_none = statistic.column == "pearson"
-    assert [np.isnan(v) if is_none else v == 0 for v in table.loc["constant", names]] == [True] * 3
+    nothing = np.nan if statistic.column == "pearson" else 0.0
+    assert table.loc["constant", names].tolist() == pytest.approx([nothing] * 3, nan_ok=True)
     for_the_loss = statistic(minima, target="train_loss")
     assert for_the_loss["measure"].tolist() == ["relative_flatness", "constant", "absent"]
     empty = statistic(make_minima().drop(columns="relative_flatness"))
@@ -156,32 +260,247 @@ def test_a_study_gives_the_result_of_its_table(statistic):
     assert_frame_equal(statistic(study)[:1], statistic(table))
 
 
+TWO = {"converged": [True] * 2 + [False] * 22}
+ALONE = {"param_lr": range(24), "param_batch_size": range(24)}  # values of one minimum each
+FIXED = dict.fromkeys(PARAMETERS, 1)
+REFUSED = [  # the statistics, changed columns, arguments, what the message names
+    (STATISTICS, {}, {"target": "gap"}, r"target='gap' is not a column.*\['relative_flatness'\]"),
+    (STATISTICS, {"generalization_gap": np.nan}, {}, "0 of the 24 minima.*X_test and y_test"),
+    (STATISTICS, TWO, {"target": "relative_flatness"}, r"2 of the 24 minima.*needs at least 3\."),
+    (STATISTICS, {}, {"n_bootstrap": 0}, "n_bootstrap must be a positive integer, got 0"),
+    (STATISTICS, {}, {"n_bootstrap": 10.5}, "n_bootstrap must be a positive integer, got 10.5"),
+    (["pearson"], {}, {"strata": "optimizer"}, "strata: 'optimizer' is no parameter"),
+    (["pearson"], {}, {"strata": 3}, "strata: '3' is no parameter"),
+    (["pearson"], {}, {"strata": []}, "strata is empty"),
+    (["information"], {}, {"given": ["loss"]}, "'loss'"),
+    (["granulated"], ALONE, {}, r"No two of the 24 minima differ in one of \['param_batc"),
+    *(
+        (["granulated", "information"], *row)
+        for row in (
+            ({}, {"axes": ["depth"]}, r"axes: 'depth' is no parameter.*\['batch_size', 'lr', 'ac"),
+            ({}, {"axes": []}, "axes is empty"),
+            ({}, {"axes": 3}, "axes: '3' is no parameter"),
+            (FIXED, {}, "No hyper-parameter was varied over these minima"),
+        )
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("change", "arguments", "message"),
-    [
-        ({}, {"target": "gap"}, r"target='gap' is not a column.*\['relative_flatness'\]"),
-        ({"generalization_gap": np.nan}, {}, "0 of the 24 minima.*X_test and y_test"),
-        ({"converged": [True] * 2 + [False] * 22}, {"target": "relative_flatness"},
-         r"2 of the 24 minima.*needs at least 3\. The columns.*why minima were left out"),
-        ({}, {"n_bootstrap": 0}, "n_bootstrap must be a positive integer, got 0"),
-        ({}, {"n_bootstrap": 10.5}, "n_bootstrap must be a positive integer, got 10.5"),
-    ],
-    ids=["target", "no test set", "two", "no resamples", "half a resample"],
-)  # fmt: skip
-def test_says_what_is_wrong(statistic, change, arguments, message):
+    ("name", "change", "arguments", "message"),
+    [(name, *row) for names, *row in REFUSED for name in names],
+)
+def test_says_what_is_wrong(name, change, arguments, message):
     with pytest.raises(ValueError, match=message):
-        statistic(make_minima().assign(**change), **arguments)
+        STATISTICS[name][0](make_minima().assign(**change), **arguments)
 
 
-@pytest.mark.parametrize("function", [granulated_kendall, conditional_mutual_information])
-def test_says_what_is_wrong_with_the_axes(function):
-    for axes, message in (
-        (["depth"], r"axes: 'depth' is no parameter.*\['batch_size', 'lr', 'activ"),
-        ([], "axes is empty"),
-        (3, "axes: '3' is no parameter"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            function(make_minima(), axes)
-    fixed = make_minima()[["relative_flatness", "generalization_gap"]].assign(param_lr=0.1)
-    with pytest.raises(ValueError, match="No hyper-parameter was varied over these minima"):
-        function(fixed)
+# -- coefficients, of groups as well --------------------------------------------------------------
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    # bivariate normal with r = 1/sqrt(2): tau is then 2/pi * arcsin(r) = 1/2 exactly
+    rows = pd.concat([
+        correlate_measures(make_minima(seed, repeats=4), n_bootstrap=100, random_state=seed)
+        for seed in range(200)
+    ])
+    for name, truth in [("pearson", sqrt(0.5)), ("kendall", 0.5)]:
+        covered = (rows[f"{name}_low"] <= truth) & (truth <= rows[f"{name}_high"])
+        # percentile intervals of 48 points cover somewhat less than 95% (0.015 = one
+        # standard error); the seeds are fixed, so this does not change from run to run
+        assert 0.88 <= covered.mean() <= 0.99
+
+
+def test_constant_resamples_are_left_out_of_the_interval():
+    # with 3 minima, one resample in nine draws the same minimum three times
+    minima = pd.DataFrame({"rho": [1.0, 2.0, 3.0], "generalization_gap": [1.0, 2.0, 3.0]})
+    row = correlate_measures(minima, random_state=0).iloc[0]
+    np.testing.assert_allclose(row["pearson_low":"kendall_high"].tolist(), 1.0)
+
+
+@pytest.mark.parametrize("factor", [1e300, 1e-300])
+def test_values_of_any_size_are_correlated(factor):
+    minima = make_minima()
+    scaled = minima.assign(relative_flatness=minima["relative_flatness"] * factor)
+    found, expected = (correlate_measures(one, random_state=0) for one in (scaled, minima))
+    assert_frame_equal(found, expected)
+
+
+def simpson():
+    """Within each method the gap rises with flatness; the flatter method has the larger gap."""
+    rng = np.random.default_rng(0)
+    flatness = rng.normal(size=40)
+    method = np.repeat(["sgd", "sam"], [25, 15])
+    gap = flatness + 0.3 * rng.normal(size=40) - 10 * (method == "sgd")
+    columns = {"method": method, "relative_flatness": flatness + 10 * (method == "sgd")}
+    return pd.DataFrame({**columns, "generalization_gap": gap, "param_seed": np.arange(40) % 4})
+
+
+def test_coefficients_within_groups_and_pooled():
+    minima, arguments = simpson(), {"n_bootstrap": 200, "random_state": 0}
+    rows = correlate_measures(minima, strata="method", **arguments).set_index("stratum")
+    assert rows["n"].to_dict() == {"pooled": 40, "within": 40, "sgd": 25, "sam": 15}
+    assert (rows["n_left_out"] == 0).all()
+    for name, part in {"pooled": minima, **dict(list(minima.groupby("method")))}.items():
+        alone = correlate_measures(part, **arguments).drop(columns=["measure", "n", "n_left_out"])
+        assert rows.loc[name, alone.columns].tolist() == pytest.approx(alone.iloc[0].tolist())
+    for name in SCIPY:
+        assert rows.loc["pooled", name] < 0 < rows.loc["within", f"{name}_low"]
+        mean = (25 * rows.loc["sgd", name] + 15 * rows.loc["sam", name]) / 40
+        assert rows.loc["within", name] == pytest.approx(mean)
+
+
+def test_groups_are_resampled_independently():
+    rng = np.random.default_rng(0)
+    x, n_groups, n = rng.normal(size=(16, 12)), 16, 12
+    y = x + rng.normal(size=x.shape)
+    columns = {"relative_flatness": x.ravel(), "generalization_gap": y.ravel()}
+    minima = pd.DataFrame({"group": np.repeat(np.arange(n_groups), n), **columns})
+    table = correlate_measures(minima, strata="group", random_state=0)
+    assert table["measure"].unique().tolist() == ["relative_flatness"]  # not the number of a group
+    draws = rng.integers(n, size=(1000, n_groups, n))
+    a, b = (np.take_along_axis(np.tile(one, (1000, 1, 1)), draws, axis=2) for one in (x, y))
+    a, b = (one - one.mean(axis=2, keepdims=True) for one in (a, b))
+    r = (a * b).sum(axis=2) / np.sqrt((a * a).sum(axis=2) * (b * b).sum(axis=2))
+    expected = np.quantile(r.mean(axis=1), [0.025, 0.975])
+    found = table.set_index("stratum").loc["within", ["pearson_low", "pearson_high"]]
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=0.03)
+    shuffled = minima.sample(frac=1, random_state=0)
+    again = correlate_measures(shuffled, strata="group", random_state=0).set_index("stratum")
+    assert again.loc["within", "pearson_low"] == pytest.approx(found["pearson_low"])
+
+
+def test_groups_without_a_coefficient_do_not_count_within():
+    minima = simpson()
+    minima.loc[0, "method"] = None  # one minimum, without the parameter
+    minima.loc[minima["method"] == "sam", "relative_flatness"] = 1.0  # constant
+    minima["train_loss"] = np.nan
+    table = correlate_measures(minima, strata=["method"], n_bootstrap=10, random_state=0)
+    rows = table[table["measure"] == "relative_flatness"].set_index("stratum")
+    assert rows.loc["within", "n"] == rows.loc["sgd", "n"] == 24
+    assert rows.loc["within", "kendall"] == pytest.approx(rows.loc["sgd", "kendall"])
+    assert rows.loc[[str(minima.loc[0, "method"]), "sam"], "kendall"].isna().all()
+    unknown = table[table["measure"] == "train_loss"].set_index("stratum")
+    assert unknown.loc["within", "n"] == 0
+    assert unknown["kendall"].isna().all()
+
+
+# -- along hyper-parameters -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
+@pytest.mark.parametrize("left_out", [[], [0, 3, 4, 9, 11]], ids=["all", "incomplete"])
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_granulated_coefficients_by_the_definition(repeats, ties, left_out):
+    minima = make_minima(repeats=repeats, ties=ties).drop(index=left_out)
+    row = granulated_kendall(minima, n_bootstrap=1, random_state=0).iloc[0]
+    found = row[["psi", *(f"psi_{name}" for name in AXES)]].tolist()
+    np.testing.assert_allclose(found, psi(minima), **ROUNDING)
+
+
+def test_an_axis_without_pairs_of_its_own_is_left_out_of_the_mean():
+    minima = make_minima()
+    minima["param_width"] = minima["param_batch_size"] * minima["param_lr"]
+    axes = ["batch_size", "width", "activation"]  # the width is a function of the batch size
+    row = granulated_kendall(minima, axes, random_state=0).iloc[0]
+    assert np.isnan(row[["psi_batch_size", "psi_batch_size_low"]].tolist()).all()
+    expected = np.mean(row[["psi_width", "psi_activation"]].tolist())
+    np.testing.assert_allclose(row["psi"], expected)
+
+
+def test_axes_may_have_any_type_and_a_column_added_by_hand_is_then_no_measure():
+    minima, expected = make_minima(), granulated_kendall(make_minima(), random_state=0)
+    shapes = {8: [16], 32: None, 128: [16, 16]}
+    lists = pd.Series([shapes[size] for size in minima["param_batch_size"]])
+    found = granulated_kendall(minima.assign(param_batch_size=lists), random_state=0)
+    assert_frame_equal(found, expected)
+    minima = minima.rename(columns={"param_batch_size": "width"})
+    table = granulated_kendall(minima, ["width", "lr", "activation"], random_state=0)
+    assert table["measure"].tolist() == ["relative_flatness"]
+    assert table["psi_width"].item() == expected["psi_batch_size"].item()
+
+
+# -- information ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "tied"])
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("known", [[], ["train_loss"], ["train_loss", "confidence"]])
+def test_information_by_the_definition(known, repeats, ties):
+    minima = make_minima(repeats=repeats, ties=ties)
+    rng = np.random.default_rng(1)
+    for name in known:
+        values = minima["generalization_gap"] + rng.normal(size=len(minima))
+        minima[name] = values.round() if ties else values
+    table = conditional_mutual_information(minima, given=known, n_bootstrap=1, random_state=0)
+    assert not set(known) & set(table["measure"])
+    row = table.set_index("measure").loc["relative_flatness"]
+    rows = [(*a, *b) for a, b in zip(rows_of(minima), minima[known].to_numpy(), strict=True)]
+    expected = [share(rows, chosen) for chosen in SETS]
+    at = int(np.nanargmin(expected))
+    np.testing.assert_allclose(row["cmi"], expected[at], **ROUNDING)
+    assert row["given"] == (*(list(AXES)[k] for k in SETS[at]), *known)
+    for size in range(3):
+        of_size = [e for e, chosen in zip(expected, SETS, strict=True) if len(chosen) == size]
+        if np.isfinite(of_size).any():
+            np.testing.assert_allclose(row[f"cmi_given_{size}"], np.nanmin(of_size), **ROUNDING)
+
+
+def test_a_copy_of_what_is_given_tells_nothing():
+    minima = make_minima().assign(train_loss=lambda table: 3 * table["relative_flatness"])
+    minima.loc[0, "train_loss"] = np.nan
+    alone, given_it = (
+        conditional_mutual_information(minima, given=known, n_bootstrap=20, random_state=0)
+        for known in ([], "train_loss")
+    )
+    assert alone.set_index("measure").loc["relative_flatness", "cmi_given_0"] > 0.05
+    assert given_it.loc[0, ["cmi", "cmi_high", "n"]].tolist() == [0, 0, len(minima) - 1]
+
+
+def test_a_copy_of_the_gap_has_one_and_a_copy_of_a_hyper_parameter_zero():
+    minima = make_minima(repeats=3)
+    size = minima["param_batch_size"].astype(float)
+    # the gap depends on the batch size, so the measure is informative without conditions
+    gap = minima["generalization_gap"] + np.log(size)
+    columns = {"oracle": 2 * gap, "opposite": -gap, "batch": size, "constant": 1.0}
+    minima = minima.assign(generalization_gap=gap, **columns)
+    table = conditional_mutual_information(minima, n_bootstrap=1, random_state=0)
+    table = table.set_index("measure")
+    np.testing.assert_allclose(table.loc[list(columns), "cmi"], [1, 1, 0, 0], atol=1e-9)
+    assert table.loc["batch", "cmi_given_0"] > 0.05
+    assert "batch_size" in table.loc["batch", "given"]
+
+
+def test_a_shuffled_measure_reaches_about_the_level_of_chance():
+    rows = []
+    for seed in range(30):
+        minima = make_minima(seed)
+        shuffled = np.random.default_rng(seed).permutation(minima["relative_flatness"])
+        minima = minima.assign(relative_flatness=shuffled)
+        rows.append(conditional_mutual_information(minima, n_bootstrap=1, random_state=0))
+    means = pd.concat(rows)[["cmi", "chance"]].mean()
+    assert 0 < means["chance"] < 0.2
+    np.testing.assert_allclose(means["cmi"], means["chance"], rtol=0.3)
+
+
+def test_sets_that_leave_no_uncertainty_are_nan():
+    # one minimum per cell of two axes: given both, no uncertainty is left
+    minima = pd.DataFrame({
+        "param_a": [0, 0, 1, 1],
+        "param_b": [0, 1, 0, 1],
+        "relative_flatness": [1.0, 2.0, 4.0, 3.0],
+        "generalization_gap": [0.1, 0.2, 0.3, 0.4],
+    })
+    constant = minima.assign(generalization_gap=0.1)
+    row, of_constant = (
+        conditional_mutual_information(one, n_bootstrap=20, random_state=0).iloc[0]
+        for one in (minima, constant)
+    )
+    assert np.isnan(row["cmi_given_2"])
+    assert row["cmi"] == min(row["cmi_given_0"], row["cmi_given_1"])
+    assert of_constant[["cmi", "cmi_low", "cmi_high", "chance"]].isna().all()
+
+
+def test_one_axis_has_sets_of_sizes_zero_and_one():
+    table = conditional_mutual_information(make_minima(), "lr", n_bootstrap=5, random_state=0)
+    assert [name for name in table if name.startswith("cmi_g")] == ["cmi_given_0", "cmi_given_1"]
