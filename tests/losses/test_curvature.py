@@ -1,14 +1,21 @@
-"""The primitive in its closed forms, against dense matrices B_i."""
+"""The primitive in its closed forms, against dense matrices B_i, and formulas over arrays."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
+from relflat_sk import _numerics
 from relflat_sk._losses.curvature import (
+    CrossEntropy,
     Diagonal,
     Factor,
     ProductCurvature,
     Softmax,
+    find_array_loss,
 )
 
 
@@ -55,14 +62,10 @@ def test_closed_forms_are_those_of_dense_matrices(name):
 
 def test_products_of_the_root_with_signs_are_exact_between_two_classes():
     # so one draw of a penalty is enough
-    z = Z[:, :2]
-    curvature = Softmax(z)
-    squares = [
-        curvature.root_product(torch.tensor(signs).to(z).expand_as(z)) ** 2
-        for signs in ([1.0, 1.0], [1.0, -1.0], [-1.0, 1.0])
-    ]
-    for square in squares:
-        assert_close(square, torch.diagonal(dense_softmax(z), dim1=1, dim2=2), rtol=1e-12, atol=0)
+    curvature, expected = Softmax(Z[:, :2]), dense_softmax(Z[:, :2]).diagonal(dim1=1, dim2=2)
+    for signs in torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0]]).double():
+        square = curvature.root_product(signs.expand(7, 2)) ** 2
+        assert_close(square, expected, rtol=1e-12, atol=0)
 
 
 def test_roots_have_a_finite_slope_where_the_curvature_is_zero():
@@ -75,18 +78,15 @@ def test_roots_have_a_finite_slope_where_the_curvature_is_zero():
 @pytest.mark.parametrize("gap", [40.0, 300.0, 700.0])
 def test_nearly_one_hot_probabilities_keep_their_digits(gap):
     # p = (1, e, e^2-ish): to first order B = e (u u^T) with u = e_0 - e_1 for the second class
-    z = torch.tensor([[gap, 0.0, -2000.0]], dtype=torch.float64)
+    close = partial(assert_close, rtol=1e-9, atol=0)
+    curvature = Softmax(torch.tensor([[gap, 0.0, -2000.0]], dtype=torch.float64))
     e = torch.tensor(-gap, dtype=torch.float64).exp()
-    curvature = Softmax(z)
     F = torch.tensor([[1.0], [4.0], [2.0]], dtype=torch.float64)
-    expected = (9 * e).reshape(1, 1)
-    assert_close(curvature(F), expected, rtol=1e-9, atol=0)
-    total = curvature.total(F.expand(3, 4), torch.tensor([[2.0]]).double(), 1.0)
-    assert_close(total, 16 * expected[0, 0], rtol=1e-9, atol=0)
-    assert_close(curvature.diagonal()[:, :2], e.expand(1, 2), rtol=1e-9, atol=0)
+    close(curvature(F), 9 * e.reshape(1, 1))
+    close(curvature.total(F.expand(3, 4), torch.tensor([[2.0]]).double(), 1.0), 16 * 9 * e)
+    close(curvature.diagonal()[:, :2], e.expand(1, 2))
     root = curvature.root()[0]
-    assert_close((root @ root.T)[:2, :2], e * torch.tensor([[1.0, -1], [-1, 1]]).double(),
-                 rtol=1e-9, atol=0)  # fmt: skip
+    close((root @ root.T)[:2, :2], e * torch.tensor([[1.0, -1], [-1, 1]]).double())
 
 
 @pytest.mark.parametrize("shape", [(3, 6), (40, 50)], ids=["few numbers", "many"])
@@ -94,17 +94,19 @@ def test_nearly_one_hot_probabilities_keep_their_digits(gap):
 @pytest.mark.parametrize("frozen", [(), (1,), (2,), (0, 1)])
 def test_totals_can_be_differentiated_twice(weighted, frozen, shape):
     d = shape[0]
-    z, features, F = (torch.randn(*shape).double() for shape in [(4, d), (4, 5), shape])
+    shapes = (4, d), (4, 5), shape
+    inputs = [
+        torch.randn(*s, dtype=float, requires_grad=k not in frozen) for k, s in enumerate(shapes)
+    ]
     weights = torch.rand(4).double() if weighted else None
     each = 0.7 * weights if weighted else 0.7
-    inputs = [x.requires_grad_(i not in frozen) for i, x in enumerate((z, features, F))]
 
     def total(z, features, F):
         return Softmax(z, weights).total(F, features, each)
 
-    B = dense_softmax(z.detach(), weights)
-    forms = torch.einsum("sk,nst,tk->n", F, B, F) * features.square().sum(dim=1)
-    expected = 0.7 * (forms.sum() if weights is None else weights @ forms)
+    z, features, F = inputs
+    forms = torch.einsum("sk,nst,tk->n", F, dense_softmax(z, weights), F)
+    expected = (each * forms * features.square().sum(dim=1)).sum()
     assert_close(total(*inputs), expected)
     assert torch.autograd.gradcheck(total, inputs, fast_mode=d > 3)
     assert torch.autograd.gradgradcheck(total, inputs, fast_mode=d > 3)
@@ -144,3 +146,50 @@ def test_products_without_curvature_are_zero():
     v = torch.randn(4, 3)
     for loss in (3 * z.sum(), torch.zeros(()), torch.zeros((), requires_grad=True) * 1):
         assert_close(ProductCurvature(loss, z).product(v), torch.zeros(4, 3))
+
+
+N, D, M, K = 6, 4, 5, 3
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("few", [2**16, 0], ids=["few classes", "many classes"])
+def test_confident_predictions_are_exact_in_float32(few, library, monkeypatch):
+    """A net whose weights are large is sure of its classes: rounding must not seem to be curved."""
+    monkeypatch.setattr(_numerics, "FEW", few)
+    weight = 1e5 * torch.randn(K, D, M, generator=torch.Generator().manual_seed(0)).double()
+    p = torch.zeros(K, N, D).double()
+    p[..., 1] = 1e-20
+    p[..., 0] = 1.0
+    arrays = [p, torch.ones(K, N, M).double(), weight, torch.ones(K, N, 1).double()]
+    exact = CrossEntropy().trace_term(*arrays)
+    assert (exact.value < 1e-5).all()
+    narrow = [one.float().numpy() if library == "numpy" else one.float() for one in arrays]
+    for one, other in zip(CrossEntropy().trace_term(*narrow), exact, strict=True):
+        assert_close(torch.as_tensor(one).double(), other, rtol=1e-4, atol=1e-30)
+    certain = np.eye(D)[None], np.ones((1, D, M)), weight[:1].numpy(), 1.0
+    term = CrossEntropy().trace_term(*certain)
+    assert not term.value.any()
+    assert not term.weight.any()
+
+
+def test_a_single_sample_has_no_constant_to_compare_with():
+    loss = find_array_loss(nn.MSELoss(), torch.ones(1, 2), 2)
+    ones = np.ones((1, 1, 2))
+    assert loss.of_constant(ones, ones, np.ones((1, 1))).tolist() == [np.inf]
+
+
+@pytest.mark.parametrize(
+    ("criterion", "target"),
+    [
+        (nn.CrossEntropyLoss(reduction="sum"), torch.tensor([0, 1])),
+        (nn.CrossEntropyLoss(weight=torch.ones(2), label_smoothing=0.1), torch.tensor([0, 1])),
+        (nn.CrossEntropyLoss(), torch.tensor([0, -100])),
+        (nn.CrossEntropyLoss(), torch.ones(2, 2)),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(2)), torch.ones(2, 2)),
+        (nn.MSELoss(), torch.ones(2)),
+        (nn.L1Loss(), torch.ones(2, 2)),
+    ],
+    ids=str,
+)
+def test_other_criteria_have_no_formulas(criterion, target):
+    assert find_array_loss(criterion, target, 2) is None

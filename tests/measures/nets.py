@@ -481,9 +481,13 @@ def regression_on_tokens():
     return Problem(net, X, y, nn.MSELoss(), closed=())
 
 
+def last_of_a_sequence(net, x):
+    return net.out(net.body(x)[0][:, -1])
+
+
 def lstm():
     body, out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
-    net = Net(lambda net, x: net.out(net.body(x)[0][:, -1]), body=body, out=out).double()
+    net = Net(last_of_a_sequence, body=body, out=out).double()
     return Problem(net, *labelled(6, 4, n=7), layers=("out",))
 
 

@@ -33,12 +33,10 @@ from relflat_sk import (
 from relflat_sk._models.network_of import (
     DataOptions,
     describe,
-    final_estimator,
     name_layer,
     to_network,
 )
 from tests.data_kinds import memmap
-from tests.measures.nets import evaluate
 from tests.rounding import FLOAT32
 
 CE = nn.CrossEntropyLoss()
@@ -49,15 +47,12 @@ X32 = X.astype(np.float32)
 
 class Softmaxed(nn.Sequential):
     def __init__(self, n_out=3, tail=nn.Softmax):
-        super().__init__(
-            nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, n_out), *([tail(dim=1)] if tail else [])
-        )
+        tails = [tail(dim=1)] if tail else []
+        super().__init__(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, n_out), *tails)
 
 
-def fitted(cls, module=Softmaxed, **arguments):
-    y = arguments.pop("y", Y)
-    net = cls(module, max_epochs=3, lr=0.1, verbose=0, **arguments)
-    return net.fit(X32, y)
+def fitted(cls, module=Softmaxed, y=Y, **arguments):
+    return cls(module, max_epochs=3, lr=0.1, verbose=0, **arguments).fit(X32, y)
 
 
 def logits_of(net):
@@ -118,57 +113,52 @@ def test_skorch_data():
         assert relative_flatness(net, *data, batch_size=7) == expected
 
 
-def test_skorch_own_dataset_and_loader_are_used():
-    class Doubling(Dataset):
-        def transform(self, X, y):
-            return super().transform(2 * X, y)
+class Doubled(Dataset):
+    def transform(self, X, y):
+        return super().transform(2 * X, y)
 
-    net = fitted(NeuralNetClassifier, dataset=Doubling)
+
+def test_skorch_own_dataset_and_loader_are_used():
+    net = fitted(NeuralNetClassifier, dataset=Doubled)
     expected = relative_flatness(logits_of(net), 2 * X32, Y, criterion=CE)
     assert relative_flatness(net, X32, Y) == pytest.approx(expected, rel=FLOAT32)
     with pytest.raises(ValueError, match="sample_weight needs X and y as arrays"):
-        evaluate("relative_flatness", net, X32, Y, sample_weight=np.ones(60))
+        relative_flatness(net, X32, Y, sample_weight=np.ones(60))
     with pytest.raises(ValueError, match="X has no samples"):
         relative_flatness(net, X32[:0], Y[:0])
 
 
-def test_all_samples_count_also_if_predictions_leave_some_out():
-    plain, dropping = (
-        fitted(NeuralNetClassifier, train_split=None, **arguments)
-        for arguments in ({}, {"iterator_valid__drop_last": True})
-    )
-    dropping.module_.load_state_dict(plain.module_.state_dict())
-    for batch_size in (7, 1024):
-        found = relative_flatness(dropping, X32, Y, batch_size=batch_size)
-        assert found == pytest.approx(relative_flatness(plain, X32, Y), rel=FLOAT32)
+@pytest.mark.parametrize("batch_size", [7, 1024])
+def test_all_samples_count_also_if_predictions_leave_some_out(batch_size):
+    net = fitted(NeuralNetClassifier, train_split=None, iterator_valid__drop_last=True)
+    expected = relative_flatness(logits_of(net), X32, Y, criterion=CE)
+    found = relative_flatness(net, X32, Y, batch_size=batch_size)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_nets_of_this_package_accept_labels_of_any_type():
-    names = np.array(["ant", "bee", "cow"])
-    net = RelativeFlatnessRegularizedClassifier(max_epochs=3, verbose=0, random_state=0)
-    net.fit(X, names[Y])
+    names, settings = np.array(["ant", "bee", "cow"]), {"verbose": 0, "random_state": 0}
+    net = RelativeFlatnessRegularizedClassifier(max_epochs=3, **settings).fit(X, names[Y])
     expected = relative_flatness(net.module_, X, Y, criterion=CE)
     assert relative_flatness(net, X, names[Y]) == pytest.approx(expected, rel=FLOAT32)
     with pytest.raises(ValueError, match=r"labels that were not seen .*\['dog'\]"):
         relative_flatness(net, X, np.full(60, "dog"))
-    two = RelativeFlatnessRegularizedBinaryClassifier(max_epochs=3, verbose=0, random_state=0)
-    two.fit(X, names[Y % 2])
-    expected = relative_flatness(two.module_, X, Y[:, None] % 2, criterion=nn.BCEWithLogitsLoss())
-    assert relative_flatness(two, X, names[Y % 2]) == pytest.approx(expected, rel=FLOAT32)
+    two, y = RelativeFlatnessRegularizedBinaryClassifier(max_epochs=3, **settings), Y % 2
+    two.fit(X, names[y])
+    expected = relative_flatness(two.module_, X, y[:, None], criterion=nn.BCEWithLogitsLoss())
+    assert relative_flatness(two, X, names[y]) == pytest.approx(expected, rel=FLOAT32)
 
 
 def test_pipelines_transform_their_inputs():
     columns = ColumnTransformer([("all", "passthrough", [0, 1, 2, 3])])
-    model = make_pipeline(
-        StandardScaler(), "passthrough", make_pipeline(columns), LogisticRegression()
-    ).fit(X, Y)
+    steps = StandardScaler(), "passthrough", make_pipeline(columns), LogisticRegression()
+    model = make_pipeline(*steps).fit(X, Y)
     expected = relative_flatness(model[-1], StandardScaler().fit_transform(X), Y)
     assert relative_flatness(model, X, Y) == pytest.approx(expected, rel=1e-12)
     alone = relative_flatness(model[-1], X, Y)
     assert relative_flatness(make_pipeline(model[-1]), X, Y) == pytest.approx(alone, rel=1e-12)
-    model.set_output(transform="pandas")
     frame = pd.DataFrame(X, columns=list("abcd"))
-    model.fit(frame, Y)
+    model.set_output(transform="pandas").fit(frame, Y)
     assert relative_flatness(model, frame, Y) == pytest.approx(expected, rel=1e-9)
 
 
@@ -181,26 +171,22 @@ class Doubling(BaseEstimator):
 
 def test_a_pipeline_that_resamples_says_on_which_rows_it_is_measured():
     sampler = Doubling()
-    last = LogisticRegression().fit(*sampler.fit_resample(X, Y))
+    rows = sampler.fit_resample(X, Y)
+    last = LogisticRegression().fit(*rows)
     model, expected = Pipeline([("double", sampler), ("last", last)]), relative_flatness(last, X, Y)
     match = "Doubling .* LogisticRegression is measured on the rows of X as they are"
     with pytest.warns(FlatnessWarning, match=match):
         assert relative_flatness(model, X, Y) == expected
-    rows, labels = sampler.fit_resample(X, Y)
-    assert relative_flatness(last, rows, labels) != pytest.approx(expected, rel=1e-3)
+    assert relative_flatness(last, *rows) != pytest.approx(expected, rel=1e-3)
 
 
 def test_search_objects_and_thresholds():
-    search = GridSearchCV(
-        make_pipeline(StandardScaler(), LogisticRegression()), {"logisticregression__C": [0.1, 10]}
-    )
-    search.fit(X, Y)
+    pipeline = make_pipeline(StandardScaler(), LogisticRegression())
+    search = GridSearchCV(pipeline, {"logisticregression__C": [0.1, 10]}).fit(X, Y)
     assert relative_flatness(search, X, Y) == relative_flatness(search.best_estimator_, X, Y)
-    assert isinstance(final_estimator(search), LogisticRegression)
     threshold = FixedThresholdClassifier(LogisticRegression(), threshold=0.3).fit(X, Y > 0)
-    assert relative_flatness(threshold, X, Y > 0) == relative_flatness(
-        threshold.estimator_, X, Y > 0
-    )
+    inside = relative_flatness(threshold.estimator_, X, Y > 0)
+    assert relative_flatness(threshold, X, Y > 0) == inside
     unfitted = GridSearchCV(LogisticRegression(), {"C": [1]}, refit=False).fit(X, Y)
     with pytest.raises(NotFittedError, match="holds no fitted estimator.*with refit=True"):
         relative_flatness(unfitted, X, Y)
@@ -209,9 +195,8 @@ def test_search_objects_and_thresholds():
 def test_transformed_targets():
     A, b = make_regression(50, 4, random_state=0)
     model = TransformedTargetRegressor(Ridge(), transformer=StandardScaler()).fit(A, b)
-    inside = relative_flatness(model.regressor_, A)
-    assert relative_flatness(model, A, b) == pytest.approx(inside, rel=1e-12)
     expected = 2 * (A**2).sum(1).mean() * (model.regressor_.coef_**2).sum()
+    assert relative_flatness(model.regressor_, A) == pytest.approx(expected, rel=1e-12)
     assert relative_flatness(model, A, b) == pytest.approx(expected, rel=1e-12)
 
 
@@ -229,11 +214,6 @@ def test_transformed_targets():
 def test_models_that_cannot_be_measured(model, error, message):
     with pytest.raises(error, match=message):
         relative_flatness(model(), X, Y)
-
-
-def test_a_module_is_no_layer_of_a_scikit_learn_estimator():
-    with pytest.raises(LayerNotFoundError, match="not part of the network"):
-        relative_flatness(LogisticRegression().fit(X, Y), X, Y, layer=nn.Linear(4, 3), device="cpu")
 
 
 class InParallel(DistributedDataParallel):
@@ -260,17 +240,18 @@ def test_a_layer_given_as_a_module_has_the_same_name_in_a_copy_on_another_device
     # the meta device, which measures refuse, stands for one that every machine has
     monkeypatch.setattr("relflat_sk._models.network_of.check_device", lambda device: None)
     net = fitted(NeuralNetClassifier)
-    pipeline = Pipeline([("scale", StandardScaler().fit(X32)), ("net", net)])
+    pipeline = make_pipeline(StandardScaler().fit(X32), net)
     search = GridSearchCV(pipeline, {})
     search.best_estimator_ = pipeline
     model = {"module": net.module_, "net": net, "pipeline": pipeline, "search": search}[kind]
     network = to_network(model, X32, Y, DataOptions(CE, device="meta"))
     assert network.device.type == "meta"
     assert net.module_[2].weight.device.type == "cpu"
-    assert name_layer(model, net.module_[2]) == "2"
-    assert name_layer(model, -1) == -1
+    assert [name_layer(model, layer) for layer in (net.module_[2], -1)] == ["2", -1]
     with pytest.raises(LayerNotFoundError, match="not part of the network"):
         name_layer(model, nn.Linear(8, 3))
+    with pytest.raises(LayerNotFoundError, match="not part of the network"):
+        relative_flatness(LogisticRegression().fit(X, Y), X, Y, layer=nn.Linear(4, 3))
 
 
 def test_columns_of_estimators_keep_their_names_and_order():
@@ -324,21 +305,18 @@ def test_steps_do_not_see_the_caller_s_mixed_precision():
         assert torch.is_autocast_enabled("cpu")
 
 
-NET = RelativeFlatnessRegularizedClassifier(
-    lr=0.1, callbacks=[StopAtLoss(0.2)], optimizer=torch.optim.SGD, optimizer__momentum=0.9
-)
-DESCRIBED = [
-    (
-        NET,
-        "RelativeFlatnessRegularizedClassifier(optimizer=SGD, lr=0.1, "
-        "callbacks=[StopAtLoss(0.2)], optimizer__momentum=0.9)",
+SETTINGS = {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9}
+DESCRIBED = {
+    "RelativeFlatnessRegularizedClassifier(optimizer=SGD, lr=0.1, "
+    "callbacks=[StopAtLoss(0.2)], optimizer__momentum=0.9)": RelativeFlatnessRegularizedClassifier(
+        lr=0.1, callbacks=[StopAtLoss(0.2)], **SETTINGS
     ),
-    (MLPClassifier(alpha=3), "MLPClassifier(alpha=3)"),
-    (nn.Linear(2, 3), "Linear()"),
-    (NeuralNetClassifier(nn.Linear), "NeuralNetClassifier(module=Linear)"),
-]
+    "MLPClassifier(alpha=3)": MLPClassifier(alpha=3),
+    "Linear()": nn.Linear(2, 3),
+    "NeuralNetClassifier(module=Linear)": NeuralNetClassifier(nn.Linear),
+}
 
 
-def test_descriptions_have_the_parameters_that_differ_from_the_defaults():
-    for model, description in DESCRIBED:
-        assert describe(model) == description
+@pytest.mark.parametrize("description", DESCRIBED)
+def test_descriptions_have_the_parameters_that_differ_from_the_defaults(description):
+    assert describe(DESCRIBED[description]) == description

@@ -104,11 +104,6 @@ def test_integers_stay_integers_for_an_embedding():
     assert measured(net, COUNTS) > 0
 
 
-class Pair(NamedTuple):
-    one: object
-    two: object
-
-
 class Named(nn.Module):
     """A network whose inputs have names."""
 
@@ -134,26 +129,6 @@ def test_loaders_may_give_dicts_with_labels_as_those_of_transformers(names):
     for unlabelled in ({"input_ids": TENSOR[0]}, {"labels": LABELS[0]}):
         with pytest.raises(TypeError, match='"labels"'):
             measured(net, DataLoader([unlabelled]), None)
-
-
-def test_several_inputs():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(4, 3)
-
-        def forward(self, a, b):
-            return self.out(torch.cat([a, b], dim=1))
-
-    net = Two().double()
-    whole = nn.Sequential(net.out)
-    expected = measured(whole, X)
-    parts = (X[:, :1], X[:, 1:])
-    for inputs in (parts, Pair(*parts), {"b": X[:, 1:], "a": X[:, :1]}):
-        assert measured(net, inputs) == pytest.approx(expected)
-    rows = [(Pair(*row), y) for *row, y in zip(*parts, Y, strict=True)]
-    loader = DataLoader(rows, batch_size=4)  # its batches are of the type of the samples
-    assert measured(net, loader, None) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -233,6 +208,32 @@ def test_data_that_do_not_fit(net, bad, error, message):
     at = {**good, **bad}
     with pytest.raises(error, match=message):
         relative_flatness(at.pop("net"), at.pop("X"), at.pop("y"), **at)
+
+
+class Pair(NamedTuple):
+    one: object
+    two: object
+
+
+class Two(nn.Module):
+    """A network whose inputs come in two parts."""
+
+    def __init__(self, out):
+        super().__init__()
+        self.out = out
+
+    def forward(self, a, b):
+        return self.out(torch.cat([a, b], dim=1))
+
+
+def test_several_inputs():
+    out = nn.Linear(4, 3).double()
+    net, expected, parts = Two(out), measured(out, X), (X[:, :1], X[:, 1:])
+    for inputs in (parts, Pair(*parts), {"b": X[:, 1:], "a": X[:, :1]}):
+        assert measured(net, inputs) == pytest.approx(expected)
+    rows = [(Pair(*row), y) for *row, y in zip(*parts, Y, strict=True)]
+    loader = DataLoader(rows, batch_size=4)  # its batches are of the type of the samples
+    assert measured(net, loader, None) == pytest.approx(expected)
 
 
 def test_losses_of_some_outputs_fit(net):

@@ -119,14 +119,12 @@ def test_the_ways_in_which_a_layer_is_called(call, name):
 
 LINKS = {
     "identity": ("identity", lambda z: z),
-    "views": (
-        "identity",
-        lambda z: nn.Dropout().eval()(z.view(4, 3, 1)).squeeze(-1)[:, None].squeeze(1),
-    ),
+    "views": ("identity", lambda z: F.dropout(z.view(4, 3, 1), 0.5, False).squeeze(-1)[:, None]),
     "softmax": ("softmax", lambda z: z.softmax(-1)),
     "log_softmax": ("log_softmax", lambda z: nn.LogSoftmax(dim=-1)(z)),
     "sigmoid": ("sigmoid", lambda z: nn.Sigmoid()(z).float()),
     "scaled": (None, lambda z: 2 * z),
+    "infinite": (None, lambda z: z / 0),
     "added to itself": (None, lambda z: z + z),
     "softmax over samples": (None, lambda z: z.softmax(0)),
     "twice": (None, lambda z: z.softmax(-1).log_softmax(-1)),
@@ -167,16 +165,14 @@ def tied():
     return net
 
 
-def none():
-    net = Net(chain)
-    net.b = Scaled(4, 3).double()
-    return net
-
-
 def with_size():
     """Calls a layer with the size of its output, which another one would have by default."""
-    net = nn.ConvTranspose1d(1, 1, 2, stride=2).double()
-    return cases.Net(lambda net, x: net.a(x[:, None], output_size=[11])[:, 0], a=net)
+    layer = nn.ConvTranspose1d(1, 1, 2, stride=2).double()
+    return cases.Net(lambda net, x: net.a(x[:, None], output_size=[11])[:, 0], a=layer)
+
+
+def behind(last):
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Scaled(4, 3), last).double()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +182,7 @@ def with_size():
         (lambda: Net(lambda a, b, x: a(x)), "b", "layer 'b' was called 0 times"),
         (tied, -1, r"layer 'b' is shared by the modules \['a', 'b'\]"),
         (lambda: Net(overwritten), "a", "input that layer 'a' received was overwritten in place"),
-        (none, -1, "layer 'b' does not compute W x"),
+        (lambda: behind(nn.Identity()), -1, "layer '2' does not compute W x"),
         (with_size, -1, "layer 'a' does not compute W x .*, or an output_size"),
     ],
     ids=["twice", "never", "shared", "overwritten", "no linear layer", "output_size"],
@@ -196,12 +192,11 @@ def test_layers_without_a_weight_to_themselves(make, layer, message):
         relative_flatness(make(), X, Y, layer=layer, criterion=CE)
 
 
+@pytest.mark.parametrize("layer", [-1, "all"])
 @pytest.mark.parametrize("ending", [nn.Identity(), nn.ReLU(inplace=True)])
-def test_penalties_refuse_layers_that_compute_something_else(ending):
-    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), Scaled(4, 3), ending).double()
-    for layer in (-1, "all"):
-        with pytest.raises(ValueError, match="layer '2' does not compute W x"):
-            penalise(net, X, Y, layer=layer)
+def test_penalties_refuse_layers_that_compute_something_else(ending, layer):
+    with pytest.raises(ValueError, match="layer '2' does not compute W x"):
+        penalise(behind(ending), X, Y, layer=layer)
 
 
 def test_division_by_zero_is_an_infinite_factor():
@@ -370,18 +365,15 @@ def assert_refused(net, name):
 @pytest.mark.parametrize("use", USES)
 def test_layers_with_another_use_of_their_weight_are_refused(use, frozen):
     net, name = tied_by(use), USES[use]
-    net.get_submodule(name).requires_grad_(not frozen)
+    layer = net.get_submodule(name).requires_grad_(not frozen)
     assert_refused(net, name)
-    assert all(
-        weight.requires_grad is not frozen for weight in net.get_submodule(name).parameters()
-    )
+    assert all(weight.requires_grad is not frozen for weight in layer.parameters())
     assert all("forward" not in vars(module) for module in net.modules())
     assert measured(net, "mid") > 0
     assert penalise(net, Z, Z, MSE, "mid") > 0
     with pytest.warns(FlatnessWarning, match=f"'{name}' left out: .* outside of the layer's"):
         report = flatness_report(net, Z, Z, criterion=MSE, measures="relative_flatness")
-    assert name not in set(report["layer"])
-    assert "mid" in set(report["layer"])
+    assert {"mid"} <= set(report["layer"]) <= {"enc", "mid", "dec"} - {name}
 
 
 @pytest.mark.parametrize("use", ["in no_grad", "detach", "data", "like"])
@@ -419,8 +411,7 @@ def test_penalties_take_the_weight_that_a_hook_computed_for_their_pass():
         with penalty.capture(net):
             y_pred = net(Z)
         if again:
-            with torch.no_grad():
-                net(Z)
+            net(Z)
         torch.manual_seed(0)
         penalty(MSE, y_pred, Z).backward()
         slopes.append(net.enc.weight_g.grad)

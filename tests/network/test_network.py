@@ -20,7 +20,6 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
 from tests import oracles
-from tests.rounding import FLOAT32
 
 CE = nn.CrossEntropyLoss()
 LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
@@ -126,15 +125,6 @@ def test_the_user_s_criterion_is_not_moved():
     assert weight.dtype == torch.float32
 
 
-def test_mean_loss_is_the_criterion_s_own_mean():
-    net, X, y = prepared()
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
-    network = Network(net, Loss(criterion), make_batches(X, y, batch_size=4))
-    assert mean_loss(network) == pytest.approx(criterion(net.eval()(X), y).item(), rel=FLOAT32)
-    with pytest.raises(ValueError, match="y is needed to compute a loss"):
-        mean_loss(Network(net, Loss(criterion), make_batches(X)))
-
-
 def test_a_criterion_keeps_its_reduction():
     def loss(output, target):
         return nn.functional.mse_loss(output, target, reduction="none")
@@ -177,18 +167,17 @@ class LowRank(nn.Linear):
         self.A, self.B = nn.Parameter(torch.randn(2, n_in)), nn.Parameter(torch.randn(n_out, 2))
         self.merged, self.replaces = False, replaces
 
-    def switch(self, training):
-        if training == self.merged:
-            merged = self.weight + (-1 if training else 1) * (self.B @ self.A)
-            if self.replaces:
-                self.weight = nn.Parameter(merged)
-            else:
-                self.weight.data += merged.detach() - self.weight.detach()
-            self.merged = not training
+    def merge(self, weight):
+        if self.replaces:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.weight.data += (weight - self.weight).detach()
 
     def train(self, mode=True):
         super().train(mode)
-        self.switch(mode)
+        if mode == self.merged:
+            self.merge(self.weight + (-1 if mode else 1) * (self.B @ self.A))
+            self.merged = not mode
         return self
 
     def forward(self, x):
@@ -197,14 +186,10 @@ class LowRank(nn.Linear):
 
 
 class OtherMemory(LowRank):
-    """Merges into memory of its own, in `eval` and `train` as they are called by name."""
+    """Merges into memory of its own."""
 
-    def train(self, mode=True):
-        nn.Module.train(self, mode)
-        if mode == self.merged:
-            self.weight.data = self.weight.data + (-1 if mode else 1) * (self.B @ self.A).detach()
-            self.merged = not mode
-        return self
+    def merge(self, weight):
+        self.weight.data = weight.detach()
 
 
 class Adapters(nn.Module):
@@ -294,7 +279,6 @@ def named_tensors(net):
 @pytest.mark.parametrize("modes", ["training", "head in evaluation", "first in evaluation"])
 @pytest.mark.parametrize("name", ["relative_flatness", "expected_sharpness"])
 def test_every_kind_of_module_comes_back_as_it_was(kind, modes, name):
-    torch.manual_seed(0)
     net, (X, y) = with_head(KINDS[kind]()), data()
     if modes != "training":
         net[0 if modes.startswith("first") else 2].eval()
@@ -317,14 +301,12 @@ def test_every_kind_of_module_comes_back_as_it_was(kind, modes, name):
 
 
 def test_the_weight_of_evaluation_mode_is_measured():
-    torch.manual_seed(0)
-    net, (X, y) = with_head(LowRank(5, 6).double()), data()
-    merged = with_head(nn.Linear(5, 6).double())
+    net, merged = (with_head(layer(5, 6).double()) for layer in (LowRank, nn.Linear))
     merged.load_state_dict(net.state_dict(), strict=False)
-    with torch.no_grad():
-        merged[0].weight += net[0].B @ net[0].A
-    expected = oracles.relative_flatness(merged, "0", CE, X.double(), y)
-    found = relative_flatness(net, X.double(), y, criterion=CE, layer=0)
+    merged[0].weight.data += (net[0].B @ net[0].A).detach()
+    X, y = torch.randn(8, 5).double(), torch.arange(8) % 3
+    expected = oracles.relative_flatness(merged, "0", CE, X, y)
+    found = relative_flatness(net, X, y, criterion=CE, layer=0)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -348,15 +330,10 @@ def test_mixed_precision_comes_back_after_an_exception():
     assert not torch.is_autocast_enabled("cpu")
 
 
-SAME_IN_BOTH_MODES = [
-    "expected_sharpness", "fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness",
-    "pac_bayes_flatness",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SAME_IN_BOTH_MODES)
+@pytest.mark.parametrize(
+    "name", ["fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness"]
+)
 def test_the_mode_of_a_network_that_merges_weights_does_not_matter(name):
-    torch.manual_seed(0)
     net, (X, y) = with_head(LowRank(5, 6).double()), data()
     found = [
         measure(name, module, X.double(), y, criterion=CE, random_state=0)

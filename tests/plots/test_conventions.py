@@ -54,12 +54,13 @@ def make(request, search):
 
 
 def test_they_follow_the_convention_of_displays(make):
+    def labels(figure):
+        return " ".join(ax.get_xlabel() + ax.get_ylabel() for ax in figure.axes)
+
     made = make()
     assert made.ax_ in made.figure_.axes
     # losses of regressors have no unit, unless one is given
-    for ax in made.figure_.axes:
-        labels = ax.get_xlabel() + ax.get_ylabel()
-        assert "nats" not in labels.replace("KL divergence (nats", "")
+    assert "nats" not in labels(made.figure_).replace("KL divergence (nats", "")
     # an axes, which may be in a part of a figure
     figure = plt.figure(layout="constrained", figsize=(16, 8))
     left, right = figure.subfigures(1, 2)
@@ -70,8 +71,7 @@ def test_they_follow_the_convention_of_displays(make):
     assert made.figure_ is figure
     assert not left.axes
     figure.canvas.draw()
-    labels = [ax.get_xlabel() + ax.get_ylabel() for ax in figure.axes]
-    assert any("m²" in label for label in labels) == bool(unit)
+    assert ("m²" in labels(figure)) == bool(unit)
     restored = pickle.loads(pickle.dumps(made))
     assert type(restored.plot()) is type(made)
 
@@ -92,15 +92,13 @@ def test_they_say_how_to_install_matplotlib(make, monkeypatch):
 
 @pytest.mark.parametrize("name", ["FlatnessGap", "LabelNoise", "MeasurePanels", "MinimaRanking"])
 def test_tables_stay_as_they_are_and_studies_are_accepted(name):
-    display = getattr(relflat_sk, f"{name}Display")
-    minima = noisy_table()
+    display, minima = getattr(relflat_sk, f"{name}Display"), noisy_table()
     before = minima.copy(deep=True)
     display.from_minima(minima, random_state=0)
     pd.testing.assert_frame_equal(minima, before)
-    study = optuna.create_study()
+    study, columns = optuna.create_study(), ["relative_flatness", "generalization_gap", "test_loss"]
     for kappa in (1.0, 2.0, 3.0):
-        attributes = dict.fromkeys(["relative_flatness", "generalization_gap", "test_loss"], kappa)
-        attributes["random_labels"] = 0.1
+        attributes = dict.fromkeys(columns, kappa) | {"random_labels": 0.1}
         study.add_trial(optuna.trial.create_trial(value=kappa, user_attrs=attributes))
     made = display.from_minima(study, random_state=0)
     if display is LabelNoiseDisplay:

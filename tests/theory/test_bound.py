@@ -112,9 +112,8 @@ def test_without_refit_representativeness_tends_to_minus_the_robustness(layer):
     net, X, y = network()
     options = {"layer": layer, "random_state": 0, **CE}
     value, stderr = representativeness(net, X, y, delta=0.5, n_splits=2000, n_draws=50, **options)
-    rise, error = feature_robustness(
-        net, X, y, 0.5, matrices="truncated_normal", n_draws=100, **options
-    )
+    moved = {"matrices": "truncated_normal", "n_draws": 100}
+    rise, error = feature_robustness(net, X, y, 0.5, **moved, **options)
     both = np.hypot(stderr, error)
     assert value == pytest.approx(-rise, abs=4 * both)
     # neither is 0, and the standard errors are small enough to show it
@@ -156,10 +155,9 @@ def test_loaders_must_not_shuffle_only_where_samples_have_shares():
 
 
 @pytest.mark.parametrize("n_ignored", [0, 25])
-@pytest.mark.parametrize("layer", [-1, 0])
-def test_the_parts_of_the_bound(layer, n_ignored):
+@pytest.mark.parametrize(("layer", "m"), [(-1, 6), (0, 5)])
+def test_the_parts_of_the_bound(layer, m, n_ignored):
     net, X, y = network()
-    m = {-1: 6, 0: 5}[layer]
     inputs = torch.cat([3 * X[:n_ignored], X])
     labels = torch.cat([torch.full((n_ignored,), -100), y])  # of which the loss takes none
     options = {"layer": layer, "batch_size": 20, "random_state": 0}
@@ -167,10 +165,9 @@ def test_the_parts_of_the_bound(layer, n_ignored):
     kappa = relative_flatness(net, X, y, layer=layer, **CE)
     assert bound.delta == pytest.approx(40 ** (-1 / (4 + m)), rel=1e-12)
     assert bound.flatness_term == pytest.approx(40 ** (-2 / (4 + m)) * kappa / (2 * m), rel=1e-9)
-    assert bound.empirical_risk == pytest.approx(nn.CrossEntropyLoss()(net(X), y).item())
-    assert bound.total == pytest.approx(
-        bound.empirical_risk + bound.representativeness + bound.flatness_term, rel=1e-12
-    )
+    assert bound.empirical_risk == pytest.approx(CE["criterion"](net(X), y).item())
+    terms = bound.empirical_risk + bound.representativeness + bound.flatness_term
+    assert bound.total == pytest.approx(terms, rel=1e-12)
     assert bound.stderr > 0
     with pytest.raises(dataclasses.FrozenInstanceError):
         bound.total = 0.0
@@ -187,11 +184,10 @@ def test_the_parts_of_the_bound(layer, n_ignored):
 )
 def test_flatness_term_and_robustness_by_kernel(kernel, sigma, delta, factor):
     net, X, y = network()
-    kappa = relative_flatness(net, X, y, **CE)
-    smoothing = Smoothing(kernel=kernel, sigma=sigma)
-    options = {"delta": delta, "smoothing": smoothing, "n_draws": 400, "random_state": 0, **CE}
-    bound = generalization_bound(net, X, y, **options)
+    options = {"smoothing": Smoothing(kernel=kernel, sigma=sigma), "n_draws": 400}
+    bound = generalization_bound(net, X, y, delta=delta, random_state=0, **options, **CE)
     assert bound.delta == delta
+    kappa = relative_flatness(net, X, y, **CE)
     assert bound.flatness_term == pytest.approx(delta**2 * factor * kappa / 12, rel=1e-9)
     assert bound.gap_bound == abs(bound.robustness) + abs(bound.representativeness)
     if kernel == "truncated_normal":
@@ -207,15 +203,14 @@ def test_the_bound_of_a_kernel_density_estimate(layer):
     """Against the Hessian of each sample's loss in the layer's features."""
     net, X, y = network(n=30)
     body, tail = (net[:-1], net[-1]) if layer else (nn.Identity(), net)
-    features = body(X).detach()
-    traces = [
-        torch.autograd.functional.hessian(
-            lambda f, label=label: nn.functional.cross_entropy(tail(f)[None], label[None]), phi
-        ).trace()
-        for phi, label in zip(features, y, strict=True)
-    ]
     h = 0.02  # small enough for the second order to be the rise itself
-    expected = h**2 / 2 * torch.stack(traces).mean().item()
+
+    def trace(features, label):
+        loss = lambda phi: CE["criterion"](tail(phi)[None], label[None])  # noqa: E731
+        return torch.autograd.functional.hessian(loss, features).trace().item()
+
+    traces = [trace(*sample) for sample in zip(body(X).detach(), y, strict=True)]
+    expected = h**2 / 2 * np.mean(traces)
     options = {"layer": layer, "smoothing": Smoothing(bandwidth=h), "n_splits": 2,
                "n_draws": 100, "random_state": 0, **CE}  # fmt: skip
     bound = generalization_bound(net, X, y, **options)
@@ -233,12 +228,12 @@ def test_the_bound_with_noise_on_the_labels(bandwidth):
     model, X, y = regression()
     options = {"n_splits": 20, "n_draws": 200, "random_state": 0}
     options["delta"] = 0.3 if bandwidth is None else None
-    bound, plain = (
-        generalization_bound(
-            model, X, y, smoothing=Smoothing(bandwidth=bandwidth, **noise), **options
-        )
-        for noise in ({"label_noise": label_noise}, {})
-    )
+
+    def bound_of(**noise):
+        smoothing = Smoothing(bandwidth=bandwidth, **noise)
+        return generalization_bound(model, X, y, smoothing=smoothing, **options)
+
+    bound, plain = bound_of(label_noise=label_noise), bound_of()
     variance, error = 0.8**2, 0.04
     assert bound.label_term == pytest.approx(variance, abs=error)
     assert plain.label_term == 0
@@ -247,9 +242,8 @@ def test_the_bound_with_noise_on_the_labels(bandwidth):
     assert bound.representativeness == pytest.approx(plain.representativeness - variance, abs=error)
     # the rise by the labels is in the sum once with each sign
     assert bound.total == pytest.approx(plain.total, abs=2 * error)
-    assert bound.total == pytest.approx(
-        bound.empirical_risk + bound.representativeness + bound.flatness_term + bound.label_term
-    )
+    terms = bound.representativeness + bound.flatness_term + bound.label_term
+    assert bound.total == pytest.approx(bound.empirical_risk + terms)
 
 
 def test_the_bound_with_shares_weighs_loss_and_flatness():

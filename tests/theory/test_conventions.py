@@ -1,16 +1,18 @@
-"""What all functions of the theory promise: they change nothing, and can be repeated."""
+"""What all functions of the theory promise: they change nothing, can be repeated, and refuse."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import LayerNotFoundError, theory
+from relflat_sk.theory import Smoothing
 from tests.network.test_network import same, state_of
-from tests.theory.problems import CE
+from tests.theory.problems import CE, network
 
 # arguments of each function beside model, data and criterion
 FUNCTIONS = {
@@ -99,3 +101,112 @@ def test_one_batch_is_run_to_find_the_layer():
     # other uses of its weight. Then three batches of the pass itself: moves at the last layer do
     # not run the network.
     assert net.n_runs == 2 + 3
+
+
+NET, X, Y = network(activation=nn.ReLU)
+SEQUENCES = {"model": nn.Linear(2, 2), "X": torch.randn(6, 4, 2), "y": torch.zeros(6, 4).long()}
+FEW = {"X": torch.randn(7, 5).double(), "y": torch.zeros(7).long()}
+WEIGHTED = nn.CrossEntropyLoss(weight=torch.ones(4).double())
+
+
+def of_all_samples(output, y):
+    return (output.sum(dim=1) - y).abs().mean()
+
+
+def bce(**own):
+    """A criterion with larger slopes than the mean without weights, and its targets."""
+    return {"criterion": nn.BCEWithLogitsLoss(**own).double(), "y": torch.ones(40, 4).double()}
+
+
+BANDWIDTH = Smoothing(bandwidth=0.1)
+OF_SPLITS = [
+    ({"delta": -1}, "delta must be a finite positive number, got -1"),
+    ({"n_splits": 1}, "n_splits must be an integer of at least 2, got 1"),
+    ({"test_size": 1.5}, "test_size=1.5 should be"),
+    ({"n_draws": 1}, "n_draws must be an integer of at least 2, got 1"),
+    ({"random_state": "x"}, "random_state must be an int, .* got 'x'"),
+    ({"criterion": of_all_samples}, r"losses of shape \(\) for 40 samples"),
+    ({"smoothing": BANDWIDTH, "delta": 0.1}, "bandwidth=0.1 is the same .* delta=0.1"),
+    ({"smoothing": Smoothing(alphas=[1.0])}, r"alphas must be 40 .* got an array of shape \(1,\)"),
+    ({"smoothing": Smoothing(alphas=-np.ones(40))}, "alphas must be 40"),
+    ({"refit": True}, "Cannot clone object 'Sequential", TypeError),
+    ({"smoothing": "scott"}, "'str' object has no attribute", AttributeError),
+]
+REFUSED = {
+    "feature_robustness": [
+        ({"delta": 0.0}, "delta must be a finite positive number, got 0.0"),
+        ({"matrices": "haar"}, "one of .*'orthogonal'.* got 'haar'"),
+        ({"matrices": np.eye(5)}, r"shape \(6, 6\) or \(k, 6, 6\).* got \(5, 5"),
+        ({"n_draws": 1}, "n_draws must be an integer of at least 2, got 1"),
+        ({"criterion": None}, "criterion is needed"),
+        ({"matrices": "truncated_normal", "absolute": True}, "absolute=True, got 'truncated_norm"),
+        ({"labelling": lambda phi: phi}, r"shape of the labels, \(40,\), got \(40, 6\)"),
+    ],
+    "worst_feature_robustness": [
+        ({"n_steps": 0}, "n_steps must be a positive integer, got 0"),
+        ({"n_restarts": -1}, "n_restarts must be .*, got -1"),
+        ({"delta": 0}, "delta must be a finite positive number, got 0"),
+        ({"matrices": np.eye(7)}, r"have shape \(6, 6\) or \(k, 6"),
+    ],
+    "Smoothing": [
+        ({"kernel": "box"}, "kernel must be one of .*, got 'box'"),
+        ({"sigma": 0}, "sigma must be a finite positive number, got 0"),
+        ({"bandwidth": "best"}, "bandwidth must be .* number or None, got 'best'"),
+        ({"bandwidth": 0.1, "kernel": "uniform"}, "bandwidth=0.1 .*, but kernel='uniform'"),
+    ],
+    "label_constancy": [
+        ({"by": "size"}, 'by must be "labels" or "loss", got \'size\''),
+        ({"n_neighbors": 0}, "'n_neighbors' parameter of Near.* must be .* Got 0"),
+        ({"n_neighbors": 40}, "n_neighbors = 40, n_samples_fit = 40"),
+        ({"y": np.linspace(0, 1, 40)}, "y must hold classes, got continuous .* 0.0"),
+    ],
+    "sharpness_conditions": [
+        ({"detail": "C2", "deltas": [0.1, 0]}, "deltas must be a .*, got 0"),
+        ({"detail": "C4"}, 'detail must be None, "C1" or "C2".* got \'C4\''),
+        ({"detail": "C1", "initial": NET}, "detail must be .* None with initial; got 'C1'"),
+        ({"initial": NET[:3]}, r"initial module has the layers \['0', '2'\]"),
+    ],
+    "sharpness_bound": [
+        ({"delta": 1}, "delta must be a probability.* got 1"),
+        ({"sigma": 0}, "sigma must be one positive finite number, .* got 0"),
+        ({"sigma": [0.1, 0.1]}, r"one for each of the 3 layers, got \[0.1, 0.1\]"),
+        ({"model": nn.Linear(5, 4).double()}, "needs a network of two layers"),
+        ({"lipschitz": -1}, "lipschitz must be a finite positive number or None"),
+        ({"criterion": WEIGHTED}, "CrossEntropyLoss.* is not known: pass lipschitz="),
+        (bce(pos_weight=torch.full((4,), 100.0)), "constant of BCEWithLogitsLoss.* is not known"),
+        (bce(reduction="sum"), "constant of BCEWithLogitsLoss.* is not known"),
+    ],
+    "pac_bayes_bound": [
+        ({"initial": NET}, "the initial weights are those of the trained net"),
+        (FEW, "needs 8 labelled samples or more, "),
+        (SEQUENCES, "6 samples have 24 labels"),
+        ({"delta": 0}, "delta must be a probability.* got 0"),
+        ({"n_draws": 0}, "n_draws must be a positive integer, got 0"),
+        ({"sigmas": []}, "sigmas must hold at least one standard deviation"),
+        ({"sigmas": [0.1, -1]}, "sigmas must be a finite positive number, got -1"),
+        ({"initial": nn.Linear(2, 2)}, "do not fit the network: 0.weight is missing"),
+        ({"criterion": nn.MSELoss(), "y": torch.randn(40, 4)}, "needs a classifier"),
+        ({"initial": LogisticRegression()}, "LogisticRegression' is not iterable", TypeError),
+    ],
+    "representativeness": OF_SPLITS,
+    "generalization_bound": OF_SPLITS,
+}
+NEEDED = {
+    "feature_robustness": {"delta": 0.1},
+    "worst_feature_robustness": {"delta": 0.1},
+    "sharpness_bound": {"sigma": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message", "error"),
+    [(name, *row, ValueError)[:4] for name, rows in REFUSED.items() for row in rows],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused(name, arguments, message, error):
+    if name == "sharpness_conditions":
+        arguments = {"model": NET, "X": X, **arguments}
+    elif name != "Smoothing":
+        arguments = {"model": NET, "X": X, "y": Y, **CE, **NEEDED.get(name, {}), **arguments}
+    with pytest.raises(error, match=message):
+        getattr(theory, name)(**arguments)

@@ -1,7 +1,8 @@
 """The sharpness conditions, their parts and Theorem 1, sample by sample in NumPy."""
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -38,12 +39,12 @@ def linear_of(net):
 
 def products(net, x):
     """The matrices D_i W_i of a chain at x, with x as a column in front, and the outputs."""
-    h, factors, outputs = x, [x.numpy()[:, None]], []
+    factors, outputs = [x.numpy()[:, None]], []
     linear = linear_of(net)
     for k, layer in enumerate(linear):
-        z = layer(h)
-        h = net[2 * k + 1](z) if k + 1 < len(linear) else z
-        slopes = (h / z).detach().numpy()
+        z = layer(x)
+        x = net[2 * k + 1](z) if k + 1 < len(linear) else z
+        slopes = (x / z).detach().numpy()
         factors.append(np.diag(slopes) @ layer.weight.detach().numpy())
         outputs.append(z.detach().numpy())
     return factors, outputs
@@ -60,34 +61,31 @@ def factors_of(net, x):
     """Whole, after and before of every a < c < b at x, with mu in front."""
     matrices, _ = products(net, x)
     found = {}
-    for c in range(1, len(matrices) - 1):
-        for a in range(c):
-            for b in range(c + 1, len(matrices)):
-                whole, after, before = (
-                    norm_of(matrices, *ends) for ends in ((a, b), (c + 1, b), (a, c))
-                )
-                mu = math.sqrt(len(matrices[c])) * whole / (after * before)
-                found[a, c, b] = (mu, whole, after, before)
+    for a, c, b in combinations(range(len(matrices)), 3):
+        ends = (a, b), (c + 1, b), (a, c)
+        whole, after, before = (norm_of(matrices, *at) for at in ends)
+        mu = math.sqrt(len(matrices[c])) * whole / (after * before)
+        found[a, c, b] = (mu, whole, after, before)
     return found
 
 
 def constants(net, X):
     """Compute mu, C_2 and C_3 of every sample, as the paper defines them."""
-    found = {}
+    found = defaultdict(list)
     for x in X:
         matrices, outputs = products(net, x)
         factors = factors_of(net, x)
         for c in range(1, len(outputs)):
             mu = min(values[0] for (_, at, _), values in factors.items() if at == c)
-            found.setdefault(("C1", c), []).append(mu)
+            found["C1", c].append(mu)
             # the share grows only where delta is the size of a unit
             sizes = np.abs(outputs[c - 1]) / np.linalg.norm(x.numpy())
             shares = [np.mean(sizes <= delta) / delta for delta in sizes]
-            found.setdefault(("C2", c), []).append(max(shares))
+            found["C2", c].append(max(shares))
         for i, layer in enumerate(linear_of(net), start=1):
             rows = np.linalg.norm(layer.weight.detach().numpy(), axis=1)
             ratio = math.sqrt(len(rows)) * rows.max() / np.linalg.norm(matrices[i])
-            found.setdefault(("C3", i), []).append(ratio)
+            found["C3", i].append(ratio)
     return found
 
 
@@ -132,31 +130,25 @@ def test_batch_norm_is_folded():
     np.testing.assert_allclose(one["worst"], two["worst"])
 
 
-def residual(net, x):
-    return net.two(x + torch.relu(net.one(x)))
-
-
 def bent(x):
     return torch.maximum(x, 0.1 * x - 0.01)
+
+
+RESIDUAL = {"one": nn.Linear(4, 4), "two": nn.Linear(4, 4)}
+IMAGES = nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten()
 
 
 @pytest.mark.parametrize(
     ("net", "message"),
     [
         (network(lambda: Net(lambda _, x: bent(x))), "behind '0' is not a ReLU or leaky ReLU of"),
-        (
-            Net(residual, one=nn.Linear(4, 4), two=nn.Linear(4, 4)).double(),
-            "behind 'one' is not a ReLU",
-        ),
-        (
-            nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten()).double(),
-            "need a fully connected network, but layer '1' receives inputs of shape .1, 4.",
-        ),
+        (Net(lambda net, x: net.two(x + net.one(x).relu()), **RESIDUAL), "behind 'one' is not a"),
+        (nn.Sequential(*IMAGES), "layer '1' receives inputs of shape .1, 4."),
     ],
 )
 def test_networks_of_other_kinds_are_refused(net, message):
     with pytest.raises(ValueError, match=message):
-        sharpness_conditions(net, data(5))
+        sharpness_conditions(net.double(), data(5))
 
 
 @pytest.mark.parametrize("activation", [nn.Tanh, nn.GELU, nn.Softplus, lambda: nn.ELU(alpha=1e-9)])
@@ -198,17 +190,15 @@ def test_the_curve_counts_units_that_a_disturbance_can_switch():
     deltas = [0.01, 0.1, 0.5, 20]
     curve = sharpness_conditions(net, X, detail="C2", deltas=deltas, batch_size=4)
     assert curve["delta"].tolist() == deltas * 2
-    for (layer, delta), row in curve.set_index(["layer", "delta"]).iterrows():
-        k = int(layer) // 2
-        shares = []
-        for x in X:
-            z = products(net, x)[1][k]
-            limit = delta * math.sqrt(sum(float(v) ** 2 for v in x))
-            shares.append(sum(abs(v) <= limit for v in z) / len(z))
-        assert row["position"] == k
-        assert row["mean_share"] == pytest.approx(sum(shares) / len(shares))
-        assert row["largest_share"] == pytest.approx(max(shares))
-        assert row["ratio"] == pytest.approx(max(shares) / delta)
+    for row in curve.itertuples():
+        k = int(row.layer) // 2
+        limits = row.delta * X.norm(dim=1).numpy()
+        outputs = [products(net, x)[1][k] for x in X]
+        shares = [np.mean(abs(z) <= at) for z, at in zip(outputs, limits, strict=True)]
+        assert row.position == k
+        assert row.mean_share == pytest.approx(np.mean(shares))
+        assert row.largest_share == pytest.approx(max(shares))
+        assert row.ratio == pytest.approx(max(shares) / row.delta)
 
 
 @pytest.mark.parametrize("detail", [None, "C1", "C2"])
@@ -233,14 +223,14 @@ def test_products_of_matrices_are_held_for_one_sample_at_once():
 def test_a_trained_network_is_compared_with_its_initial_weights_on_the_same_inputs():
     rng = np.random.default_rng(0)
     X, y = 100 + rng.normal(size=(30, 4)), np.arange(30) % 3
-    scaler = StandardScaler().fit(X)
-    pipe = make_pipeline(scaler, MLPClassifier((5,), max_iter=5000, random_state=0)).fit(X, y)
+    pipe = make_pipeline(StandardScaler(), MLPClassifier((5,), max_iter=5000, random_state=0))
+    pipe.fit(X, y)
     layers = {"hidden0": nn.Linear(4, 5), "relu": nn.ReLU(), "output": nn.Linear(5, 3)}
     initial = nn.Sequential(OrderedDict(layers)).double()
     both = sharpness_conditions(pipe, X, initial=initial)
-    first = sharpness_conditions(initial, torch.tensor(scaler.transform(X)))
-    np.testing.assert_allclose(both["initial_worst"], first["worst"], rtol=1e-5)
-    np.testing.assert_allclose(both["initial_median"], first["median"], rtol=1e-5)
+    first = sharpness_conditions(initial, torch.tensor(pipe[0].transform(X)))
+    names = ["initial_worst", "initial_median"]
+    np.testing.assert_allclose(both[names], first[["worst", "median"]], rtol=1e-5)
     alone = sharpness_conditions(pipe, X)
     pd.testing.assert_frame_equal(both[alone.columns], alone)
     assert (both["initial_worst"] != both["worst"]).all()
@@ -248,13 +238,13 @@ def test_a_trained_network_is_compared_with_its_initial_weights_on_the_same_inpu
 
 def right_hand_side(net, X, y, sigmas, delta, slope):
     """The bound of Theorem 1, from constants and norms that are computed sample by sample."""
-    found = constants(net, X)
+    found = constants(net, X).items()
     mu, c_2, c_3 = (
-        extreme(v for (name, _), values in found.items() if name == condition for v in values)
+        extreme(np.concatenate([values for (name, _), values in found if name == condition]))
         for condition, extreme in (("C1", min), ("C2", max), ("C3", max))
     )
     W = [m.weight.detach().numpy() for m in linear_of(net)]
-    sizes = [np.sqrt((w**2).sum()) for w in W]
+    sizes = [np.linalg.norm(w) for w in W]
     gammas = [
         s * math.sqrt(w.size) / (mu**2 * size) for s, w, size in zip(sigmas, W, sizes, strict=True)
     ]
@@ -265,9 +255,8 @@ def right_hand_side(net, X, y, sigmas, delta, slope):
         first *= 1 + g * c_2 * c_3
         second *= 1 + g * c_delta * c_2
     spread, flips = spread - 1, first * (second - 1)
-    output = np.mean([np.linalg.norm(net(x).detach().numpy()) for x in X])
-    inside = sum((size / s) ** 2 for size, s in zip(sizes, sigmas, strict=True))
-    inside += math.log(1 / delta)
+    output = net(X).norm(dim=1).mean().item()
+    inside = np.square(np.divide(sizes, sigmas)).sum() + math.log(1 / delta)
     loss = -net(X).log_softmax(1)[torch.arange(len(X)), y].mean().item()
     return loss, (spread + flips) * slope * output, math.sqrt(inside / len(X)), gammas
 
@@ -288,29 +277,24 @@ def test_the_bound_is_the_sum_of_its_terms(sigma, n_ignored):
 
 def test_slopes_of_the_losses_are_the_largest_gradients():
     z = (50 * torch.randn(1000, 3)).double().requires_grad_()
-    (grad,) = torch.autograd.grad(
-        nn.CrossEntropyLoss(reduction="sum")(z, torch.arange(1000) % 3), z
-    )
+    loss = nn.CrossEntropyLoss(reduction="sum")(z, torch.arange(1000) % 3)
+    (grad,) = torch.autograd.grad(loss, z)
     assert 0.99 * 2**0.5 < grad.norm(dim=1).max() <= 2**0.5 + 1e-12
     net = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 1)).double()
-    X, y = data(), torch.ones(9, 1).double()
-    bce = nn.BCEWithLogitsLoss()
-    found, given = (
-        sharpness_bound(net, X, y, 1e-3, criterion=bce, **own) for own in ({}, {"lipschitz": 1.0})
-    )
-    assert found == given
+    at = net, data(), torch.ones(9, 1).double(), 1e-3
+    found = sharpness_bound(*at, criterion=nn.BCEWithLogitsLoss())
+    assert found == sharpness_bound(*at, criterion=nn.BCEWithLogitsLoss(), lipschitz=1.0)
 
 
 def test_a_layer_of_zeros_has_no_finite_bound():
-    net, X = network(), data(20)
+    net, X, y = network(), data(20), torch.zeros(20).long()
     nn.init.zeros_(net[4].weight)
-    found = sharpness_bound(net, X, torch.zeros(20).long(), 0.1, criterion=CE)
+    found = sharpness_bound(net, X, y, 0.1, criterion=CE)
     assert all(map(math.isfinite, found.gammas[:2]))
-    assert found.gammas[2] == math.inf
-    assert (found.sharpness, found.total) == (math.inf, math.inf)
+    assert (found.gammas[2], found.sharpness, found.total) == (math.inf,) * 3
     for linear in (net[0], net[2]):
         nn.init.zeros_(linear.weight)
         nn.init.constant_(linear.bias, -1.0)
     # no unit is active: infinite norms of C1's products, times constants of C3 that are zero
-    dead = sharpness_bound(net, X, torch.zeros(20).long(), 0.1, criterion=CE)
+    dead = sharpness_bound(net, X, y, 0.1, criterion=CE)
     assert (dead.sharpness, dead.total) == (math.inf, math.inf)
