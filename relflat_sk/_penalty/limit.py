@@ -47,6 +47,7 @@ There is one formula for one net or several, over numbers, or arrays of NumPy or
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -66,9 +67,9 @@ _MEMORY = 0.9
 _GAIN = 0.5
 # how much of the penalty's average a step replaces
 _NEWEST = 0.03
-# what a limit knows of past steps
-_COUNTED = "steps", "_measured_at", "rest"
-_MEASURED = "_gradient", "_gradients", "_movements", "_ratios", "_n_ratios", "_most", "_mean"
+# what a limit knows of past steps: counts, and numbers
+_COUNTED = "steps", "measured_at", "rest"
+_MEASURED = "gradient", "gradients", "movements", "ratios", "n_ratios", "most", "mean"
 
 
 class Measured(NamedTuple):
@@ -100,6 +101,7 @@ class _Numbers:
         return min(max(number, low), high)
 
 
+@dataclass(eq=False)
 class PenaltyLimit:
     """The limits of the penalties of one net or of several, with what past steps have shown.
 
@@ -107,21 +109,19 @@ class PenaltyLimit:
     and tensors () elsewhere.
     """
 
-    def __init__(self) -> None:
-        self.steps: Any = 0  # with a penalty: an integer, or a NumPy array of them
-        # the step of the last measurement, less the steps without a penalty since then
-        self._measured_at: Any = 0
-        self.rest: Any = 0  # number of steps until the next one with a penalty
-        self._weights: Any = None  # those of the last measurement, as `Measured` has them
-        self._gradient: Any = np.nan  # of that step, its norm squared
-        # sums over measurements, in which old ones count for less: of `_gradient`; of the weights'
-        # squared movements per step; of the ratios of the penalty's gradient to the penalty
-        self._gradients: Any = 0.0
-        self._movements: Any = 0.0
-        self._ratios: Any = 0.0
-        self._n_ratios: Any = 0.0
-        self._most: Any = np.inf  # the penalty of which a step removes all, by the movements
-        self._mean: Any = 0.0  # the penalty's size; at first, that of each batch counts
+    steps: Any = 0  # with a penalty: an integer, or a NumPy array of them
+    measured_at: Any = 0  # step of the last measurement, less those without a penalty since then
+    rest: Any = 0  # number of steps until the next one with a penalty
+    gradient: Any = np.nan  # of the last measurement, its norm squared
+    # sums over measurements, in which old ones count for less: of `gradient`; of the weights'
+    # squared movements per step; of the ratios of the penalty's gradient to the penalty
+    gradients: Any = 0.0
+    movements: Any = 0.0
+    ratios: Any = 0.0
+    n_ratios: Any = 0.0
+    most: Any = np.inf  # the penalty of which a step removes all, by the movements
+    mean: Any = 0.0  # the penalty's size; at first, that of each batch counts
+    weights: Any = None  # those of the last measurement, as `Measured` has them
 
     @classmethod
     def stack(cls, limits: Sequence["PenaltyLimit"], like: Any) -> "PenaltyLimit":
@@ -132,16 +132,14 @@ class PenaltyLimit:
         for name in _MEASURED:
             numbers = [float(getattr(limit, name)) for limit in limits]
             setattr(stacked, name, as_kind(numbers, like))
-        rows = [limit._weights for limit in limits]
-        known = [torch.as_tensor(row) for row in rows if row is not None]
+        known = [torch.as_tensor(limit.weights) for limit in limits if limit.weights is not None]
         if known:
+            unknown = torch.full_like(known[0], torch.nan)
+            rows = [unknown if limit.weights is None else limit.weights for limit in limits]
             # the rows of nets that were copied are on the host
             place = like.device if isinstance(like, Tensor) else "cpu"
-            unknown = torch.full_like(known[0], torch.nan)
-            stack = torch.stack([
-                (unknown if row is None else torch.as_tensor(row)).to(place) for row in rows
-            ])
-            stacked._weights = stack.to(like) if isinstance(like, Tensor) else stack.numpy()
+            stack = torch.stack([torch.as_tensor(row).to(place) for row in rows])
+            stacked.weights = as_kind(stack, like)
         return stacked
 
     def unstack(self, limits: Sequence["PenaltyLimit"]) -> None:
@@ -153,35 +151,36 @@ class PenaltyLimit:
         for name, numbers in zip(_COUNTED + _MEASURED, [*counts, *values], strict=True):
             for limit, value in zip(limits, numbers.tolist(), strict=True):
                 setattr(limit, name, value)
-        if self._weights is not None:
-            for limit, row in zip(limits, torch.as_tensor(self._weights), strict=True):
-                limit._weights = row.clone()  # a view would keep the weights of all nets
+        if self.weights is not None:
+            for limit, row in zip(limits, torch.as_tensor(self.weights), strict=True):
+                limit.weights = row.clone()  # a view would keep the weights of all nets
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: getattr(self, name) for name in (*_COUNTED, *_MEASURED)}
-        numbers = {k: v.item() if hasattr(v, "item") else v for k, v in state.items()}
-        # skops stores arrays, and no tensors outside of modules; NumPy has no bfloat16
-        weights = self._weights
-        if weights is not None:
-            row = torch.as_tensor(weights).cpu()
-            weights = (row.float() if row.dtype == torch.bfloat16 else row).numpy()
-        return {**numbers, "_weights": weights}
+        state = dict(vars(self))
+        for name in _COUNTED + _MEASURED:
+            if hasattr(state[name], "item"):
+                state[name] = state[name].item()
+        if self.weights is not None:
+            row = torch.as_tensor(self.weights).cpu()
+            # skops stores arrays, and no tensors outside of modules; NumPy has no bfloat16
+            state["weights"] = (row.float() if row.dtype == torch.bfloat16 else row).numpy()
+        return state
 
     def state_dict(self) -> dict[str, Any]:
         """Return what past steps of one net have shown, as numbers and a row of weights."""
-        state = {name.lstrip("_"): value for name, value in self.__getstate__().items()}
-        weights = state["weights"]
-        return state | {"weights": None if weights is None else torch.as_tensor(weights)}
+        state = self.__getstate__()
+        if state["weights"] is not None:
+            state["weights"] = torch.as_tensor(state["weights"])
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace what past steps have shown by a state dict."""
-        names = {name.lstrip("_"): name for name in vars(self)}
-        if state_dict.keys() != names.keys():
+        if state_dict.keys() != vars(self).keys():
             raise ValueError(
-                f"state_dict must have the names {sorted(names)}, got {sorted(state_dict)}. Pass "
-                "that of a penalty."
+                f"state_dict must have the names {sorted(vars(self))}, got {sorted(state_dict)}. "
+                "Pass that of a penalty."
             )
-        vars(self).update({names[name]: value for name, value in state_dict.items()})
+        vars(self).update(state_dict)
 
     def is_resting(self, every: int) -> bool:
         """Return whether the next step has no penalty, if one in `every` steps has."""
@@ -190,7 +189,7 @@ class PenaltyLimit:
     def begin_step(self, every: int) -> bool:
         """Count a step of the training; return whether it has a penalty."""
         if self.is_resting(every):
-            self.rest, self._measured_at = self.rest - 1, self._measured_at - 1
+            self.rest, self.measured_at = self.rest - 1, self.measured_at - 1
             return False
         self.rest = 0 * self.rest + every - 1
         return True
@@ -234,18 +233,18 @@ class PenaltyLimit:
             due = torch.as_tensor(self._due).to(size.device) if xp is torch else self._due
             self._measure(measured, size, due)
         self.steps = self.steps + 1
-        mean = self._mean + _NEWEST * (size - self._mean)
-        self._mean = xp.where(mean < xp.inf, mean, self._mean)
-        size = xp.where(size > 0, xp.maximum(size, self._mean), 0.0)
+        mean = self.mean + _NEWEST * (size - self.mean)
+        self.mean = xp.where(mean < xp.inf, mean, self.mean)
+        size = xp.where(size > 0, xp.maximum(size, self.mean), 0.0)
         share = xp.divide(_GAIN * (of_constant - loss), size)
         # where there is no penalty, there is nothing to limit
         share = xp.where(size > 0, share, 1.0)
-        by_movement = 1.0 / (1.0 + xp.divide(size, clip * self._most))
+        by_movement = 1.0 / (1.0 + xp.divide(size, clip * self.most))
         share = xp.clip(xp.where(by_movement < share, by_movement, share), 0.0, 1.0)
         if measured is not None:
             of_loss, of_penalty = measured.of_loss, share * measured.of_penalty
             gradient = of_loss * of_loss + of_penalty * of_penalty
-            self._gradient = xp.where(due, gradient, self._gradient)
+            self.gradient = xp.where(due, gradient, self.gradient)
         return share
 
     def _measure(self, measured: Measured, size: Any, due: Any) -> None:
@@ -257,27 +256,27 @@ class PenaltyLimit:
 
         ratio = xp.divide(measured.of_penalty, size)
         usable = xp.isfinite(ratio) & due
-        self._ratios = remember(self._ratios, ratio, usable)
-        self._n_ratios = remember(self._n_ratios, 1.0, usable)
-        last, weights = self._weights, measured.weights
+        self.ratios = remember(self.ratios, ratio, usable)
+        self.n_ratios = remember(self.n_ratios, 1.0, usable)
+        last, weights = self.weights, measured.weights
         if last is not None and last.shape == weights.shape:
             is_tensor = isinstance(weights, Tensor)
             last = torch.as_tensor(last).to(weights) if is_tensor else np.asarray(last)
             moved = weights - last
             squares = (moved * moved).sum(-1)
-            n_steps = counts.maximum(self.steps - self._measured_at, 1)
+            n_steps = counts.maximum(self.steps - self.measured_at, 1)
             n_steps = n_steps if counts is _Numbers else as_kind(n_steps, size)
             movement = (squares.item() if xp is _Numbers else squares) / n_steps
-            usable = xp.isfinite(movement + self._gradient) & due
-            self._movements = remember(self._movements, movement, usable)
-            self._gradients = remember(self._gradients, self._gradient, usable)
-            per_penalty = xp.divide(self._n_ratios, self._ratios)
-            slowness = xp.sqrt(xp.divide(self._gradients, self._movements))
+            usable = xp.isfinite(movement + self.gradient) & due
+            self.movements = remember(self.movements, movement, usable)
+            self.gradients = remember(self.gradients, self.gradient, usable)
+            per_penalty = xp.divide(self.n_ratios, self.ratios)
+            slowness = xp.sqrt(xp.divide(self.gradients, self.movements))
             most = slowness * per_penalty * per_penalty
-            self._most = xp.where(xp.isnan(most), xp.inf, most)
+            self.most = xp.where(xp.isnan(most), xp.inf, most)
             weights = xp.where(due if weights.ndim == 1 else due[:, None], weights, last)
-        self._weights = weights
-        self._measured_at = counts.where(self._due, self.steps, self._measured_at)
+        self.weights = weights
+        self.measured_at = counts.where(self._due, self.steps, self.measured_at)
 
 
 def as_kind(values: Any, like: Any) -> Any:
@@ -296,12 +295,11 @@ def _module_of(numbers: Any) -> Any:
 
 
 def constant_loss(
-    loss: Callable[[Tensor], Tensor], output: Tensor, sample_weight: Tensor | None = None
+    loss: Callable[[Tensor], Tensor],
+    output: Tensor,
+    sample_weight: Tensor | None = None,  # (n,)
 ) -> Tensor:
-    """Compute the loss of the mean output, the same for all samples and positions.
-
-    Shapes: `sample_weight` (n,).
-    """
+    """Compute the loss of the mean output, the same for all samples and positions."""
     axes = [axis for axis in range(output.ndim) if axis != 1]
     if output.numel() == (output.shape[1] if output.ndim > 1 else 1):
         return output.new_full((), torch.inf)

@@ -8,7 +8,6 @@ second pass. Its gradient flows to all parameters that influence features, weigh
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,9 +31,12 @@ from relflat_sk._numerics import constant, full_precision, without_autocast
 from relflat_sk._penalty.batch_flatness import batch_flatness
 from relflat_sk._penalty.capture import Capture, Plan
 from relflat_sk._penalty.limit import Measured, PenaltyLimit, constant_loss
-from relflat_sk._penalty.quiet import QuietHooks, has_forward_hooks, has_hooks, without_hooks
+from relflat_sk._penalty.quiet import without_hooks
 
 __all__ = ["RelativeFlatnessPenalty"]
+
+
+SETTINGS = ("layer", "normalize", "probes", "weight", "clip", "every")
 
 
 @contextmanager
@@ -49,6 +51,18 @@ def _refusing_checkpoints() -> Iterator[None]:
             "(gradient_checkpointing=False), or penalise the last layer (layer=-1) of a network "
             "without nn.MultiheadAttention."
         ) from error
+
+
+def check_settings(owner: Any, prefix: str = "") -> None:
+    """Refuse settings that make no penalty, in the attributes of a penalty or of a net."""
+    settings = {name: getattr(owner, f"{prefix}{name}") for name in SETTINGS}
+    check_boolean(f"{prefix}normalize", settings["normalize"])
+    check_integer(f"{prefix}probes", settings["probes"], minimum=1)
+    check_number(f"{prefix}weight", settings["weight"], positive=None)
+    check_number(f"{prefix}clip", settings["clip"], optional=True)
+    check_integer(f"{prefix}every", settings["every"], minimum=1)
+    if isinstance(settings["layer"], list | tuple) and not settings["layer"]:
+        raise ValueError(f"{prefix}layer must name at least one layer, got an empty sequence.")
 
 
 class RelativeFlatnessPenalty:
@@ -146,39 +160,27 @@ class RelativeFlatnessPenalty:
         clip: float | None = 1.0,
         every: int = 1,
     ) -> None:
-        check_boolean("normalize", normalize)
-        check_integer("probes", probes, minimum=1)
-        check_number("weight", weight, positive=None)
-        check_number("clip", clip, optional=True)
-        check_integer("every", every, minimum=1)
-        if isinstance(layer, list | tuple) and not layer:
-            raise ValueError("layer must name at least one layer, got an empty sequence.")
         self.layer = layer
         self.normalize = normalize
         self.probes = probes
         self.weight = weight
         self.clip = clip
         self.every = every
+        check_settings(self)
         self.limit = PenaltyLimit()
         # those of the captured networks; with None, the next network goes on with `limit`
         self._limits: WeakKeyDictionary[nn.Module, PenaltyLimit] | None = None
+        self._capture: Capture | None = None  # of the network in training
         self._checked: Any = None  # a criterion
-        self._hooks = QuietHooks()
-
-    @cached_property
-    def _capture(self) -> Capture:
-        # written-out gradients need none
-        return Capture()
 
     def __repr__(self) -> str:
-        names = ("layer", "normalize", "probes", "weight", "clip", "every")
-        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        values = ", ".join(f"{name}={getattr(self, name)!r}" for name in SETTINGS)
         return f"{type(self).__name__}({values})"
 
     def __getstate__(self) -> dict[str, Any]:
         # a criterion may be a function, which pickle cannot store; a copy goes on with a copied
         # network
-        return vars(self) | {"_checked": None, "_limits": None}
+        return vars(self) | {"_capture": None, "_checked": None, "_limits": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what past steps of the last network have shown the limit, to resume a training.
@@ -251,22 +253,17 @@ class RelativeFlatnessPenalty:
         self.limit = self._limits.setdefault(network, PenaltyLimit())
         return nullcontext() if self.limit.is_resting(self.every) else self._record(module)
 
-    @contextmanager
-    def _record(self, module: nn.Module) -> Iterator[None]:
+    def _record(self, module: nn.Module) -> AbstractContextManager[None]:
         """Record a forward pass of a step that has the penalty."""
-        parts = self._capture.parts_of(module)
-        hooked = [part for part in parts if has_hooks(part)]
-        # the first pass shows whether the network itself registers hooks of activations
-        activations = (
-            self._capture.plan is None
-            or self._hooks.registers
-            or any(map(has_forward_hooks, parts))
-        )
-        with (
-            self._capture.open(module, self.layers),
-            self._hooks.guarded(hooked, activations=activations),
-        ):
-            yield
+        compiled = module._modules.get("_orig_mod")  # inside of what `torch.compile` returned
+        network = module if compiled is None else compiled
+        if self._capture is None or not self._capture.is_of(network, self.layers):
+            self._capture = Capture(network, self.layers)
+        return self._capture.open(compiled=compiled is not None)
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Call no hooks of the user on gradients."""
+        return nullcontext() if self._capture is None else self._capture.hooks.quiet()
 
     @property
     def layers(self) -> tuple[Layer, ...] | None:
@@ -279,6 +276,7 @@ class RelativeFlatnessPenalty:
     @property
     def plan(self) -> Plan:
         """The layers that steps record, known since the first call."""
+        assert self._capture is not None
         assert self._capture.plan is not None
         return self._capture.plan
 
@@ -314,25 +312,32 @@ class RelativeFlatnessPenalty:
         The share is a constant in the differentiation, and None without a limit. `value` is the
         batch's loss.
         """
-        loss, target = batch.loss, batch.target
-        with self._hooks.quiet():
-            plan, recorder = self._capture.finish(output, weighted=batch.weight is not None)
+        capture, self._capture = self._capture, None  # if this fails, the next step begins anew
+        if capture is None or not capture.has_recorded:
+            raise RuntimeError(
+                "the penalty has recorded no forward pass. Call the network inside `with "
+                "penalty.capture(module):` before each call of the penalty. If the network is "
+                "compiled by torch.compile, capture the compiled module."
+            )
+        loss, target, module = batch.loss, batch.target, capture.parts[0]
+        with capture.hooks.quiet():
+            plan, recorder = capture.finish(output, weighted=batch.weight is not None)
+        self._capture = capture
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
             if loss.row is None:
-                module = self._capture.module
                 with requiring_grad(module.parameters()):
                     read = batch(output)
                 warn_of_weights(loss, read, output, module)
             self._checked = loss.criterion
-        with self._hooks.quiet(), without_autocast(output):
+        with capture.hooks.quiet(), without_autocast(output):
             penalty = batch_flatness(
                 loss,
                 output,
                 target,
                 [recorder[name] for name in plan.layers],
                 plan.penalised,
-                self._capture.explicit,
+                capture.explicit,
                 probes=self.probes,
                 normalize=self.normalize,
                 sample_weight=batch.weight,
@@ -343,8 +348,8 @@ class RelativeFlatnessPenalty:
         of_constant = constant_loss(batch, output, batch.counts(output))
         measured = None
         if self.limit.needs_measurement:
-            parameters = [p for p in self._capture.module.parameters() if p.requires_grad]
-            with without_autocast(output), self._hooks.quiet(), without_hooks(parameters):
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            with without_autocast(output), capture.hooks.quiet(), without_hooks(parameters):
                 norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
             weights = torch.cat([p.detach().flatten().to(value) for p in parameters])
             measured = Measured(*norms, weights)

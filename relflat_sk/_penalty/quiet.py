@@ -1,7 +1,7 @@
 """Keep hooks of users from being called by differentiations that are no step of theirs."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,14 +36,11 @@ class QuietHooks:
         self.registers = False  # whether a forward pass has registered hooks of activations
         self.retained: list[weakref.ref[Tensor]] = []  # activations that retain their gradient
 
-    def __reduce__(self) -> tuple[type["QuietHooks"], tuple[()]]:
-        return QuietHooks, ()
-
     @contextmanager
-    def guarded(self, modules: Sequence[nn.Module], *, activations: bool) -> Iterator[None]:
+    def guarded(self, modules: Iterable[nn.Module], *, activations: bool) -> Iterator[None]:
         """Guard the hooks of modules, and those of activations, in a forward pass."""
-        present = [getattr(part, name) for part in modules for name in _OF_MODULES]
-        taken = [(hooks, dict(hooks)) for hooks in present]
+        of_modules = [getattr(part, name) for part in modules for name in _OF_MODULES]
+        taken = [(hooks, dict(hooks)) for hooks in of_modules if hooks]
         for hooks, before in taken:
             hooks.update({key: _Guarded(self, hook) for key, hook in before.items()})
         self.retained.clear()

@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.utils import to_tensor
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import update_bn
 
 from relflat_sk._checks import check_integer, check_number, check_probability, warn
 from relflat_sk._network.batches import split_labels
@@ -392,7 +391,7 @@ class WeightAverage(Callback):
             check_probability("decay", self.decay)
         self._first = len(net.history) + epochs_before(self.start, net.max_epochs)
         self.n_averaged_ = 0
-        self._average: AveragedModel | None = None
+        self._average: list[Tensor] = []
 
     def on_batch_end(self, net: NeuralNet, training: bool = False, **kwargs: Any) -> None:
         """Average the weights after a step, if older ones count less."""
@@ -411,35 +410,30 @@ class WeightAverage(Callback):
 
     def _update(self, module: nn.Module) -> None:
         """Add the weights of a network to the average."""
-        if self._average is None:
-            rule = None if self.decay is None else partial(_decay_average, self.decay)
-            self._average = AveragedModel(module, avg_fn=rule)
-        self._average.update_parameters(module)
+        weights = [weight.detach() for weight in module.parameters()]
+        self._average = self._average or [weight.clone() for weight in weights]
         self.n_averaged_ += 1
+        share = 1 / self.n_averaged_ if self.decay is None else 1 - self.decay
+        for average, weight in zip(self._average, weights, strict=True):
+            average.lerp_(weight, share)
 
     def on_train_end(self, net: NeuralNet, **kwargs: Any) -> None:
         """Give the net the average, with statistics of batch norms that suit it."""
-        if self._average is None:
+        if not self.n_averaged_:
             warn(
                 f"WeightAverage(start={self.start!r}) averaged no weights, because the training "
                 f"ended after {len(net.history)} epochs. The net keeps its last weights. Choose "
                 "an earlier start."
             )
             return
-        averages = self._average.module.parameters()
         with torch.no_grad():
-            for weight, average in zip(net.module_.parameters(), averages, strict=True):
+            for weight, average in zip(net.module_.parameters(), self._average, strict=True):
                 weight.copy_(average)
         update_bn(
             ([split_labels(batch)[0]] for batch in net.get_iterator(self._dataset)),
             _Inference(net),
         )
         del self._average, self._dataset
-
-
-def _decay_average(decay: float, average: Tensor, weight: Tensor, n: Any) -> Tensor:
-    """Add a weight to its average; torch's own function cannot be pickled."""
-    return average.lerp(weight, 1 - decay)
 
 
 class _Inference(nn.Module):

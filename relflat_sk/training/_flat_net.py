@@ -19,7 +19,7 @@ from skorch.utils import to_numpy, to_tensor
 from torch import Size, Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from relflat_sk._checks import check_boolean, check_device, check_integer, check_number, warn
+from relflat_sk._checks import check_device, check_number, warn
 from relflat_sk._losses.loss import BatchLoss, Loss
 from relflat_sk._losses.table import TABLE, ProbabilityNLLLoss
 from relflat_sk._models.network_of import (
@@ -42,7 +42,7 @@ from relflat_sk._network.network import Network, check_part, primary_output
 from relflat_sk._network.recording import find_ending
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
-from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
+from relflat_sk._penalty.penalty import SETTINGS, RelativeFlatnessPenalty, check_settings
 from relflat_sk._random import alone, draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures._minimum import ConstantComparison
 from relflat_sk.training._after_fit import Record, checksum, record_outcome
@@ -612,14 +612,9 @@ class FlatNet(SkorchNet):
 
     def _check_penalty(self) -> None:
         """Refuse parameters that make no penalty, and optimizers that do not work with one."""
-        check_number("flatness_weight", self.flatness_weight, positive=None)
+        check_settings(self, "flatness_")
         check_number("flatness_warmup", self.flatness_warmup, positive=False)
-        check_boolean("flatness_normalize", self.flatness_normalize)
-        check_integer("flatness_probes", self.flatness_probes, minimum=1)
-        check_number("flatness_clip", self.flatness_clip, optional=True)
-        check_integer("flatness_every", self.flatness_every, minimum=1)
         check_start("flatness_start", self.flatness_start)
-        RelativeFlatnessPenalty(self.flatness_layer)  # checks the layers
         if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
                 "flatness_layer must be a position or a dotted name, got a module. The net trains "
@@ -644,11 +639,10 @@ class FlatNet(SkorchNet):
         """Return the training's penalty, with the settings of this epoch."""
         penalty = self._state().penalty
         if penalty is None:
-            penalty = self._state().penalty = RelativeFlatnessPenalty(self.flatness_layer)
-        penalty.layer, penalty.normalize = self.flatness_layer, self.flatness_normalize
-        penalty.probes, penalty.every = self.flatness_probes, self.flatness_every
-        penalty.weight, penalty.clip = self._penalty_weight(), self.flatness_clip
-        penalty.limit = self._penalty_limit()
+            penalty = self._state().penalty = RelativeFlatnessPenalty()
+        for name in SETTINGS:
+            setattr(penalty, name, getattr(self, f"flatness_{name}"))
+        penalty.weight, penalty.limit = self._penalty_weight(), self._penalty_limit()
         return penalty
 
     def _penalty_limit(self) -> PenaltyLimit:

@@ -229,15 +229,18 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         )
 
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
 _Net = TypeVar("_Net", bound=type[RelativeFlatnessRegularizedNet])
 
 
-def _showing_all_parameters(init: _Init) -> _Init:
-    """Show the parameters that a constructor hands on in its signature, as those of the net."""
-    base, own = signature(RelativeFlatnessRegularizedNet.__init__), signature(init).parameters
-    shown = [own.get(name, parameter) for name, parameter in base.parameters.items()]
-    vars(init)["__signature__"] = base.replace(parameters=shown)
+def _with_defaults(**defaults: Any) -> Callable[..., None]:
+    """Make a constructor of the net with other defaults, which its signature shows."""
+    base = signature(RelativeFlatnessRegularizedNet.__init__)
+
+    def init(self: Any, module: Any = MLP, **arguments: Any) -> None:
+        RelativeFlatnessRegularizedNet.__init__(self, module, **(defaults | arguments))
+
+    shown = [p.replace(default=defaults.get(p.name, p.default)) for p in base.parameters.values()]
+    vars(init).update(__signature__=base.replace(parameters=shown))
     return init
 
 
@@ -331,12 +334,7 @@ class RelativeFlatnessRegularizedBinaryClassifier(RelativeFlatnessRegularizedNet
     """
 
     _fixed_task = "binary"
-
-    @_showing_all_parameters
-    def __init__(
-        self, module: Any = MLP, *, criterion: Any = nn.BCEWithLogitsLoss, **arguments: Any
-    ) -> None:
-        super().__init__(module, criterion=criterion, **arguments)
+    __init__ = _with_defaults(criterion=nn.BCEWithLogitsLoss)
 
 
 @_documented
@@ -374,15 +372,4 @@ class RelativeFlatnessRegularizedRegressor(RelativeFlatnessRegularizedNet):
     """
 
     _fixed_task = "regression"
-
-    @_showing_all_parameters
-    def __init__(
-        self,
-        module: Any = MLP,
-        *,
-        criterion: Any = nn.MSELoss,
-        lr: float = 0.01,
-        max_epochs: int = 50,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(module, criterion=criterion, lr=lr, max_epochs=max_epochs, **arguments)
+    __init__ = _with_defaults(criterion=nn.MSELoss, lr=0.01, max_epochs=50)

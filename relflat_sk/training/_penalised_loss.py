@@ -128,7 +128,7 @@ def _with_penalty(
     If the loss is the criterion's times a factor, as for gradients that accumulate, the penalty
     is the criterion's times this factor, and the history gets the loss without it.
     """
-    with nullcontext() if penalty is None else penalty._hooks.quiet():
+    with nullcontext() if penalty is None else penalty.quiet():
         reading = own.read_criterion(loss, y_true)
     terms = [loss.detach()]
     if reading is not None and reading.factor != 1:

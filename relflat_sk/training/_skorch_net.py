@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from relflat_sk._checks import check_number, did_you_mean, naming_parameters
+from relflat_sk._checks import check_number, naming_parameters
 from relflat_sk._engine.epoch import EPOCH_TRAINER, train_alone
 from relflat_sk._engine.job import Job, NeedsOwnLoop, qualify
 from relflat_sk._network.batches import LoadedBatches, pair_labels
@@ -102,7 +102,7 @@ class SkorchNet(NeuralNet):
     # -- the parts of a net --------------------------------------------------------------
 
     def initialize(self) -> Any:
-        """Make the parts of the net; say what was meant by names that skorch refuses."""
+        """Make the parts of the net; say what was meant by names of scikit-learn's networks."""
         for name in ("criterion", "optimizer"):
             value = getattr(self, name)
             if not callable(value):
@@ -112,10 +112,12 @@ class SkorchNet(NeuralNet):
         try:
             return super().initialize()
         except ValueError as error:
-            advice = _advice(self)
-            if not advice:
+            names = sorted(_OTHER_NAMES.keys() & vars(self).keys())
+            instead = [f"in place of {name}, use {_OTHER_NAMES[name]}" for name in names]
+            if not instead:
                 raise
-            raise ValueError(f"{error}{advice}") from error
+            advice = f"{error}\nWith nets of relflat_sk, {'; '.join(instead)}."
+            raise ValueError(advice) from error
 
     def initialize_callbacks(self) -> Any:
         """Make the callbacks; refuse those that need validation data if there are none."""
@@ -254,20 +256,6 @@ def check_start(name: str, start: Any) -> None:
 def epochs_before(start: float, max_epochs: int) -> float:
     """Return the number of epochs before a start that is an epoch, or a share of all if a float."""
     return start * max_epochs if isinstance(start, float) else start
-
-
-def _advice(net: NeuralNet) -> str:
-    """Say what is meant by parameters that no part of a net takes: misspelt ones, or others'."""
-    accepted = {name for kind in type(net).__mro__ for name in inspect.signature(kind).parameters}
-    # skorch learns the names of the last three only where it makes these parts
-    parts = (*net.prefixes_, "module", "criterion", "optimizer", "_")
-    names = net.get_params(deep=False).keys()
-    unknown = sorted(n for n in names - accepted if not n.startswith(parts) and n[-1] != "_")
-    instead = [f"in place of {n}, use {_OTHER_NAMES[n]}" for n in unknown if n in _OTHER_NAMES]
-    known = names - set(unknown)
-    similar = [did_you_mean(name, known) for name in unknown if name not in _OTHER_NAMES]
-    advice = f"\nWith nets of relflat_sk, {'; '.join(instead)}." if instead else ""
-    return f"{''.join(similar)}{advice}"
 
 
 # -- epochs as jobs ------------------------------------------------------------------------
