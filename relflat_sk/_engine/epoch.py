@@ -43,8 +43,6 @@ def train_alone(job: Job) -> Epoch:
 class ChainNets:
     """Networks that are chains of the same layers, which train by formulas."""
 
-    unused = frozenset[str]()  # parameters that the output does not depend on
-
     def __init__(self, job: Job) -> None:
         chain = find_chain(job.module, tuple(job.inputs.shape[1:]))
         if chain is None or chain.names != {name for name, _ in job.parts.parameters}:

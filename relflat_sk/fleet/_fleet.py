@@ -283,7 +283,7 @@ class Fleet:
         if isinstance(kind, str):
             return [kind] * len(jobs)
         try:
-            return kind.train(jobs, Stack(jobs, kind.unused))
+            return kind.train(jobs, Stack(jobs))
         except NeedsOwnLoop as reason:  # in this epoch
             return [str(reason)] * len(jobs)
         except torch.OutOfMemoryError:

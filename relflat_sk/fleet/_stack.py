@@ -1,6 +1,6 @@
 """The weights, buffers and optimizer states of nets that train together, in common arrays."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,11 +20,9 @@ class Stack:
     networks.
     """
 
-    def __init__(self, jobs: Sequence[Job], unused: Collection[str] = ()) -> None:
+    def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = list(jobs)
-        self._own = [
-            [(name, p) for name, p in one.parts.parameters if name not in unused] for one in jobs
-        ]
+        self._own = [job.parts.parameters for job in jobs]
         with torch.no_grad():
             rows = [torch.cat([p.reshape(-1) for _, p in own]) for own in self._own]
             self._rows = torch.stack(rows)
@@ -32,10 +30,8 @@ class Stack:
             self.weights, self.gradients = (
                 split_rows(array, self._own[0]) for array in (self._rows, self.slopes)
             )
-            self.fixed = stack_tensors([
-                [pair for pair in job.parts.parameters if pair[0] in unused] for job in jobs
-            ])
-            self.buffers = stack_tensors([job.parts.buffers for job in jobs])
+            named = [dict(job.parts.buffers) for job in jobs]
+            self.buffers = {n: torch.stack([one[n] for one in named]) for n in named[0]}
         self._make_optimizer()
 
     def _make_optimizer(self) -> None:
@@ -134,11 +130,6 @@ class Stack:
                         state[parameter][name] = (
                             piece.clone() if isinstance(piece, Tensor) else piece
                         )
-
-
-def stack_tensors(named: Sequence[Sequence[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-    """Stack the tensors of several networks by their names."""
-    return {name: torch.stack([one[i][1] for one in named]) for i, (name, _) in enumerate(named[0])}
 
 
 # -- what nets must have in common ----------------------------------------------------------

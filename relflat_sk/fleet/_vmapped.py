@@ -66,7 +66,9 @@ class VmappedNets:
         self._in_call: tuple[dict[str, Tensor], Tensors, Tensors]
         for name in self._dropped:
             dropout = self._skeleton.get_submodule(name).eval()
-            dropout.register_forward_hook(partial(self._drop, name))
+            dropout.register_forward_hook(
+                lambda part, args, output, name=name: output * self._in_call[2][name]
+            )
         for name in [*self.earlier, *([self._last] if self._last else [])]:
             layer = self._skeleton.get_submodule(name)
             layer.register_forward_hook(partial(self._record, name))
@@ -98,7 +100,7 @@ class VmappedNets:
         job.check_output(Loss(job.criterion), output)
         if plan is not None:
             self._find_layers(plan, module, recorder, output)
-        self.unused = _find_unused(module, output, job.optimizer)
+        _refuse_gradients(module, output, job.optimizer)
         return output
 
     def _find_layers(
@@ -135,11 +137,10 @@ class VmappedNets:
             if loss is not None:
                 return loss
         if self._last:
+            reduction = getattr(criterion, "reduction", None)
             raise NeedsOwnLoop(
-                "with a penalty, its criterion must be MSELoss, BCEWithLogitsLoss without weights, "
-                "or CrossEntropyLoss of class indices without weights, with reduction='mean', got "
-                f"{name_criterion(criterion)} (reduction={getattr(criterion, 'reduction', None)!r},"
-                f" labels of {target.dtype} and shape {tuple(target.shape)})"
+                f"with a penalty, there is no formula for {name_criterion(criterion)} "
+                f"(reduction={reduction!r}, labels of {target.dtype})"
             )
         return None
 
@@ -151,7 +152,7 @@ class VmappedNets:
 
     def train(self, jobs: Sequence[Job], stack: Stack) -> list[Epoch]:
         """Train nets for an epoch, whose tensors are in a stack."""
-        self.weights, self._buffers = {**stack.weights, **stack.fixed}, stack.buffers
+        self.weights, self._buffers = stack.weights, stack.buffers
         self._to, self.slopes = stack.gradients, stack.slopes
         like = next(iter(stack.weights.values()))
         streams = make_generators(jobs, like.device) if self._dropped else []
@@ -195,10 +196,6 @@ class VmappedNets:
 
     # -- passes --------------------------------------------------------------------------------
 
-    def _drop(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Apply a mask that is given."""
-        return output * self._in_call[2][name]
-
     def _record(
         self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
     ) -> Tensor | None:
@@ -224,10 +221,7 @@ class VmappedNets:
         Their graph is held.
         """
         with torch.enable_grad():
-            self.leaves = {
-                name: w.detach().requires_grad_(name in self._to)
-                for name, w in self.weights.items()
-            }
+            self.leaves = {n: w.detach().requires_grad_() for n, w in self.weights.items()}
             self.moves = {}
             for name in self.earlier:
                 weight = self.weights[f"{name}.weight"]
@@ -249,7 +243,7 @@ class VmappedNets:
         pairs = [(tensor, outer) for tensor, outer in pairs if tensor.requires_grad]
         gradients = torch.autograd.grad(
             [tensor for tensor, _ in pairs],
-            [self.leaves[name] for name in self._to],
+            list(self.leaves.values()),
             [outer for _, outer in pairs],
             retain_graph=True,
             materialize_grads=True,
@@ -294,28 +288,25 @@ def _is_linear(record: LayerRecord) -> bool:
     return type(record.layer) is nn.Linear and record.check()[0].ndim == 2
 
 
-def _find_unused(module: nn.Module, output: Tensor, optimizer: Any) -> set[str]:
-    """Return the parameters that an output does not depend on; free its graph.
+def _refuse_gradients(module: nn.Module, output: Tensor, optimizer: Any) -> None:
+    """Refuse a network in which some gradients are none or rounding errors; free its graph.
 
     A bias in front of batch normalisation changes nothing in training, but does in evaluation,
-    where the running mean lags behind. Its gradient is a rounding error, by which Adam moves it in
-    full steps, and in others in a stack, which rounds in another way: that is refused.
+    where the running mean lags behind. Adam moves it by its rounding error in full steps, and by
+    others in a stack, which rounds in another way.
     """
     names, parameters = zip(*module.named_parameters(), strict=True)
     draws = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
     cotangent = draws.to(output) / len(output)
     gradients = torch.autograd.grad(output, parameters, cotangent, allow_unused=True)
-    sizes = {
-        name: float(abs(gradient).max())
-        for name, gradient in zip(names, gradients, strict=True)
-        if gradient is not None
-    }
+    sizes = [-1.0 if gradient is None else float(abs(gradient).max()) for gradient in gradients]
     eps = optimizer.param_groups[0].get("eps", torch.inf)  # what Adam adds to sizes
-    rounding = 100 * torch.finfo(output.dtype).eps * max(sizes.values(), default=0.0)
-    for name, size in sizes.items():
+    rounding = 100 * torch.finfo(output.dtype).eps * max(sizes)
+    for name, size in zip(names, sizes, strict=True):
+        if size < 0:
+            raise NeedsOwnLoop(f"its output does not depend on {name}")
         if eps / 100 < size < rounding:
             raise NeedsOwnLoop(f"{type(optimizer).__name__} amplifies rounding errors of {name}")
-    return set(names) - sizes.keys()
 
 
 # -- the penalty at earlier layers -----------------------------------------------------------
