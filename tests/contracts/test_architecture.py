@@ -103,18 +103,28 @@ def calls(function):
 
 
 @pytest.mark.parametrize(
-    ("section", "layer", "call"),
+    ("section", "layer", "normalize", "call"),
     [
-        ("From a scorer to a number", "all", lambda net, X, y: FlatnessScorer()(net, X, y)),
-        ("From a fit to written-out gradients", -1, lambda net, X, y: net.partial_fit(X, y)),
-        ("From a training step to autograd", "all", lambda net, X, y: net.partial_fit(X, y)),
+        ("From a scorer to a number", "all", False, lambda net, X, y: FlatnessScorer()(net, X, y)),
+        (
+            "From a fit to written-out gradients",
+            -1,
+            False,
+            lambda net, *data: net.partial_fit(*data),
+        ),
+        (
+            "From a training step to autograd",
+            "all",
+            True,
+            lambda net, *data: net.partial_fit(*data),
+        ),
     ],
     ids=["scorer", "fit", "training step"],
 )
-def test_functions_are_called_in_the_order_of_the_page(section, layer, call):
+def test_functions_are_called_in_the_order_of_the_page(section, layer, normalize, call):
     X, y = load_iris(return_X_y=True)
     net = RelativeFlatnessRegularizedClassifier(
-        flatness_layer=layer, max_epochs=3, verbose=0, random_state=0
+        flatness_layer=layer, flatness_normalize=normalize, max_epochs=3, verbose=0, random_state=0
     ).fit(X, y)
     expected = told(section)
     assert len(expected) > 5
