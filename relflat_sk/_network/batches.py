@@ -184,7 +184,14 @@ def make_batches(
     hint = _FLAT if getattr(inputs, "ndim", 2) == 1 else ""
     targets = None if y is None else check_labels(y, n, hint)
     weights = None if sample_weight is None else check_weights(sample_weight, n)
-    return lambda: _from_arrays(inputs, targets, weights, n, batch_size)
+
+    def batches() -> Iterator[Batch]:
+        for start in range(0, n, batch_size):
+            take = partial(_take, slice(start, min(start + batch_size, n)))
+            labels, shares = (None if part is None else take(part) for part in (targets, weights))
+            yield Batch(map_arrays(take, inputs), labels, shares)
+
+    return batches
 
 
 def _check_order(loader: Any) -> None:
@@ -272,16 +279,6 @@ def _sliceable(X: Any) -> Any:
             "array or a torch Dataset."
         ) from error
     return array
-
-
-def _from_arrays(
-    X: Any, y: Any, weights: np.ndarray | None, n: int, batch_size: int
-) -> Iterator[Batch]:
-    """Iterate over the batches of arrays."""
-    for start in range(0, n, batch_size):
-        take = partial(_take, slice(start, min(start + batch_size, n)))
-        labels, shares = (None if part is None else take(part) for part in (y, weights))
-        yield Batch(map_arrays(take, X), labels, shares)
 
 
 def _take(rows: slice, X: Any) -> Tensor:

@@ -11,7 +11,7 @@ None                 nothing but the order of the calls
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,12 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
 
-from relflat_sk._network.borrowing import MathAttention, ReplacedForwards, is_explicit_batch_norm
+from relflat_sk._network.borrowing import (
+    MathAttention,
+    ReplacedForwards,
+    changed,
+    is_explicit_batch_norm,
+)
 from relflat_sk._network.layers import LayerMap, layer_map, weight_kind, weight_layers
 from relflat_sk._numerics import constant
 
@@ -228,23 +233,16 @@ def record_tail(module: nn.Module, *names: str) -> Iterator[Recorder]:
     # Up to the first of them, parameters count as constants. Under `torch.no_grad`, a view that is
     # made before a layer could not be changed in place behind it.
     layers = {name: module.get_submodule(name) for name in names}
-    constants = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    learnable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    with ExitStack() as constants:
+        constants.enter_context(changed(learnable, "requires_grad", False))
 
-    def start(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
-        release()
-        return start_graph(record, features, output)
+        def start(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
+            constants.close()
+            return start_graph(record, features, output)
 
-    def release() -> None:
-        while constants:
-            constants.pop().requires_grad = True
-
-    try:
-        for parameter in constants:
-            parameter.requires_grad = False
         with torch.enable_grad(), Recorder(layers, start, names) as recorder:
             yield recorder
-    finally:
-        release()
 
 
 # -- what autograd's graph of a forward pass tells ---------------------------------------------

@@ -21,7 +21,7 @@ from relflat_sk._models.network_of import name_layers
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer, find_non_finite, weight_layers
 from relflat_sk._network.network import Network
-from relflat_sk._random import RandomState, alone
+from relflat_sk._random import alone
 from relflat_sk.measures._equal_loss import at_equal_loss
 from relflat_sk.measures._functions import arguments_of, measure_by_function
 from relflat_sk.measures._layer_measures import (
@@ -53,28 +53,20 @@ Tolerates = Callable[[str, Exception], bool]
 # -- the measures -------------------------------------------------------------------------------
 
 
-def _network_flatness(
-    network: Network,
-    *,
-    rtol: float = 0.01,
-    random_state: RandomState = None,
-    weight_decay: float = 0.0,
-) -> Measured:
+def _network_flatness(network: Network, **options: Any) -> Measured:
     """Return the largest eigenvalue flatness of all layers."""
-    of_layers = measure_layers(
-        network,
-        ["eigenvalue_flatness"],
-        "all",
-        rtol=rtol,
-        random_state=random_state,
-        weight_decay=weight_decay,
-    )
+    of_layers = measure_layers(network, ["eigenvalue_flatness"], "all", **options)
     return max(of_layers.values(), key=lambda layer: (math.isnan(layer.value), layer.value))
 
 
 # measures of the network as a whole, each with arguments of its own
 NETWORK_WIDE: dict[str, NetworkMeasure] = {
-    "network_flatness": NetworkMeasure(_network_flatness, ("layer",), of_loss=True),
+    "network_flatness": NetworkMeasure(
+        _network_flatness,
+        ("layer",),
+        of_loss=True,
+        arguments={"random_state", "rtol", "weight_decay"},
+    ),
     **NORM_MEASURES,
     **SHARPNESS_MEASURES,
 }

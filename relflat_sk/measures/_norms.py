@@ -61,6 +61,7 @@ from relflat_sk.measures._results import (
     Measured,
     NetworkMeasure,
     NotApplicableError,
+    keywords,
 )
 
 # largest size of the matrix of a convolution for which it is written out
@@ -174,7 +175,7 @@ class Norm(NetworkMeasure):
     def __init__(self, compute: Any, same: tuple[str, ...] = (), power: int = 2) -> None:
         super().__init__(compute, same)
         self.power = power
-        self.arguments |= {"over_margin", "percentile"}
+        self.arguments = keywords(compute, Norm.__call__)
 
     def __call__(
         self,

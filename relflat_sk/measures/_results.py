@@ -31,6 +31,12 @@ EVERY_CHANGE = tuple(REPARAMETERIZATIONS)
 RESCALINGS = EVERY_CHANGE[:3]
 
 
+def keywords(*functions: Callable[..., Any]) -> set[str]:
+    """List the keyword-only arguments of some functions."""
+    parameters = [p for one in functions for p in inspect.signature(one).parameters.values()]
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
 @dataclass
 class NetworkMeasure:
     """A measure of a network as a whole.
@@ -55,8 +61,7 @@ class NetworkMeasure:
     def __post_init__(self) -> None:
         """List the keyword arguments."""
         if self.arguments is None:
-            parameters = inspect.signature(self.compute).parameters.values()
-            self.arguments = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+            self.arguments = keywords(self.compute)
 
     def __call__(self, network: Network, **arguments: Any) -> "Measured":
         measured: Measured = self.compute(network, **arguments)

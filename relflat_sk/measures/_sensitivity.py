@@ -67,28 +67,24 @@ class Forms(Quantity):
 
 
 class _Sums:
-    """Sums of weighted numbers of samples, from which a mean and its standard error follow.
-
-    The mean is a ratio of two sums, of which the second is that of the weights. All are of shape
-    (bits, k): `cross` sums products of the numbers with the weights.
-    """
+    """Sums of weighted numbers of samples, from whose ratio a mean and its error follow."""
 
     def __init__(self) -> None:
-        self.total = self.square = self.cross = self.of_weights = self.count = torch.zeros(())
+        self.sums = torch.zeros(())  # of numbers, of their squares, and with weights: (3, bits, k)
+        self.of_weights = torch.zeros(())  # of squared weights, and of weights that count: (2,)
 
     def add(self, forms: Tensor, weight: Tensor) -> None:
         """Add the weighted numbers of some samples."""
-        self.total = self.total + forms.sum(dim=0)
-        self.square = self.square + forms.square().sum(dim=0)
-        self.cross = self.cross + torch.tensordot(weight, forms, dims=1)
-        self.of_weights = self.of_weights + weight.square().sum()
-        self.count = self.count + (weight != 0).sum()
+        cross = torch.tensordot(weight, forms, dims=1)
+        self.sums = self.sums + torch.stack([forms.sum(dim=0), forms.square().sum(dim=0), cross])
+        counts = torch.stack([weight.square().sum(), (weight != 0).sum()])
+        self.of_weights = self.of_weights + counts
 
     def mean(self, divisor: float) -> tuple[Tensor, Tensor]:
         """Compute means and standard errors over samples that count; nan for a single one."""
-        mean = self.total / divisor
-        scatter = self.square - 2 * mean * self.cross + mean.square() * self.of_weights
-        n = float(self.count)
+        total, square, cross = self.sums
+        mean, (weights, n) = total / divisor, self.of_weights.tolist()
+        scatter = square - 2 * mean * cross + mean.square() * weights
         share = n / (n - 1) if n > 1 else torch.nan
         return mean.cpu(), ((scatter.clamp_min(0) * share).sqrt() / divisor).cpu()
 
@@ -307,7 +303,7 @@ def layer_sensitivity(  # noqa: PLR0913
         rises = _Rises(numbers, per_channel, n_probes, generator)
         summary = scan(network, name_layers(model, layers), rises.add)
         seen = _measure_rises(network, rises.changes) if measured else {}
-    if not all(torch.isfinite(one.total).all() for one in rises.sums.values()):
+    if not all(torch.isfinite(one.sums).all() for one in rises.sums.values()):
         explain_non_finite(["predicted"], network, summary.loss)
     tables = []
     for name, sums in rises.sums.items():

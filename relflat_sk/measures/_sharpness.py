@@ -44,6 +44,7 @@ from relflat_sk.measures._results import (
     Measured,
     NetworkMeasure,
     NotApplicableError,
+    keywords,
 )
 
 # -- weights as one vector ---------------------------------------------------------------------
@@ -198,49 +199,30 @@ _STEP = 0.3
 _DOWN, _UP = 20.0, 7.0
 
 
-def pac_bayes_flatness(
-    network: Network,
-    *,
-    target: float = 0.1,
-    risk: str = "auto",
-    n_draws: int = 10,
-    random_state: RandomState = None,
-) -> Measured:
+def pac_bayes_flatness(network: Network, **search: Any) -> Measured:
     """Measure ``1/sigma^2`` of the largest noise N(0, sigma^2) that the network tolerates."""
     weights = weights_of(network)
     # at a tenth of the weights' size, noise starts to change the predictions of networks
     start = 0.1 * math.sqrt(square_norm(weights) / len(weights)) or 1.0
-    deviation = partial(torch.full_like, weights)
-    return _flatness(network, deviation, start, target, risk, n_draws, random_state)
+    return _flatness(network, partial(torch.full_like, weights), start, **search)
 
 
-def pac_bayes_magnitude_flatness(
-    network: Network,
-    *,
-    target: float = 0.1,
-    risk: str = "auto",
-    eps: float = 1e-3,
-    n_draws: int = 10,
-    random_state: RandomState = None,
-) -> Measured:
+def pac_bayes_magnitude_flatness(network: Network, *, eps: float = 1e-3, **search: Any) -> Measured:
     """Measure ``1/sigma^2`` for noise of deviation ``sqrt(sigma^2 w^2 + eps^2)`` per weight."""
     check_number("eps", eps)
     squares = weights_of(network).square()
-
-    def deviation(sigma: float) -> Tensor:
-        return (sigma**2 * squares + eps**2).sqrt()
-
-    return _flatness(network, deviation, 0.1, target, risk, n_draws, random_state)
+    return _flatness(network, lambda sigma: (sigma**2 * squares + eps**2).sqrt(), 0.1, **search)
 
 
 def _flatness(
     network: Network,
     deviation: Callable[[float], Tensor],
     start: float,
-    target: float,
-    risk: str,
-    n_draws: int,
-    random_state: RandomState,
+    *,
+    target: float = 0.1,
+    risk: str = "auto",
+    n_draws: int = 10,
+    random_state: RandomState = None,
 ) -> Measured:
     """Search for the sigma at which the risk has risen by the target, from a start on."""
     check_number("target", target)
@@ -435,11 +417,7 @@ def joint_eigenvalue_flatness(
 
 
 def sharpness_curve(
-    network: Network,
-    alphas: Sequence[float],
-    *,
-    n_draws: int = 10,
-    random_state: RandomState = None,
+    network: Network, alphas: Sequence[float], *, n_draws: int, random_state: RandomState
 ) -> pd.DataFrame:
     """Measure expected sharpness, and the divergence of the noisy weights from noise around 0."""
     seeds = _seeds(random_state, n_draws)
@@ -458,19 +436,13 @@ def _deviation(weights: Tensor, alpha: float) -> Tensor:
     return alpha * (10 * weights.abs() + 1)
 
 
-def expected_sharpness(
-    network: Network,
-    *,
-    alpha: float = 5e-4,
-    n_draws: int = 10,
-    random_state: RandomState = None,
-) -> Measured:
+def expected_sharpness(network: Network, *, alpha: float = 5e-4, **draws: Any) -> Measured:
     """Measure the mean rise of the loss under noise of deviation ``alpha (10 |w| + 1)``."""
-    return _mean_rise(network, _deviation(weights_of(network), alpha), n_draws, random_state)
+    return _mean_rise(network, _deviation(weights_of(network), alpha), **draws)
 
 
 def _mean_rise(
-    network: Network, deviation: Tensor, n_draws: int, random_state: RandomState
+    network: Network, deviation: Tensor, *, n_draws: int = 10, random_state: RandomState = None
 ) -> Measured:
     seeds = _seeds(random_state, n_draws)
     return estimate_mean(noisy_risks(network, deviation, seeds) - mean_loss(network))
@@ -511,7 +483,7 @@ def adaptive_sharpness(
     network = with_unit_logits(network) if normalize_logits else network
     radius = rho * weights_of(network).abs()
     if kind == "average":
-        return _mean_rise(network, radius, n_draws, random_state)
+        return _mean_rise(network, radius, n_draws=n_draws, random_state=random_state)
     _, rise = largest_rise(network, radius, n_steps=n_steps)
     return Measured(rise, 0.0, "ascent")
 
@@ -543,10 +515,14 @@ def with_unit_logits(network: Network) -> Network:
 SHARPNESS_MEASURES: dict[str, NetworkMeasure] = {
     "fisher_rao_norm": NetworkMeasure(fisher_rao_norm, EVERY_CHANGE, of_loss=True),
     "joint_eigenvalue_flatness": NetworkMeasure(joint_eigenvalue_flatness, of_loss=True),
-    "pac_bayes_flatness": NetworkMeasure(pac_bayes_flatness),
+    "pac_bayes_flatness": NetworkMeasure(pac_bayes_flatness, arguments=keywords(_flatness)),
     # different as far as `eps` is not small next to the weights
-    "pac_bayes_magnitude_flatness": NetworkMeasure(pac_bayes_magnitude_flatness),
-    "expected_sharpness": NetworkMeasure(expected_sharpness, of_loss=True),
+    "pac_bayes_magnitude_flatness": NetworkMeasure(
+        pac_bayes_magnitude_flatness, arguments=keywords(pac_bayes_magnitude_flatness, _flatness)
+    ),
+    "expected_sharpness": NetworkMeasure(
+        expected_sharpness, of_loss=True, arguments=keywords(expected_sharpness, _mean_rise)
+    ),
     "keskar_sharpness": NetworkMeasure(keskar_sharpness, of_loss=True),
     "adaptive_sharpness": NetworkMeasure(adaptive_sharpness, RESCALINGS, of_loss=True),
 }
