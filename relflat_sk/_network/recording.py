@@ -341,23 +341,19 @@ _LINEAR_IN_FIRST = _BATCH_NORMS | {"Div"}
 
 def is_piecewise_linear(base: Tensor, *nodes: Any) -> bool:
     """Return whether a value is a piecewise linear function of the layers' outputs."""
+    return all(_is_linear(step, reached) for step, reached in steps_behind(base, *nodes))
+
+
+def _is_linear(step: Any, reached: list[bool]) -> bool:
+    """Return whether a step is piecewise linear in those of its inputs that depend on layers."""
+    kind = kind_of(step)
+    if kind in _MULTILINEAR:
+        return sum(reached) == 1
     # Batch norm that `relflat_sk._network.borrowing` takes apart counts as linear, with the
-    # statistics that it divides by as constants.
-    for step, reached in steps_behind(base, *nodes):
-        kind = kind_of(step)
-        if step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR:
-            continue
-        fused = getattr(step, "_saved_training", False)  # see `check_thrice`
-        if not (
-            (kind in _MULTILINEAR and sum(reached) == 1)
-            or (
-                (kind in _LINEAR_IN_FIRST or is_explicit_batch_norm(step))
-                and not any(reached[1:])
-                and not fused
-            )
-        ):
-            return False
-    return True
+    # statistics that it divides by as constants; for fused ones, see `check_thrice`.
+    if kind in _LINEAR_IN_FIRST or is_explicit_batch_norm(step):
+        return not any(reached[1:]) and not getattr(step, "_saved_training", False)
+    return step.name() in _SAME_NUMBERS or kind in _PIECEWISE_LINEAR
 
 
 # torch's second derivatives of these take statistics of the input for constants
@@ -423,8 +419,7 @@ def kind_of(step: Any) -> str:
     if isinstance(step, BackwardCFunction):  # a user's function may be named as one of torch's
         return ""
     name: str = step.name()
-    kind = name.removesuffix("0").removesuffix("1").removesuffix("2")
-    return kind.removesuffix("Backward")
+    return name.rstrip("012").removesuffix("Backward")
 
 
 def steps_behind(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
@@ -457,17 +452,9 @@ def steps_behind(base: Tensor, *nodes: Any) -> list[tuple[Any, list[bool]]]:
 _AFFINE = {"Addmm", "Mm", "Convolution", "MkldnnConvolution"}
 
 # steps whose outputs change at most as fast as their inputs, in the maximum norm
-_SLOW: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        ("ConstantPadNd", "Hardtanh", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Mean",
-         "Relu", "Select", "Sigmoid", "Slice", "Softplus", "Tanh"),
-        lambda step: True,
-    ),
-    # the weights of whose windows add up to 1 or less
-    **dict.fromkeys(
-        ("AvgPool2D", "AvgPool3D"), lambda step: step._saved_divisor_override is None
-    ),
-    "LeakyRelu": lambda step: abs(step._saved_negative_slope) <= 1,
+_SLOW = {
+    "AvgPool2D", "AvgPool3D", "ConstantPadNd", "Hardtanh", "LeakyRelu", "MaxPool2DWithIndices",
+    "MaxPool3DWithIndices", "Mean", "Relu", "Select", "Sigmoid", "Slice", "Softplus", "Tanh",
 }  # fmt: skip
 
 
@@ -484,7 +471,12 @@ def find_faster_step(output: Tensor, x: Tensor, n_layers: int, n_folded: int = 0
             n_affine += 1
         elif kind in _BATCH_NORMS:
             n_norms += 1
-        elif not (step.name() in SAME_BUT_FOR_AXES or (kind in _SLOW and _SLOW[kind](step))):
+        elif step.name() not in SAME_BUT_FOR_AXES and (
+            kind not in _SLOW
+            or abs(getattr(step, "_saved_negative_slope", 0)) > 1  # of a leaky ReLU
+            # the weights of whose windows need not add up to 1
+            or getattr(step, "_saved_divisor_override", None) is not None
+        ):
             return f"{step.name()} may change faster than its input"
     if (n_affine, n_norms) != (n_layers, n_folded):
         return "matrices or batch norms are applied by functions, outside of layers"
