@@ -4,7 +4,7 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -132,6 +132,18 @@ class Batch:
     x: Any
     y: Tensor | None
     weight: Tensor | None  # (n,)
+
+
+class Weighted(NamedTuple):
+    """Labels with the weights of their samples; data loaders collate both."""
+
+    target: Any
+    weight: Any  # (n,)
+
+
+def split_target(y: Any) -> tuple[Any, Any]:
+    """Separate the labels of a batch from its sample weights, (n,)."""
+    return y if isinstance(y, Weighted) else (y, None)
 
 
 class LoadedBatches(IterableDataset[Any]):
@@ -315,6 +327,7 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
     item = None
     for item in loader:
         x, y = split_labels(item)
+        y, weight = split_target(y)
         try:
             y = torch.as_tensor(y)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -322,7 +335,7 @@ def _from_loader(loader: Any) -> Iterator[Batch]:
                 f"the labels of a Dataset or DataLoader must form one array, got a "
                 f"{type(y).__name__}: {error}. Measure with a loader that gives tensors."
             ) from error
-        yield Batch(x, y, None)
+        yield Batch(x, y, None if weight is None else weight.double())
     if item is None:
         stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
         raise ValueError(_NO_SAMPLES + (_READ_AGAIN if stream else ""))

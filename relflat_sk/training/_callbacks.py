@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from relflat_sk._checks import check_integer, check_number, check_probability, warn
-from relflat_sk._network.batches import split_labels
+from relflat_sk._network.batches import split_labels, split_target
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import loss_range, mean_loss, output_shape, primary_output
-from relflat_sk.training._data import split_target, training_network
+from relflat_sk.training._data import training_network
 from relflat_sk.training._skorch_net import check_start, epochs_before
 
 

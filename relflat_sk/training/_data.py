@@ -6,10 +6,10 @@ returns `Weighted` labels, any data loader batches them, and the net's loss sepa
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from relflat_sk._models.network_of import DataOptions, skorch_batches, skorch_network
 from relflat_sk._network.batches import (
-    Batch,
     LoadedBatches,
+    Weighted,
     arrays_of,
     check_finite,
     check_tensor,
+    make_batches,
     map_arrays,
     mapped_file,
     split_labels,
@@ -47,10 +48,8 @@ def check_inputs(net: Any, X: Any, *, reset: bool) -> Any:
         return X
     if isinstance(X, SliceDataset) and net.get_params_for("iterator_train").get("collate_fn"):
         return X  # its rows may differ in length, and only the collate function knows how
-    if isinstance(X, Mapping) and not issparse(X):  # a dok_matrix is a Mapping too
-        return {name: _check_part(part) for name, part in X.items()}
-    if isinstance(X, tuple):
-        return tuple(map(_check_part, X))
+    if isinstance(X, Mapping | tuple) and not issparse(X):  # a dok_matrix is a Mapping too
+        return map_arrays(_check_part, X)
     if isinstance(X, Tensor):
         X = _check_part(X)
         if len(X.shape) < 2 or 0 in X.shape:
@@ -132,13 +131,6 @@ _ARGUMENTS = {"batch_size", "shuffle", "drop_last"}
 # -- sample weights ------------------------------------------------------------------------
 
 
-class Weighted(NamedTuple):
-    """Labels with the weights of their samples; data loaders collate both."""
-
-    target: Any
-    weight: Any  # (n,)
-
-
 class WeightedDataset(Dataset[Any]):
     """A data set of pairs (x, y), with a weight for each."""
 
@@ -183,30 +175,6 @@ def plain_batch(batch: Any) -> Any:
     return batch
 
 
-def split_target(y: Any) -> tuple[Any, Any]:
-    """Separate the labels of a batch from its sample weights, (n,)."""
-    return y if isinstance(y, Weighted) else (y, None)
-
-
-# -- what is inside of data sets -----------------------------------------------------------
-
-
-def _unwrap(dataset: Any) -> tuple[Any, NDArray[np.intp] | None, NDArray[np.float64] | None]:
-    """Find the innermost data set, its rows that the samples are, and the samples' weights.
-
-    Classes are compared exactly, since a subclass of a subset may return other samples.
-    """
-    if isinstance(dataset, WeightedDataset):
-        base, rows, _ = _unwrap(dataset.dataset)
-        return base, rows, np.array(dataset.weights, dtype=np.float64)
-    if type(dataset) is Subset:
-        base, rows, weights = _unwrap(dataset.dataset)
-        indices = np.asarray(dataset.indices, dtype=np.intp)
-        chosen = indices if rows is None else rows[indices]
-        return base, chosen, None if weights is None else weights[indices]
-    return dataset, None, None
-
-
 def training_network(net: NeuralNet, dataset: Any) -> Network:
     """Read a net with its training data, sample weights included.
 
@@ -214,24 +182,14 @@ def training_network(net: NeuralNet, dataset: Any) -> Network:
     large as in training. Other data sets are read through the net's data loader.
     """
     options, rows = DataOptions(), _find_rows(dataset)
-    size = options.batch_size
-    if rows is not None:
-        if any(map(issparse, arrays_of(rows.inputs))) and net.batch_size > 0:
-            size = min(size, int(net.batch_size))
-        # torch's loader draws a seed for workers, also if there are none
-        loader = rows_loader(rows, batch_size=size, generator=torch.Generator())
-    elif _unwrap(dataset)[2] is not None:
-        params = {**net.get_params_for("iterator_valid"), "batch_size": size}
-        loader = net.iterator_valid(dataset, **params)
-    else:
+    if rows is None:
         return skorch_network(net, skorch_batches(net, dataset, None, options), options)
-
-    def batches() -> Iterator[Batch]:
-        for x, y in map(split_labels, loader):
-            target, weight = split_target(y)
-            yield Batch(x, torch.as_tensor(target), None if weight is None else weight.double())
-
-    return skorch_network(net, batches, options)
+    size = options.batch_size
+    if any(map(issparse, arrays_of(rows.inputs))) and net.batch_size > 0:
+        size = min(size, int(net.batch_size))
+    # torch's loader draws a seed for workers, also if there are none
+    loader = rows_loader(rows, batch_size=size, generator=torch.Generator())
+    return skorch_network(net, make_batches(loader), options)
 
 
 # -- batches that are cut out of arrays ----------------------------------------------------
@@ -293,13 +251,24 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _find_rows(dataset: Any) -> ArrayRows | None:
-    """Find the arrays inside a data set, if rows can be cut out of them."""
-    base, rows, weights = _unwrap(dataset)
-    if type(base) is SkorchDataset:
+    """Find the arrays inside a data set, if rows can be cut out of them.
+
+    Classes are compared exactly, since a subclass of a subset may return other samples.
+    """
+    if isinstance(dataset, WeightedDataset) or type(dataset) is Subset:
+        found = _find_rows(dataset.dataset)
+        if found is None:
+            return None
+        if isinstance(dataset, WeightedDataset):
+            return replace(found, weights=torch.tensor(dataset.weights, dtype=torch.float64))
+        chosen = np.asarray(dataset.indices, dtype=np.intp)
+        weights = None if found.weights is None else found.weights[chosen]
+        return replace(found, rows=found.rows[chosen], weights=weights)
+    if type(dataset) is SkorchDataset:
         # skorch replaces missing labels by zeros
-        parts = base.X, torch.zeros(len(base), 1) if base.y is None else base.y
-    elif type(base) is TensorDataset and len(base.tensors) == 2:
-        parts = base.tensors
+        parts = dataset.X, torch.zeros(len(dataset), 1) if dataset.y is None else dataset.y
+    elif type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        parts = dataset.tensors
     else:
         return None
     # torch's loader makes a list of a tuple
@@ -307,10 +276,9 @@ def _find_rows(dataset: Any) -> ArrayRows | None:
         map_arrays(_as_rows, list(part) if type(part) is tuple else part) for part in parts
     )
     arrays = *arrays_of(inputs), *arrays_of(targets)
-    if not all(data is not None and data.shape[:1] == (len(base),) for data in arrays):
+    if not all(data is not None and data.shape[:1] == (len(dataset),) for data in arrays):
         return None
-    rows = np.arange(len(base)) if rows is None else rows
-    return ArrayRows(inputs, targets, rows, None if weights is None else torch.from_numpy(weights))
+    return ArrayRows(inputs, targets, np.arange(len(dataset)), None)
 
 
 def _as_rows(data: Any) -> Any:

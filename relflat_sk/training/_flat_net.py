@@ -36,6 +36,7 @@ from relflat_sk._network.batches import (
     check_weights,
     count_samples,
     floating_parameter,
+    split_target,
 )
 from relflat_sk._network.borrowing import uncompiled, unwrapped
 from relflat_sk._network.network import Network, check_part, primary_output
@@ -50,7 +51,6 @@ from relflat_sk.training._data import (
     check_inputs,
     check_stream,
     plain_batch,
-    split_target,
     with_sizes,
     with_weights,
 )
