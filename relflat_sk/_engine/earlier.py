@@ -1,6 +1,6 @@
 """Penalties at linear layers before the last one: their random signs, and a chain's formulas."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -46,11 +46,6 @@ class Probes:
             job.random_state = generator.get_state()
 
 
-def shapes_of_slopes(n: int, n_outputs: int, widths: Iterable[int]) -> list[tuple[int, ...]]:
-    """List the shapes of the signs of an estimate, by the layers' numbers of inputs."""
-    return [(n, n_outputs), *((n_shared(m), m) for m in widths if n_shared(m))]
-
-
 class EarlierTerm(NamedTuple):
     """A penalty at earlier layers by its partial derivatives, each times the networks' factors."""
 
@@ -91,7 +86,8 @@ class ChainTerms:
         chain, each = self._chain, factors[:, None, None]
         layers, first = chain.linear, chain.earlier[0]
         widths = [layers[i].weight.shape[-1] for i in chain.earlier]
-        signs = self._probes.draw(shapes_of_slopes(p.shape[1], p.shape[2], widths), self._like)
+        shapes = [p.shape[1:], *((n_shared(m), m) for m in widths if n_shared(m))]
+        signs = self._probes.draw(shapes, self._like)
         of_outputs, *shared = (one if isinstance(p, Tensor) else one.numpy() for one in signs)
         roots = namespace(p).sqrt(batch.shares)[..., None]
         product, pull_root = self._loss.root_product(p, of_outputs * roots)

@@ -68,35 +68,6 @@ def n_shared(m: int) -> int:
     return 0 if m <= 2 * _SHARED else _SHARED
 
 
-def slopes_of_rows(
-    gradient: Tensor,  # (..., n, d)
-    features: Tensor,  # (..., n, m)
-    weight: Tensor,  # (..., d, m)
-    signs: Tensor | None,  # (..., k, m)
-) -> Tensor:  # (..., n, k)
-    """Compute slopes along changes of a layer with one position, for any leading axes."""
-    n = 1 if signs is None else signs.shape[-2]
-    columns = weight if signs is None else weight @ signs.mT
-    return (gradient * _sizes(features, weight, n)) @ columns
-
-
-def changes_of_rows(
-    signs: Tensor,  # (..., n, m)
-    features: Tensor,  # (..., n, m)
-    weight: Tensor,  # (..., d, m)
-) -> Tensor:  # (..., n, d)
-    """Compute changes of the output of a layer with one position, for any leading axes."""
-    return (signs @ weight.mT) * _sizes(features, weight, 1)
-
-
-def _sizes(features: Tensor, weight: Tensor, n: int) -> Tensor:
-    """Return norms of features, divided by the root of ``2 m n``: (..., n, 1)."""
-    # vector_norm has the slope zero at zero, unlike the root of a sum of squares
-    norms = torch.linalg.vector_norm(features, dim=-1, keepdim=True)
-    sizes: Tensor = norms * (2 * weight.shape[-1] * n) ** -0.5
-    return sizes
-
-
 class RandomChanges:
     """Random changes of a layer's output, scaled to estimate ``kappa / (2 m)``."""
 
@@ -114,9 +85,9 @@ class RandomChanges:
     def changes(self, z: Tensor) -> Tensor:
         """Draw one change of the layer's output for each sample, with its graph."""
         signs = rademacher((len(self.features), self.weight.shape[1]), self.weight)
-        if self.is_flat:
-            return changes_of_rows(signs, self.features, self.weight)
         units = signs @ self.weight.T
+        if self.is_flat:
+            return units * self._sizes(1)
         blocks: Tensor = self._in_blocks(units[:, :, None]) * self._planes(1, 1.0)
         return self.layer.from_rows(blocks.flatten(1, 2), z)
 
@@ -125,12 +96,19 @@ class RandomChanges:
         d, m = self.weight.shape
         n = n_shared(m)
         signs = rademacher((n, m), self.weight) if n else None
-        if self.is_flat:
-            return slopes_of_rows(gradient, self.features, self.weight, signs)
         columns = self.weight if signs is None else self.weight @ signs.T
+        if self.is_flat:
+            return (gradient * self._sizes(max(1, n))) @ columns
         blocks = self._in_blocks(self.layer.to_rows(gradient))
         along = blocks @ self._planes(_CHANNELS, max(1, n) ** -0.5).transpose(2, 3)
         return along.permute(0, 3, 1, 2).reshape(-1, d) @ columns
+
+    def _sizes(self, n: int) -> Tensor:
+        """Return norms of features, divided by the root of ``2 m n``: (n, 1)."""
+        # vector_norm has the slope zero at zero, unlike the root of a sum of squares
+        norms = torch.linalg.vector_norm(self.features, dim=-1, keepdim=True)
+        sizes: Tensor = norms * (2 * self.weight.shape[1] * n) ** -0.5
+        return sizes
 
     def _in_blocks(self, rows: Tensor) -> Tensor:
         """Reshape rows (n, d, P) by groups of outputs: (n, groups, d / groups, P)."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from relflat_sk._engine.chain import draw_mask
-from relflat_sk._engine.earlier import Probes, shapes_of_slopes
 from relflat_sk._engine.epoch import make_generators, train_epoch
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop, Parts
 from relflat_sk._engine.step import Settings, Step, StepBatch
@@ -20,26 +19,13 @@ from relflat_sk._losses.curvature import ArrayLoss, find_array_loss
 from relflat_sk._losses.loss import Loss, name_criterion, weighted_loss
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
-from relflat_sk._network.borrowing import find_fused
 from relflat_sk._network.network import primary_output
-from relflat_sk._network.recording import (
-    LayerRecord,
-    Recorder,
-    find_ending,
-    find_link,
-    is_piecewise_linear,
-    keep_graph,
-)
-from relflat_sk._penalty.batch_flatness import changes_of_rows, n_shared, slopes_of_rows
-from relflat_sk._penalty.capture import Plan
+from relflat_sk._network.recording import Recorder, find_ending, find_link
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._random import fork_rng
 from relflat_sk.fleet._stack import Stack, attributes_of
 
 Tensors = Mapping[str, Tensor]
-
-# layers that run in another way if a penalty differentiates them twice
-_OTHERWISE = (nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class VmappedNets:
@@ -53,31 +39,30 @@ class VmappedNets:
         x = cast_inputs(job.inputs[: job.batch_size], job.module, weight.device)
         y = job.targets[: job.batch_size].to(weight.device)
         self._skeleton = _copy(job.module).to("meta").train()
-        # the last layer if there is a penalty; penalised ones before it, with their numbers of
-        # inputs
-        self._last, self._at_last, self.earlier = "", False, dict[str, int]()
+        self._last = ""  # the last layer, if there is a penalty
         with fork_rng(weight.device), torch.enable_grad():
             output = self._run(job, _copy(job.module).train(), x, y)
             target = Loss(job.criterion).read_target(output, y).values
         self._output = output.detach()[:1]
         self._loss = self._find_loss(job, target)
         self._masks: Tensors = {}  # of layers of dropout, in the next step
-        # in a call: the inputs of layers, what is added to their outputs, and the masks
-        self._in_call: tuple[dict[str, Tensor], Tensors, Tensors]
+        self._in_call: Tensors  # the masks of a net
+        self._features: Tensor  # what the last layer receives in a call
         for name in self._dropped:
             dropout = self._skeleton.get_submodule(name).eval()
             dropout.register_forward_hook(
-                lambda part, args, output, name=name: output * self._in_call[2][name]
+                lambda part, args, output, name=name: output * self._in_call[name]
             )
-        for name in [*self.earlier, *([self._last] if self._last else [])]:
-            layer = self._skeleton.get_submodule(name)
-            layer.register_forward_hook(partial(self._record, name))
+        if self._last:
+            last = self._skeleton.get_submodule(self._last)
+            last.register_forward_hook(lambda *call: setattr(self, "_features", call[1][0]))
         self.prepare(job)
 
     def _run(self, job: Job, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Run a copy of a network, and find what a stack needs to know of it."""
         before = attributes_of(Parts(module))
-        plan = None if job.penalty is None else _try_penalty(job, module, x, y)
+        if job.penalty is not None:
+            self._last = _try_penalty(job, module, x, y)
         named = module.named_modules()
         dropouts = {name: part for name, part in named if type(part) is nn.Dropout and part.p}
         calls: list[tuple[str, torch.Size]] = []
@@ -85,7 +70,8 @@ class VmappedNets:
             dropout.register_forward_hook(
                 lambda part, args, output, name=name: calls.append((name, output.shape[1:]))
             )
-        with Recorder({} if plan is None else plan.layers, keep_graph) as recorder:
+        layers = {self._last: module.get_submodule(self._last)} if self._last else {}
+        with Recorder(layers) as recorder:
             output = primary_output(module(x))
         if sorted(name for name, _ in calls) != sorted(dropouts):
             raise NeedsOwnLoop("its network does not use each layer of dropout once")
@@ -98,36 +84,16 @@ class VmappedNets:
                 raise NeedsOwnLoop(f"its network changes its attribute {name} in each pass")
         self._ending = find_ending(output)
         job.check_output(Loss(job.criterion), output)
-        if plan is not None:
-            self._find_layers(plan, module, recorder, output)
+        for name in layers:
+            last = recorder[name]
+            is_output = find_link(output, last.node) == "identity" and output.ndim == 2
+            is_linear = type(last.layer) is nn.Linear and last.check()[0].ndim == 2
+            if not (is_output and is_linear):
+                raise NeedsOwnLoop("its penalty must be at a Linear that is its output")
+            if output.shape[1] >= MANY:
+                raise NeedsOwnLoop("with a penalty, it has too many classes")
         _refuse_gradients(module, output, job.optimizer)
         return output
-
-    def _find_layers(
-        self, plan: Plan, module: nn.Module, recorder: Recorder, output: Tensor
-    ) -> None:
-        """Find the penalised layers; refuse a network whose penalty is not that of a stack."""
-        *others, last = (recorder[name] for name in plan.layers)
-        if last.calls > 1:
-            raise NeedsOwnLoop("with a penalty, its last layer must be called once")
-        is_output = find_link(output, last.node) == "identity" and output.ndim == 2
-        if not is_output or not _is_linear(last):
-            raise NeedsOwnLoop("with a penalty, its last layer must be a Linear, and its output")
-        if others and (
-            any(isinstance(part, _OTHERWISE) for part in module.modules()) or find_fused(module)
-        ):
-            raise NeedsOwnLoop(
-                "with a penalty at earlier layers, it must have no convolution, normalisation or "
-                "attention"
-            )
-        if not all(map(_is_linear, others)):
-            raise NeedsOwnLoop("a penalised layer must be a Linear, one row per sample")
-        if output.shape[1] >= MANY:
-            raise NeedsOwnLoop("with a penalty, it has too many classes")
-        self._last, self._at_last = last.name, last.name in plan.penalised
-        self.earlier = {record.name: record.check()[0].shape[-1] for record in others}
-        nodes = [record.node for record in others]
-        self.is_piecewise_linear = is_piecewise_linear(output, *nodes)
 
     def _find_loss(self, job: Job, target: Any) -> ArrayLoss | None:
         """Find the formulas of a criterion, which a penalty needs."""
@@ -156,11 +122,10 @@ class VmappedNets:
         self._to, self.slopes = stack.gradients, stack.slopes
         like = next(iter(stack.weights.values()))
         streams = make_generators(jobs, like.device) if self._dropped else []
+        loss = self._loss
         make_step: Any = partial(self._step_of_any, jobs[0])
-        earlier, loss = None, self._loss
         if loss is not None:
-            earlier = EarlierTerms(self, loss, jobs) if self.earlier else None
-            make_step = Step(self, loss, at_last=self._at_last, earlier=earlier)
+            make_step = Step(self, loss)
 
         def as_arrays(batch: StepBatch) -> StepBatch:
             if loss is None:
@@ -177,8 +142,6 @@ class VmappedNets:
             return make_step(batch, settings)  # type: ignore[no-any-return]
 
         epochs = train_epoch(step, jobs, stack, like, as_arrays)
-        if earlier is not None:
-            earlier.finish()
         return [replace(epoch, ending=self._ending) for epoch in epochs]
 
     def _step_of_any(self, job: Job, batch: StepBatch, settings: Settings | None) -> tuple[Tensor]:
@@ -196,54 +159,35 @@ class VmappedNets:
 
     # -- passes --------------------------------------------------------------------------------
 
-    def _record(
-        self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor
-    ) -> Tensor | None:
-        """Record a layer's input, and add to its output what it is differentiated by."""
-        inputs, moves, _ = self._in_call
-        inputs[name] = args[0]
-        return output + moves[name] if name in moves else None
-
     def _call(
-        self, weights: Tensors, buffers: Tensors, x: Tensor, moves: Tensors, masks: Tensors
-    ) -> tuple[Tensor, Tensors]:
-        inputs: dict[str, Tensor] = {}
-        self._in_call = inputs, moves, masks
+        self, weights: Tensors, buffers: Tensors, x: Tensor, masks: Tensors
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a net's output, and what its last layer receives."""
+        self._in_call, self._features = masks, x
         output = functional_call(self._skeleton, ({**weights, **buffers},), (x,))
-        return primary_output(output), inputs
+        return primary_output(output), self._features
 
     def forward(
         self,
         x: Tensor,  # (k, n, ...)
     ) -> tuple[Tensor, Tensor, Tensor]:  # (k, n, ...), (k, n, m), (k, d, m)
-        """Compute outputs, with features and weight of the last layer where a penalty needs them.
-
-        Their graph is held.
-        """
+        """Compute outputs, with features and weight of the last layer if there is a penalty."""
         with torch.enable_grad():
-            self.leaves = {n: w.detach().requires_grad_() for n, w in self.weights.items()}
-            self.moves = {}
-            for name in self.earlier:
-                weight = self.weights[f"{name}.weight"]
-                shape = *x.shape[:2], weight.shape[1]
-                self.moves[name] = weight.new_zeros(shape).requires_grad_()
-            self.z, self.inputs = vmap(self._call)(
-                self.leaves, self._buffers, x, self.moves, self._masks
-            )
+            self._leaves = {n: w.detach().requires_grad_() for n, w in self.weights.items()}
+            # their graph is held
+            self._z, self._phi = vmap(self._call)(self._leaves, self._buffers, x, self._masks)
+        z = self._z.detach()
         if not self._last:
-            return self.z.detach(), self.z, self.z
-        weight = self.weights[f"{self._last}.weight"]
-        return self.z.detach(), self.inputs[self._last].detach(), weight
+            return z, z, z
+        return z, self._phi.detach(), self.weights[f"{self._last}.weight"]
 
     def backward(self, z: Tensor, phi: Any = None, weight: Any = None, *others: Any) -> None:
         """Compute the gradients of the weights, see `Body`; keep the graph."""
-        pairs = [(self.z, z), *others]
-        if phi is not None:
-            pairs.append((self.inputs[self._last], phi))
+        pairs = [(self._z, z)] if phi is None else [(self._z, z), (self._phi, phi)]
         pairs = [(tensor, outer) for tensor, outer in pairs if tensor.requires_grad]
         gradients = torch.autograd.grad(
             [tensor for tensor, _ in pairs],
-            list(self.leaves.values()),
+            list(self._leaves.values()),
             [outer for _, outer in pairs],
             retain_graph=True,
             materialize_grads=True,
@@ -262,13 +206,16 @@ def _copy(module: nn.Module) -> nn.Module:
         raise NeedsOwnLoop("torch cannot copy its network") from error
 
 
-def _try_penalty(job: Job, module: nn.Module, x: Tensor, y: Tensor) -> Plan:
-    """Refuse a network whose penalty a net by itself refuses in its first step."""
+def _try_penalty(job: Job, module: nn.Module, x: Tensor, y: Tensor) -> str:
+    """Refuse a network whose penalty a net by itself refuses, or one at other layers than the last.
+
+    Return the name of this layer.
+    """
     asked = job.penalty
     assert asked is not None
     if asked.normalize:
         raise NeedsOwnLoop("flatness_normalize=True is computed for single nets only")
-    penalty = RelativeFlatnessPenalty(asked.layer, probes=asked.probes)
+    penalty = RelativeFlatnessPenalty(asked.layer)
     weights = None
     if job.weights is not None:
         weights = torch.ones(len(x), dtype=torch.float64, device=x.device)
@@ -280,12 +227,10 @@ def _try_penalty(job: Job, module: nn.Module, x: Tensor, y: Tensor) -> Plan:
             penalty(job.criterion, output, y, weights)
     except ValueError as error:
         raise NeedsOwnLoop(f"with a penalty, {error}") from error
-    return penalty.plan
-
-
-def _is_linear(record: LayerRecord) -> bool:
-    """Return whether a layer maps one row of each sample."""
-    return type(record.layer) is nn.Linear and record.check()[0].ndim == 2
+    (*others, last), penalised = penalty.plan.layers, penalty.plan.penalised
+    if others or penalised != [last]:
+        raise NeedsOwnLoop("its penalty is at earlier layers, and it is no chain of layers")
+    return last
 
 
 def _refuse_gradients(module: nn.Module, output: Tensor, optimizer: Any) -> None:
@@ -307,76 +252,3 @@ def _refuse_gradients(module: nn.Module, output: Tensor, optimizer: Any) -> None
             raise NeedsOwnLoop(f"its output does not depend on {name}")
         if eps / 100 < size < rounding:
             raise NeedsOwnLoop(f"{type(optimizer).__name__} amplifies rounding errors of {name}")
-
-
-# -- the penalty at earlier layers -----------------------------------------------------------
-
-
-class EarlierTerms:
-    """The penalties of nets at linear layers before the last one.
-
-    Each net draws the random signs that it draws if it is trained alone.
-    """
-
-    def __init__(self, nets: VmappedNets, loss: ArrayLoss, jobs: Sequence[Job]) -> None:
-        self._nets, self._loss, self._criterion = nets, loss, Loss(jobs[0].criterion)
-        self._probes = Probes(jobs)
-        self.finish = self._probes.finish
-
-    def __call__(self, batch: StepBatch, factors: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the penalties, (k,), without and with their graph."""
-        with torch.enable_grad():
-            estimate = self._slopes if self._nets.is_piecewise_linear else self._forms
-            draws = estimate(batch, [self._draw_signs(batch) for _ in range(self._probes.n_draws)])
-            penalties = factors * torch.stack(draws).mean(0)
-        return penalties.detach(), penalties
-
-    def _draw_signs(self, batch: StepBatch) -> list[Tensor]:
-        """Draw the signs of an estimate."""
-        (n, like), widths = (batch.shares.shape[1], batch.shares), self._nets.earlier.values()
-        shapes: list[tuple[int, ...]] = [(n, m) for m in widths]
-        if self._nets.is_piecewise_linear:
-            shapes = shapes_of_slopes(n, self._nets.z.shape[2], widths)
-        return self._probes.draw(shapes, like)
-
-    def _layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the inputs and the weight of each layer."""
-        nets = self._nets
-        return [(nets.inputs[name], nets.leaves[f"{name}.weight"]) for name in nets.earlier]
-
-    def _slopes(self, batch: StepBatch, signs: list[list[Tensor]]) -> list[Tensor]:
-        """Return mean squared slopes along random changes, for a piecewise linear network."""
-        z, moves = self._nets.z, list(self._nets.moves.values())
-        curvature = self._criterion.closed_form("identity", z.flatten(0, 1), None)
-        assert curvature is not None
-        roots = batch.shares.sqrt()[..., None]
-        draws = []
-        for of_outputs, *shared in signs:
-            cotangent = curvature.root_product((of_outputs * roots).flatten(0, 1)).view_as(z)
-            gradients = torch.autograd.grad(z, moves, cotangent, create_graph=True)
-            squares = []
-            for (features, weight), gradient in zip(self._layers(), gradients, strict=True):
-                of_layer = shared.pop(0) if n_shared(weight.shape[2]) else None
-                slopes = slopes_of_rows(gradient, features, weight, of_layer)
-                squares.append(slopes.square().sum(dim=(1, 2)))
-            draws.append(torch.stack(squares).sum(0))
-        return draws
-
-    def _forms(self, batch: StepBatch, signs: list[list[Tensor]]) -> list[Tensor]:
-        """Return mean forms of the Hessian along random changes, for any other network."""
-        z, moves = self._nets.z, list(self._nets.moves.values())
-        losses = self._loss.each(z, batch.targets)[0].sum() * self._loss.divisor(z.shape[2])
-        gradients = torch.autograd.grad(losses, moves, create_graph=True)
-        draws = []
-        for of_layers in signs:
-            changes = [
-                changes_of_rows(of_layer, features, weight)
-                for of_layer, (features, weight) in zip(of_layers, self._layers(), strict=True)
-            ]
-            products = torch.autograd.grad(gradients, moves, changes, create_graph=True)
-            forms = [
-                (product * change * batch.shares[..., None]).sum(dim=(1, 2))
-                for product, change in zip(products, changes, strict=True)
-            ]
-            draws.append(torch.stack(forms).sum(0))
-        return draws
