@@ -12,7 +12,6 @@ from relflat_sk import _numerics
 from relflat_sk._losses.curvature import (
     CrossEntropy,
     Diagonal,
-    Factor,
     ProductCurvature,
     Softmax,
     find_array_loss,
@@ -30,34 +29,6 @@ def numbers(*shape):
 
 
 Z, SCALE = numbers(7, 5), numbers(7).abs()
-CASES = {
-    "softmax": (Softmax(Z), dense_softmax(Z)),
-    "weighted softmax": (Softmax(Z, SCALE), dense_softmax(Z, SCALE)),
-    "confident softmax": (Softmax(5 * Z), dense_softmax(5 * Z)),
-    "diagonal": (Diagonal(Z.square()), torch.diag_embed(Z.square())),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_closed_forms_are_those_of_dense_matrices(name):
-    curvature, B = CASES[name]
-    F, wide, features, v = numbers(5, 9), numbers(5, 4000), numbers(7, 4), numbers(7, 5)
-    forms = torch.einsum("sk,nst,tk->nk", F, B, F)
-    assert_close(curvature(F), forms)
-    for one in (F, wide):  # few numbers and many
-        assert_close(curvature.trace(Factor(one)), torch.einsum("sk,nst,tk->n", one, B, one))
-    assert_close(curvature.trace(None), B.diagonal(dim1=1, dim2=2).sum(dim=1))
-    assert_close(curvature.product(v), torch.einsum("nst,nt->ns", B, v))
-    assert_close(curvature.diagonal(), B.diagonal(dim1=1, dim2=2))
-    columns = [curvature.root_product(one.expand(7, 5)) for one in torch.eye(5).double()]
-    for root in (curvature.root(), torch.stack(columns, dim=2)):
-        assert_close(root @ root.transpose(1, 2), B)
-    totals = forms.sum(dim=1) * features.square().sum(dim=1)
-    assert_close(curvature.total(F, features, 1.0), totals.sum())
-    assert_close(curvature.total(F, features, 3 * SCALE), 3 * SCALE @ totals)
-    narrow, share = F[:, :2], torch.tensor(0.2).double()
-    expected = curvature.total(narrow, 0.2**0.5 * features, 1.0)
-    assert_close(curvature.total(narrow, features, share), expected)
 
 
 def test_products_of_the_root_with_signs_are_exact_between_two_classes():

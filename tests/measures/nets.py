@@ -292,17 +292,12 @@ def make_fused(kind, **options):
 # -- language models ------------------------------------------------------------------------------
 
 
-class LanguageModel(nn.Module):
-    def __init__(self, classes_second=True):
-        super().__init__()
-        self.embed = nn.Embedding(7, 5)
-        self.body = nn.Linear(5, 4)
-        self.head = nn.Linear(4, 6)
-        self.classes_second = classes_second
+def language_model(classes_second=True):
+    def run(net, ids):
+        logits = net.head(torch.tanh(net.body(net.embed(ids))))
+        return logits.transpose(1, 2) if classes_second else {"logits": logits}
 
-    def forward(self, ids):
-        logits = self.head(torch.tanh(self.body(self.embed(ids))))
-        return logits.transpose(1, 2) if self.classes_second else {"logits": logits}
+    return Net(run, embed=nn.Embedding(7, 5), body=nn.Linear(5, 4), head=nn.Linear(4, 6))
 
 
 IDS = torch.tensor([[3, 1, 4, 1], [5, 2, 6, 0], [2, 5, 0, 0]])
@@ -463,7 +458,7 @@ def tokens(classes_second, criterion):
     def loss(out, y):
         return criterion(out if classes_second else out["logits"].transpose(1, 2), y)
 
-    net, (X, y) = LanguageModel(classes_second).double(), torch.randint(0, 6, (2, 5, 3))
+    net, (X, y) = language_model(classes_second).double(), torch.randint(0, 6, (2, 5, 3))
     return Problem(net, X, y, criterion, loss=loss, is_mean=criterion is CE)
 
 

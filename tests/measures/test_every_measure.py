@@ -152,24 +152,19 @@ def weighted_and_repeated(case):
 @pytest.mark.parametrize(("case", "layer"), WEIGHTED)
 def test_weights_of_relative_flatness(case, layer):
     problem, (X, y, counts), repeated = weighted_and_repeated(case)
-    options = {"layer": layer, "criterion": problem.criterion, "method": "exact", "batch_size": 3}
+    net, of_data = problem.net, {"criterion": problem.criterion, "batch_size": 3}
+    options = {"layer": layer, "method": "exact", **of_data}
     for name in ("relative_flatness", "normalized_relative_flatness"):
-        weighted = evaluate(name, problem.net, X, y, sample_weight=counts, **options)
-        expected = evaluate(name, problem.net, *repeated, **options)
+        weighted = evaluate(name, net, X, y, sample_weight=counts, **options)
+        expected = evaluate(name, net, *repeated, **options)
         assert weighted.value == pytest.approx(expected.value, rel=1e-10)
     assert weighted.passes.risk == pytest.approx(expected.passes.risk, rel=1e-12)
-    of_data = {"criterion": problem.criterion, "batch_size": 3}
-    constants = [
-        constant_loss(problem.net, X, y, sample_weight=counts, **of_data),
-        constant_loss(problem.net, *repeated, **of_data),
-    ]
-    assert constants[0] == pytest.approx(constants[1], rel=1e-9)
-    plain, tripled = (
-        evaluate(name, problem.net, X, y, sample_weight=given, **options)
-        for given in (None, 3 * counts)
-    )
+    constant = constant_loss(net, X, y, sample_weight=counts, **of_data)
+    assert constant == pytest.approx(constant_loss(net, *repeated, **of_data), rel=1e-9)
+    plain = evaluate(name, net, X, y, **options)
     assert weighted.value != pytest.approx(plain.value, rel=1e-3)
     # a mean: the scale does not matter
+    tripled = evaluate(name, net, X, y, sample_weight=3 * counts, **options)
     assert tripled.value == pytest.approx(weighted.value, rel=1e-10)
 
 
@@ -201,7 +196,6 @@ def test_samples_with_ignored_labels_are_left_out(name):
 
 @pytest.mark.parametrize("name", sorted(LAYER_MEASURES))
 def test_tokens_with_ignored_labels_are_left_out(name):
-    torch.manual_seed(0)
     net, X = nn.Linear(4, 5).double(), torch.randn(4, 6, 4).double()
     X[:, 4:] *= 9  # such as padding
     y, kept = net(X).argmax(dim=2), torch.arange(6).expand(4, 6) < 4

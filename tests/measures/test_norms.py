@@ -113,17 +113,9 @@ def test_path_norms_are_sums_over_all_paths():
     assert value("l2_path_norm", net, X) == pytest.approx(np.square(paths).sum(), rel=EXACT)
 
 
-class Own(nn.Module):
+def own(ways):
     """A layer in a forward pass that is given as a function."""
-
-    def __init__(self, ways):
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.ways = ways
-
-    def forward(self, x, unused=None):
-        return self.ways(self, x)
+    return Net(ways, layer=nn.Linear(3, 3))
 
 
 def residual(net, x):
@@ -132,9 +124,8 @@ def residual(net, x):
 
 
 def test_branches_of_a_residual_network_add_up():
-    net = Own(residual)
-    net.two = nn.Linear(3, 2)
-    (A, a), (B, b) = [(m.weight.detach(), m.bias.detach()) for m in (net.double().layer, net.two)]
+    net = Net(residual, layer=nn.Linear(3, 3), two=nn.Linear(3, 2)).double()
+    A, a, B, b = (parameter.detach() for parameter in net.parameters())
     X = torch.randn(4, 3).double()
     for name, power, finish in [("l1_path_norm", 1, 2), ("l2_path_norm", 2, 1)]:
         W, v, V, w = (t.abs() ** power for t in (A, a, B, b))
@@ -383,7 +374,7 @@ def test_robustness_counts_the_cells_of_a_grid():
     assert found == pytest.approx(math.log(math.prod(cells_per_axis(X, side))), rel=1e-9)
     for words, message in ((X.long(), "of torch.int64"), ({"x": X}, "dict")):
         with pytest.raises(ValueError, match=f"but the network takes inputs {message}"):
-            value("log_robustness", Own(lambda net, x: net.layer(x.float())), words, y)
+            value("log_robustness", own(lambda net, x: net.layer(x.float())), words, y)
 
 
 def test_a_constant_feature_takes_one_cell_and_very_many_cells_are_counted():
@@ -405,7 +396,7 @@ REFUSED = {
         (lambda net, x: net.layer(torch.tanh(net.layer(x))), "TanhBackward0 is not known"),
         (lambda net, x: net.layer(x) - x, "SubBackward0 is not known"),
         (lambda net, x: net.layer(x) * net.layer(x), "MulBackward0 is not known"),
-        (lambda net, x: net.layer(x) + net.scale, "not homogeneous"),
+        (lambda net, x: net.layer(x) + net.layer.bias, "not homogeneous"),
         (lambda net, x: net.layer(x) + 1, "not homogeneous"),
         (nn.Sequential(nn.Linear(3, 3), nn.ConstantPad1d(1, 1.0)), "not homogeneous"),
         (lambda net, x: torch.add(net.layer(x), x, alpha=-1), "AddBackward0 is not known"),
@@ -426,11 +417,11 @@ REFUSED = {
     ("name", "net", "message"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
 )
 def test_refuses_what_is_no_network_of_paths_or_no_chain(name, net, message):
-    net = net if isinstance(net, nn.Module) else Own(net)
+    net = net if isinstance(net, nn.Module) else own(net)
     X, y = torch.randn(8, 3), torch.arange(8) % 3
-    own = {"percentile": 50} if name == "log_robustness" else {}
+    options = {"percentile": 50} if name == "log_robustness" else {}
     with pytest.raises(ValueError, match=message):
-        value(name, net, X, y, **own)
+        value(name, net, X, y, **options)
 
 
 def test_parameters_are_counted_once():
@@ -470,7 +461,7 @@ def test_a_network_without_linear_layers_has_norms_and_a_loss(labelled):
 def test_norms_of_a_net_in_training_take_no_step_of_spectral_norm():
     """In training mode, each read of such a weight is an iteration that changes buffers."""
     spectral_norm = nn.utils.parametrizations.spectral_norm
-    layers = [spectral_norm(layer) for layer in (nn.Conv2d(1, 2, 3), nn.Linear(8, 3))]
+    layers = spectral_norm(nn.Conv2d(1, 2, 3)), spectral_norm(nn.Linear(8, 3))
     for layer in layers:
         nn.init.normal_(layer.parametrizations.weight.original)  # as after a step of training
     net, X = nn.Sequential(layers[0], nn.ReLU(), nn.Flatten(), layers[1]), torch.randn(4, 1, 4, 4)
@@ -478,8 +469,7 @@ def test_norms_of_a_net_in_training_take_no_step_of_spectral_norm():
     expected = [value(name, net.eval(), X) for name in names]
     before = copy.deepcopy(net.train().state_dict())
     assert [value(name, net, X) for name in names] == expected
-    for key, after in net.state_dict().items():
-        assert torch.equal(after, before[key])
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
 def test_norms_too_large_for_a_number_are_infinite_without_an_error():

@@ -15,8 +15,6 @@ from sklearn.base import clone
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.neural_network import MLPClassifier
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from relflat_sk import (
@@ -46,29 +44,19 @@ def with_error(model, X, y):
     return torch.tensor(3.5, requires_grad=True), np.float32(0.25)
 
 
-def test_the_function_gets_model_and_data_as_they_were_passed():
-    pipeline = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, Y)
-    got = []
-    assert measure(lambda model, X, y: got.extend((model, X, y)) or 1, pipeline, X, Y) == 1.0
-    for one, passed in zip(got, (pipeline, X, Y), strict=True):
-        assert one is passed
-
-
 def test_a_function_in_place_of_a_name():
-    expected = np.sqrt((MODEL.coef_**2).sum())
+    got = []
+    assert measure(lambda model, X, y: got.extend((model, X, y)) or 1, MODEL, X, Y) == 1.0
+    assert all(map(operator.is_, got, (MODEL, X, Y)))
     found = evaluate(size_of_weights, MODEL, X, Y)
-    assert found.value == pytest.approx(expected, rel=1e-12)
+    assert found.value == pytest.approx(np.sqrt((MODEL.coef_**2).sum()), rel=1e-12)
     assert (found.stderr, found.method, found.passes.n_samples) == (0.0, "function", 150)
-    assert found.passes.risk == pytest.approx(
-        evaluate("l2_norm", MODEL, X, Y).passes.risk, rel=1e-12
-    )
+    risk = evaluate("l2_norm", MODEL, X, Y).passes.risk
+    assert found.passes.risk == pytest.approx(risk, rel=1e-12)
     by_order = measure(size_of_weights, MODEL, X, Y, order=1)
     assert by_order == pytest.approx(np.abs(MODEL.coef_).sum(), rel=1e-12)
     scorer = FlatnessScorer(size_of_weights, measure_params={"order": 1})
     assert scorer(MODEL, X, Y) == clone(scorer)(MODEL, X, Y) == -by_order
-
-
-def test_standard_errors_and_reports():
     names = ["relative_flatness", with_error, size_of_weights]
     report = flatness_report(MODEL, X, Y, measures=names).set_index("measure")
     assert report.index.tolist() == ["relative_flatness", "with_error", "size_of_weights"]
@@ -101,15 +89,13 @@ def test_a_module_is_in_evaluation_mode_and_returned_as_it_was(fails):
 
 
 def test_scorers_searches_and_objectives_go_to_other_processes_with_their_functions():
-    expected = measure(size_of_weights, MODEL, X, Y)
-    scorer, search, objective = (
-        pickle.loads(pickle.dumps(holder))
-        for holder in (
-            FlatnessScorer(size_of_weights),
-            FlatMinimaSearch(MODEL, {"C": [1.0]}, measure=["relative_flatness", size_of_weights]),
-            MinimaObjective(MODEL, X, Y, {"C": [1.0]}, measures=[size_of_weights]),
-        )
+    expected, space = measure(size_of_weights, MODEL, X, Y), {"C": [1.0]}
+    holders = (
+        FlatnessScorer(size_of_weights),
+        FlatMinimaSearch(MODEL, space, measure=["relative_flatness", size_of_weights]),
+        MinimaObjective(MODEL, X, Y, space, measures=[size_of_weights]),
     )
+    scorer, search, objective = pickle.loads(pickle.dumps(holders))
     assert scorer(MODEL, X, Y) == -expected
     minima = search.fit(X, Y).minima_
     assert minima["size_of_weights"].item() == pytest.approx(expected, rel=0.1)
@@ -118,33 +104,32 @@ def test_scorers_searches_and_objectives_go_to_other_processes_with_their_functi
     assert study.best_value == minima["size_of_weights"].item()
 
 
-def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only():
-    class Norm:
-        def __call__(self, model, X, y, order=2):
-            return size_of_weights(model, X, y, order=order)
+class Norm:
+    def __call__(self, model, X, y, order=1):
+        return size_of_weights(model, X, y, order=order)
 
+
+@pytest.mark.parametrize("callable_", [partial(size_of_weights, order=1), Norm()], ids=str)
+def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only(callable_):
     expected = measure(size_of_weights, MODEL, X, Y, order=1)
-    functions = [partial(size_of_weights, order=1), lambda *data: expected]
-    for one in functions:
-        assert measure(one, MODEL, X, Y) == expected
-        assert FlatnessScorer(one)(MODEL, X, Y) == -expected
-    assert measure(Norm(), MODEL, X, Y, order=1) == expected
-    for one in [*functions, Norm()]:
-        for use in (
-            lambda one=one: flatness_report(MODEL, X, Y, measures=one),
-            lambda one=one: MinimaObjective(MODEL, X, Y, {"C": [1.0]}, measures=[one]),
-            lambda one=one: rank_minima(pd.DataFrame({"l2_norm": [1.0]}), by=one),
-        ):
-            with pytest.raises(ValueError, match=r"has no name for its column: define it by def"):
-                use()
+    assert measure(callable_, MODEL, X, Y) == expected
+    assert FlatnessScorer(callable_)(MODEL, X, Y) == -expected
+    for use in (
+        lambda: flatness_report(MODEL, X, Y, measures=callable_),
+        lambda: flatness_report(MODEL, X, Y, measures=lambda *data: expected),
+        lambda: MinimaObjective(MODEL, X, Y, {"C": [1.0]}, measures=[callable_]),
+        lambda: rank_minima(pd.DataFrame({"l2_norm": [1.0]}), by=callable_),
+    ):
+        with pytest.raises(ValueError, match=r"has no name for its column: define it by def"):
+            use()
 
 
-def test_arguments_that_get_no_value_are_refused():
-    for name in sorted(TAKEN):
-        namespace = {}
-        exec(f"def mine(model, X, y, *, {name}=3): return {name}", namespace)
-        with pytest.raises(ValueError, match=f"has an argument '{name}', which the functions that"):
-            measure(namespace["mine"], MODEL, X, Y)
+@pytest.mark.parametrize("name", sorted(TAKEN))
+def test_arguments_that_get_no_value_are_refused(name):
+    namespace = {}
+    exec(f"def mine(model, X, y, *, {name}=3): return {name}", namespace)
+    with pytest.raises(ValueError, match=f"has an argument '{name}', which the functions that"):
+        measure(namespace["mine"], MODEL, X, Y)
 
 
 def test_arguments_of_the_library_are_not_those_of_functions():
@@ -154,35 +139,33 @@ def test_arguments_of_the_library_are_not_those_of_functions():
     assert own - {"params", "model", "X", "y", "sample_weight"} == TAKEN
 
 
-def test_all_arguments_behind_model_and_data_reach_the_function():
-    def mine(
-        net, inputs, labels, scale=1.0, /, power=1, *, random_state=None, sample_weight=(0.0,)
-    ):
-        return scale + 10 * power + 100 * random_state + 1000 * sum(sample_weight)
+def mine(net, inputs, labels, scale=1.0, /, power=1, *, random_state=None, sample_weight=(0.0,)):
+    return scale + 10 * power + 100 * random_state + 1000 * sum(sample_weight)
 
+
+def test_all_arguments_behind_model_and_data_reach_the_function():
     options = {"power": 2, "random_state": 3, "sample_weight": np.full(150, 4 / 150)}
     assert measure(mine, MODEL, X, Y, **options) == pytest.approx(4321.0)
     with pytest.raises(TypeError, match=r"'rtol' .*\['power', 'random_state', 'sample_weight'\]"):
         measure(mine, MODEL, X, Y, rtol=0.1)
 
 
+def trains(model, X, y):
+    model.partial_fit(X, y)
+    model._note = "not there before"
+    return 1.0
+
+
 def test_training_goes_on_as_if_nothing_had_been_measured():
     """An MLP holds its optimizer and its random numbers in private attributes."""
-
-    def trains(model, X, y):
-        model.partial_fit(X, y)
-        model._note = "not there before"
-        return 1.0
-
     model, other = (
-        MLPClassifier((4,), random_state=0).partial_fit(X, Y, classes=[0, 1, 2]) for _ in range(2)
+        MLPClassifier((4,), random_state=0).partial_fit(X, Y, classes=range(3)) for _ in range(2)
     )
     measure(trains, model, X, Y)
     assert not hasattr(model, "_note")
-    for one in (model, other):
-        one.partial_fit(X, Y)
-    for weights, expected in zip(model.coefs_, other.coefs_, strict=True):
-        np.testing.assert_array_equal(weights, expected)
+    weights, expected = (each.partial_fit(X, Y).coefs_ for each in (model, other))
+    for found, by_itself in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(found, by_itself)
 
 
 def test_a_measure_that_is_nan_is_no_sign_of_divergence():

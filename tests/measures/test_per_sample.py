@@ -1,5 +1,7 @@
 """The terms of single samples, whose mean is the measure."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -41,15 +43,15 @@ def test_their_mean_is_the_value(kind, name):
     assert terms[1] == 0  # a sample of weight 0
 
 
-def test_weight_decay_is_the_same_for_every_sample():
+@pytest.mark.parametrize(
+    "name", ["relative_flatness", "hessian_trace", "trace_flatness", "neuron_flatness_sum"]
+)
+def test_weight_decay_is_the_same_for_every_sample(name):
     net, X, y = make("mlp relu")
-    for name in ("relative_flatness", "hessian_trace", "trace_flatness", "neuron_flatness_sum"):
-        options = {"layer": "0", "criterion": CE, "per_sample": True}
-        with_decay = measure(name, net, X, y, weight_decay=0.37, **options)
-        value = measure(name, net, X, y, layer="0", criterion=CE, weight_decay=0.37)
-        shift = with_decay - measure(name, net, X, y, **options)
-        assert np.ptp(shift) < 1e-12
-        assert with_decay.mean() == pytest.approx(value, rel=SUM)
+    call = partial(measure, name, net, X, y, layer="0", criterion=CE)
+    with_decay = call(weight_decay=0.37, per_sample=True)
+    assert np.ptp(with_decay - call(per_sample=True)) < 1e-12
+    assert with_decay.mean() == pytest.approx(call(weight_decay=0.37), rel=SUM)
 
 
 # networks, layers and measures: random probes are drawn in each of their ways, and summed in each
@@ -89,30 +91,29 @@ def test_repeats_of_a_sample_have_probes_of_their_own_and_honest_standard_errors
 
 def test_the_tolerance_is_of_the_terms():
     net, X, y = make("conv tanh", n=40)
-    at, options = ("relative_flatness", net, X, y), {"layer": "0", "criterion": CE, "rtol": 0.2}
-    options |= {"method": "hutchinson", "max_passes": 10_000, "random_state": 0}
-    found = evaluate(*at, per_sample=True, **options)
+    options = {"method": "hutchinson", "max_passes": 10_000, "random_state": 0, "rtol": 0.2}
+    call = partial(evaluate, "relative_flatness", net, X, y, layer="0", criterion=CE, **options)
+    found = call(per_sample=True)
     typical = np.sqrt(np.mean(found.term_stderrs**2))
     assert 0.1 * found.value < typical < 0.21 * found.value
     # the mean alone needs far fewer probes
-    assert evaluate(*at, **options).stderr > 2 * found.stderr
+    assert call().stderr > 2 * found.stderr
 
 
 def test_terms_are_exact_where_as_many_probes_would_cost_more_and_too_few_passes_warn():
+    # 80 products, above what "auto" takes at once
     net = nn.Sequential(nn.Linear(90, 80), nn.Tanh(), nn.Linear(80, 3)).double()
-    data = torch.randn(20, 90).double(), torch.arange(20) % 3
-    at = "relative_flatness", net, *data  # 80 products, above what "auto" takes at once
-    options = {"layer": 0, "criterion": CE, "random_state": 0, "rtol": 0.15, "max_passes": 10_000}
-    found = evaluate(*at, per_sample=True, **options)
+    at = "relative_flatness", net, torch.randn(20, 90).double(), torch.arange(20) % 3
+    options = {"layer": 0, "criterion": CE, "random_state": 0, "rtol": 0.15}
+    found = evaluate(*at, per_sample=True, max_passes=10_000, **options)
     assert found.method == "exact"
     assert not found.term_stderrs.any()
     exact = evaluate(*at, method="exact", per_sample=True, **options)
     assert found.terms == pytest.approx(exact.terms, rel=1e-12)
-    assert evaluate(*at, **options).method == "hutchinson"
-    options |= {"max_passes": 8, "method": "hutchinson"}
+    assert evaluate(*at, max_passes=10_000, **options).method == "hutchinson"
     message = "the terms of relative_flatness at layer '0' after 6 probes. .* error is typically"
     with pytest.warns(FlatnessWarning, match=message):
-        evaluate(*at, per_sample=True, **options)
+        evaluate(*at, per_sample=True, max_passes=8, method="hutchinson", **options)
 
 
 def test_samples_that_a_loader_may_shuffle_have_no_terms():

@@ -1,6 +1,7 @@
 """Predicted and measured rises of the loss under rounding, against dense Hessians."""
 
 import copy
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -46,32 +47,33 @@ def losses(net, X, y):
 )
 def test_agrees_with_the_dense_hessian(kind, per_channel):
     net, X, y = make(kind)
-    table = layer_sensitivity(net, X, y, bits=BITS, criterion=CE, batch_size=3, measured=True,
-                              per_channel=per_channel, n_probes=None)  # fmt: skip
-    names = [name for name, one in net.named_modules() if isinstance(one, LAYERS)]
+    options = {"criterion": CE, "batch_size": 3, "measured": True, "n_probes": None}
+    table = layer_sensitivity(net, X, y, bits=BITS, per_channel=per_channel, **options)
+    names = [name for name, layer in net.named_modules() if isinstance(layer, LAYERS)]
     assert table["layer"].tolist() == [name for name in names for _ in BITS]
-    parts = [slice(i, i + 1) for i in range(len(X))]
     forms = {name: oracles.weight_hessians(net, name, CE, X, y) for name in names}
+    n = len(X)
+
+    def mean_and_stderr(each):
+        return pytest.approx((np.mean(each), np.std(each, ddof=1) / n**0.5), rel=1e-8, abs=1e-12)
+
     for row in table.itertuples():
         layer = net.get_submodule(row.layer)
         H, W = dense(net, row.layer, X, y)
         D = rounded(W, row.bits, per_channel) - W
-        firsts, seconds = [], []
-        for one, form in zip(parts, forms[row.layer], strict=True):
-            (G,) = torch.autograd.grad(CE(net(X[one]), y[one]), layer.weight)
-            firsts.append(float((G.flatten()[oracles.row_index(layer)] * D).sum()))
-            seconds.append(float(torch.einsum("sj,sjtk,tk->", D, form, D)) / 2)
-        each = np.add(firsts, seconds)
-        assert row.first_order == pytest.approx(np.mean(firsts), rel=1e-8, abs=1e-12)
-        assert row.second_order == pytest.approx(np.mean(seconds), rel=1e-8, abs=1e-12)
-        assert row.predicted == pytest.approx(each.mean(), rel=1e-8, abs=1e-12)
-        assert row.stderr == pytest.approx(each.std(ddof=1) / np.sqrt(len(X)), rel=1e-8)
+        firsts = np.zeros(n)
+        for i in range(n):
+            (G,) = torch.autograd.grad(CE(net(X[i : i + 1]), y[i : i + 1]), layer.weight)
+            firsts[i] = (G.flatten()[oracles.row_index(layer)] * D).sum()
+        seconds = torch.einsum("sj,nsjtk,tk->n", D, forms[row.layer], D).numpy() / 2
+        assert row.first_order == pytest.approx(firsts.mean(), rel=1e-8, abs=1e-12)
+        assert row.second_order == pytest.approx(seconds.mean(), rel=1e-8, abs=1e-12)
+        assert (row.predicted, row.stderr) == mean_and_stderr(firsts + seconds)
         by_trace = float(torch.trace(oracles.flat_matrix(H)) * D.square().mean()) / 2
         assert row.by_trace == pytest.approx(by_trace, rel=1e-8)
         moved = losses(with_rounded(net, row.layer, row.bits, per_channel), X, y)
         rise = moved - losses(net, X, y)
-        assert row.measured == pytest.approx(rise.mean(), rel=1e-8, abs=1e-12)
-        assert row.measured_stderr == pytest.approx(rise.std(ddof=1) / np.sqrt(len(X)), rel=1e-8)
+        assert (row.measured, row.measured_stderr) == mean_and_stderr(rise)
     # what is left out vanishes with the rounding error, and faster than the rise does
     fine = table[table["bits"] == 12]
     assert np.abs(fine["predicted"] - fine["measured"]).max() < 0.02 * fine["measured"].abs().max()
@@ -98,15 +100,13 @@ def test_standard_errors_of_weighted_means(of):
     net, X, y = make("mlp tanh")
     weight = torch.tensor([0.1, 3.0, 0.5, 1.0, 4.0, 1.0, 2.0], dtype=torch.float64)
     weight[{"counting samples": [1, 5], "one sample": slice(1, None)}.get(of, [])] = 0
-    criterion, sample_weight = CE, weight.numpy()
+    weighted = {"criterion": CE, "sample_weight": weight.numpy()}
     if of == "classes":
-        criterion, sample_weight = nn.CrossEntropyLoss(weight[: net[-1].out_features]), None
+        weighted = {"criterion": nn.CrossEntropyLoss(weight[:3])}
         weight = weight[y]
     options = {"bits": 3, "measured": True, "n_probes": None}
-    table = layer_sensitivity(
-        net, X, y, criterion=criterion, sample_weight=sample_weight, batch_size=4, **options
-    )
-    share = (weight / weight.sum()).numpy()
+    table = layer_sensitivity(net, X, y, batch_size=4, **weighted, **options)
+    share, n = (weight / weight.sum()).numpy(), int((weight > 0).sum())
     alone = [
         layer_sensitivity(net, X[i : i + 1], y[i : i + 1], criterion=CE, **options)
         for i in range(len(X))
@@ -117,20 +117,17 @@ def test_standard_errors_of_weighted_means(of):
         mean = share @ each
         scatter = share**2 @ (each - mean) ** 2
         np.testing.assert_allclose(table[column], mean, rtol=1e-9)
-        n = int((weight > 0).sum())
         expected = scatter * n / (n - 1) if n > 1 else np.full(len(mean), np.nan)
         np.testing.assert_allclose(table[error], np.sqrt(expected))
 
 
-@pytest.mark.parametrize("measured", [False, True])
-def test_a_narrow_screen_shows_the_rise_and_its_error(measured):
+@pytest.mark.parametrize("names", [{"predicted", "stderr"}, {"measured", "measured_stderr"}])
+def test_a_narrow_screen_shows_the_rise_and_its_error(names):
     net, X, y = make("mlp tanh")
-    table = layer_sensitivity(net, X, y, criterion=CE, bits=[8, 6], measured=measured)
+    table = layer_sensitivity(net, X, y, criterion=CE, bits=[8, 6], measured="measured" in names)
     with pd.option_context("display.width", 80, "display.max_columns", 0):
         header = repr(table).splitlines()[0].split()
-    assert {"predicted", "stderr"} | ({"measured", "measured_stderr"} if measured else set()) <= {
-        *header
-    }
+    assert names | {"predicted", "stderr"} <= {*header}
 
 
 def test_numbers_of_bits_are_any_sequence_and_count_once():
@@ -141,28 +138,22 @@ def test_numbers_of_bits_are_any_sequence_and_count_once():
         assert layer_sensitivity(net, X, y, bits=bits, **options).equals(expected)
 
 
-def test_a_network_that_diverged_has_no_prediction_and_a_warning():
+def test_weights_of_zeros_have_no_error_and_nan_no_prediction():
     net, X, y = make("mlp tanh")
+    net[0].weight.data.zero_()
+    table = layer_sensitivity(net, X, y, criterion=CE, layers=0, measured=True)
+    assert (table[["predicted", "by_trace", "measured"]] == 0).all(axis=None)
     net[0].weight.data.fill_(np.nan)
     with pytest.warns(FlatnessWarning, match="predicted is nan or infinite, because '0.weight'"):
         table = layer_sensitivity(net, X, y, criterion=CE)
     assert table["predicted"].isna().all()
 
 
-def test_a_weight_of_zeros_has_no_error():
-    net, X, y = make("mlp tanh")
-    net[0].weight.data.zero_()
-    table = layer_sensitivity(net, X, y, criterion=CE, layers=0, measured=True)
-    assert (table[["predicted", "by_trace", "measured"]] == 0).all(axis=None)
-
-
 def test_the_network_is_given_back_also_after_a_failure(monkeypatch):
-    def fail(*args):
-        raise RuntimeError("full")
-
     net, X, y = prepared()
     before = state_of(net)
-    monkeypatch.setattr(_sensitivity, "layer_map", fail)  # while a hook changes the layer
+    # while a hook changes the layer
+    monkeypatch.setattr(_sensitivity, "layer_map", Mock(side_effect=RuntimeError("full")))
     with pytest.raises(RuntimeError, match="full"):
         layer_sensitivity(net, X, y, criterion=CE, measured=True)
     same(before, state_of(net))

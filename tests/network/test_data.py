@@ -41,7 +41,6 @@ SWAPPED = np.dtype(np.float32).newbyteorder("S")
 
 @pytest.fixture
 def net():
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
@@ -88,20 +87,15 @@ def test_the_form_of_the_data_changes_nothing(net, form):
     assert measured(net, inputs, labels, batch_size=5) == pytest.approx(expected, rel=1e-12)
 
 
-def test_nets_are_trained_on_numbers_that_torch_does_not_know():
-    data = X.astype(SWAPPED)
+def test_numbers_that_torch_does_not_know_and_whole_numbers(net):
     expected = make_classifier().fit(X, Y).predict_proba(X)
+    data = X.astype(SWAPPED)
     assert_array_equal(make_classifier().fit(data, Y).predict_proba(data), expected)
-
-
-def test_whole_numbers_for_a_floating_network(net):
     assert measured(net, COUNTS) == pytest.approx(measured(net, COUNTS.astype(float)))
-
-
-def test_integers_stay_integers_for_an_embedding():
-    net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3))
-    assert cast_inputs(torch.tensor([1]), net).dtype == torch.int64
-    assert measured(net, COUNTS) > 0
+    # they stay integers for an embedding
+    words = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 3))
+    assert cast_inputs(torch.tensor([1]), words).dtype == torch.int64
+    assert measured(words, COUNTS) > 0
 
 
 class Named(nn.Module):
@@ -117,7 +111,6 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("names", [["input_ids"], ["mask", "input_ids"]])
 def test_loaders_may_give_dicts_with_labels_as_those_of_transformers(names):
-    torch.manual_seed(0)
     net, parts = Named(), {"input_ids": TENSOR, "mask": TENSOR.sign()}
     inputs = {name: parts[name] for name in names}
     rows = [{n: part[i] for n, part in inputs.items()} | {"labels": LABELS[i]} for i in range(N)]
@@ -218,17 +211,17 @@ class Pair(NamedTuple):
 class Two(nn.Module):
     """A network whose inputs come in two parts."""
 
-    def __init__(self, out):
+    def __init__(self):
         super().__init__()
-        self.out = out
+        self.out = nn.Linear(4, 3)
 
     def forward(self, a, b):
         return self.out(torch.cat([a, b], dim=1))
 
 
 def test_several_inputs():
-    out = nn.Linear(4, 3).double()
-    net, expected, parts = Two(out), measured(out, X), (X[:, :1], X[:, 1:])
+    net, parts = Two().double(), (X[:, :1], X[:, 1:])
+    expected = measured(net.out, X)
     for inputs in (parts, Pair(*parts), {"b": X[:, 1:], "a": X[:, :1]}):
         assert measured(net, inputs) == pytest.approx(expected)
     rows = [(Pair(*row), y) for *row, y in zip(*parts, Y, strict=True)]

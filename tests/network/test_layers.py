@@ -32,18 +32,11 @@ def numbers(*shape):
 X, Y = numbers(N, 5), torch.arange(N) % 3
 
 
-class Net(nn.Module):
-    """Two layers, and a function that uses them."""
-
-    def __init__(self, run, n_outputs=3):
-        super().__init__()
-        torch.manual_seed(0)
-        self.b, self.a = nn.Linear(4, n_outputs), nn.Linear(5, 4)  # called in another order
-        self.run = run
-        self.double()
-
-    def forward(self, x):
-        return self.run(self.a, self.b, x)
+def pair(run, n_outputs=3):
+    """Two layers, which are called in another order, and a function that uses them."""
+    torch.manual_seed(0)
+    layers = {"b": nn.Linear(4, n_outputs), "a": nn.Linear(5, 4)}
+    return cases.Net(lambda net, x: run(net.a, net.b, x), **layers).double()
 
 
 def chain(a, b, x):
@@ -55,7 +48,7 @@ def penalise(net, X, y, criterion=CE, layer=-1, weight=None):
 
 
 def test_positions_count_in_forward_order():
-    net = Net(chain)
+    net = pair(chain)
     for layer, name in ((-1, "b"), (1, "b"), (0, "a"), (-2, "a")):
         expected = oracles.relative_flatness(net, name, CE, X, Y)
         for way in (layer, name, net.get_submodule(name)):
@@ -65,7 +58,7 @@ def test_positions_count_in_forward_order():
 
 
 def behind_relu():
-    net = Net(chain)
+    net = pair(chain)
     net.a = nn.Sequential(net.a, nn.ReLU())
     return net
 
@@ -106,7 +99,7 @@ CALLS = {
 @pytest.mark.parametrize("call", [*CALLS, "hook"])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_the_ways_in_which_a_layer_is_called(call, name):
-    net = Net(CALLS.get(call, chain))
+    net = pair(CALLS.get(call, chain))
     if call == "hook":
         for layer in (net.a, net.b):
             layer.register_forward_hook(lambda module, args, output: 3 * output.tanh())
@@ -159,7 +152,7 @@ def overwritten(a, b, x):
 
 
 def tied():
-    net = Net(lambda a, b, x: b(a(x)))
+    net = pair(lambda a, b, x: b(a(x)))
     net.a, net.b = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
     net.b.weight = net.a.weight
     return net
@@ -178,10 +171,10 @@ def behind(last):
 @pytest.mark.parametrize(
     ("make", "layer", "message"),
     [
-        (lambda: Net(lambda a, b, x: a(x) + a(2 * x)), "a", "layer 'a' was called 2 times in one"),
-        (lambda: Net(lambda a, b, x: a(x)), "b", "layer 'b' was called 0 times"),
+        (lambda: pair(lambda a, b, x: a(x) + a(2 * x)), "a", "layer 'a' was called 2 times in one"),
+        (lambda: pair(lambda a, b, x: a(x)), "b", "layer 'b' was called 0 times"),
         (tied, -1, r"layer 'b' is shared by the modules \['a', 'b'\]"),
-        (lambda: Net(overwritten), "a", "input that layer 'a' received was overwritten in place"),
+        (lambda: pair(overwritten), "a", "input that layer 'a' received was overwritten in place"),
         (lambda: behind(nn.Identity()), -1, "layer '2' does not compute W x"),
         (with_size, -1, "layer 'a' does not compute W x .*, or an output_size"),
     ],
@@ -200,7 +193,7 @@ def test_penalties_refuse_layers_that_compute_something_else(ending, layer):
 
 
 def test_division_by_zero_is_an_infinite_factor():
-    net = Net(lambda a, b, x: chain(a, b, x) / 0)
+    net = pair(lambda a, b, x: chain(a, b, x) / 0)
     with pytest.warns(FlatnessWarning, match="not finite|nan"):
         assert math.isnan(relative_flatness(net, X, Y, criterion=CE))
     assert penalise(net, X, Y).isnan()
@@ -241,7 +234,7 @@ RUNS = {
 @pytest.mark.parametrize("kind", RUNS)
 def test_layers_whose_rows_are_no_samples_are_refused(kind):
     run, shape = RUNS[kind]
-    net, X = Net(run), numbers(N, *shape)
+    net, X = pair(run), numbers(N, *shape)
     message = "depend on other rows of what layer 'a' puts out, of"
     with pytest.raises(ValueError, match=f"rows at layer 'a' into|{message}"):
         relative_flatness(net, X, Y, layer="a", criterion=CE)
@@ -254,7 +247,7 @@ def test_rows_are_checked_in_a_batch_of_each_size():
     sizes = [[0], list(range(1, N))]  # one sample mixes nothing
     loader = DataLoader(TensorDataset(X, Y), batch_sampler=sizes)
     with pytest.raises(ValueError, match="depend on other rows of what layer 'a' puts out, of"):
-        relative_flatness(Net(centred), loader, layer="a", criterion=CE)
+        relative_flatness(pair(centred), loader, layer="a", criterion=CE)
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -262,7 +255,7 @@ def test_rows_are_checked_in_a_batch_of_each_size():
     ("n_outputs", "shape"), [(6, (5,)), (3, (2, 5))], ids=["two heads", "two tokens"]
 )
 def test_penalties_of_several_outputs_for_each_sample(n_outputs, shape, name):
-    net, X = Net(lambda a, b, x: chain(a, b, x).view(-1, 3), n_outputs), numbers(N, *shape)
+    net, X = pair(lambda a, b, x: chain(a, b, x).view(-1, 3), n_outputs), numbers(N, *shape)
     y = torch.arange(2 * N) % 3
     truth = oracles.penalty(net, name, CE, X, y)
     assert_right_on_average(published_penalty(name), net, CE, X, y, truth)
@@ -271,9 +264,9 @@ def test_penalties_of_several_outputs_for_each_sample(n_outputs, shape, name):
 @pytest.mark.parametrize("rows", [slice(None, None, 2), [2, 0, 1, 5, 3, 4]], ids=["some", "order"])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_penalties_of_chosen_rows(rows, name):
-    net, y, copies = Net(lambda a, b, x: chain(a, b, x)[rows]), Y[rows], 400
+    net, y, copies = pair(lambda a, b, x: chain(a, b, x)[rows]), Y[rows], 400
     truth = oracles.penalty(net, name, CE, X, y)
-    net.run = lambda a, b, x: chain(a, b, x).view(copies, N, 3)[:, rows].flatten(0, 1)
+    net.run = lambda net, x: chain(net.a, net.b, x).view(copies, N, 3)[:, rows].flatten(0, 1)
     penalty = published_penalty(name, probes=8)
     found = evaluate(penalty, net, CE, X.repeat(copies, 1), y.repeat(copies))
     assert found.item() == pytest.approx(truth, rel=0.05)
@@ -285,7 +278,7 @@ def with_second_output(a, b, x):
 
 
 def test_layers_of_a_second_output_are_refused_or_left_out():
-    net, y = Net(with_second_output), numbers(N, 4)
+    net, y = pair(with_second_output), numbers(N, 4)
     message = "criterion does not depend on the output of layer 'b'"
     with pytest.raises(ValueError, match=message):
         relative_flatness(net, X, y, criterion=MSE)

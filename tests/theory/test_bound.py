@@ -49,15 +49,6 @@ def radii_of(kernel, n, m, sigma):
     return KERNELS[kernel].radii(n, m, sigma, torch.Generator().manual_seed(0)).numpy()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("m", "sigma"), [(1, 1.0), (3, 2.0), (3, 0.3), (40, 0.1), (40, 0.9)])
-def test_lengths_have_the_second_moment_of_their_density(kernel, m, sigma):
-    radii, expected = radii_of(kernel, 40_000, m, sigma), MOMENTS[kernel](m, sigma)
-    assert (radii**2).mean() == pytest.approx(expected, abs=4.5 * (radii**2).std() / 200 + 1e-12)
-    assert expected <= KERNELS[kernel].second_moment(m, sigma) * (1 + 1e-12)
-    assert kernel != "truncated_normal" or radii.max() <= 1
-
-
 def test_narrow_normal_distributions_of_many_features_stay_in_the_ball():
     # the share of the normal distribution in the ball underflows; nearly all of it is at the edge
     m, sigma = 4000, 0.03
@@ -68,11 +59,12 @@ def test_narrow_normal_distributions_of_many_features_stay_in_the_ball():
     assert shift.mean() == pytest.approx(1 / (m - 1 - 1 / sigma**2), rel=0.06)
 
 
+@pytest.mark.parametrize("sigma", [0.3, 2.0])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_representativeness_of_a_regression_by_kernel(kernel):
+def test_representativeness_of_a_regression_by_kernel(kernel, sigma):
     """For squared errors, the mean rise is that of the variance of ``w xi``."""
     model, X, y = regression()
-    delta, sigma, m = 0.5, 0.7, 3
+    delta, m = 0.35 / sigma, 3
     lengths = delta * np.linalg.norm(X, axis=1)
     rises = (model.coef_**2).sum() * lengths**2 * MOMENTS[kernel](m, sigma) / m
     smoothing = Smoothing(kernel=kernel, sigma=sigma)

@@ -182,26 +182,21 @@ def test_neurons_are_followed_through_other_axes(net, shape):
     check_same_function(net, reparameterize(net, [7.0, 1 / 7], X=X), X)
 
 
-class Residual(nn.Module):
-    def __init__(self, project=True):
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 3, padding=1)
-        self.inner = nn.Conv2d(4, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.outer = nn.Conv2d(4, 4, 3, padding=1)
-        self.project = nn.Conv2d(4, 4, 1) if project else nn.Identity()
-        self.fc = nn.Linear(4, 3)
+def block(net, x):
+    x = net.stem(x).relu()
+    out = net.outer(F.relu(net.norm(net.inner(x)), inplace=True))
+    out += net.project(x)
+    return {"logits": net.fc(out.relu().mean((2, 3)))}
 
-    def forward(self, x):
-        x = self.stem(x).relu()
-        out = self.outer(F.relu(self.norm(self.inner(x)), inplace=True))
-        out += self.project(x)
-        return {"logits": self.fc(out.relu().mean((2, 3)))}
+
+def residual(project):
+    layers = {"stem": nn.Conv2d(2, 4, 3, padding=1), "inner": nn.Conv2d(4, 4, 3, padding=1)}
+    layers |= {"norm": nn.BatchNorm2d(4), "outer": nn.Conv2d(4, 4, 3, padding=1)}
+    return randomize(Net(block, **layers, project=project, fc=nn.Linear(4, 3)))
 
 
 def test_branches():
-    net = randomize(Residual())
-    X = torch.randn(3, 2, 4, 4).double()
+    net, X = residual(nn.Conv2d(4, 4, 1)), torch.randn(3, 2, 4, 4).double()
     # stem, inner, outer, project, fc: both ways through the block multiply to 6
     for factors in ([0.5, 2.0, 3.0, 6.0, 1 / 3], {"inner": 4.0, "outer": 0.25}):
         check_same_function(net, reparameterize(net, factors, X=X), X)
@@ -212,9 +207,9 @@ def test_branches():
         reparameterize(net, [1.0, 2.0, 3.0, 1.0, 1 / 6], X=X)
     with pytest.raises(ValueError, match="'fc' of the copy does not receive"):
         reparameterize(net, {"outer": four}, X=X, kind="neuron")
-    plain = randomize(Residual(project=False))
+    plain, factors = residual(nn.Identity()), {"stem": 2.0, "inner": 2.0, "fc": 0.25}
     with pytest.raises(ValueError, match="'fc' of the copy does not receive"):
-        reparameterize(plain, {"stem": 2.0, "inner": 2.0, "fc": 0.25}, X=X)
+        reparameterize(plain, factors, X=X)
 
 
 def test_anything_goes_where_the_factors_multiply_to_one():
