@@ -144,7 +144,7 @@ def _random_states() -> list[Tensor]:
 # -- trainings whose nets take turns -----------------------------------------------------------
 
 _LOG = logging.getLogger("relflat_sk")
-_AT_MOST = 32
+_AT_MOST = 64
 # numbers in a network's weights from which on stacked steps save little time, and take memory
 _MANY_NUMBERS = 2**21
 

@@ -29,7 +29,7 @@ class FleetTrainer(BaseEstimator):
         `RelativeFlatnessRegularizedNet` and its subclasses, also inside of pipelines. They are
         cloned. Those that cannot be stacked are fitted one by one.
     fleet : int, "auto" or None, default="auto"
-        Number of estimators at a time. "auto" fits 32 at a time, and those nets one after the
+        Number of estimators at a time. "auto" fits 64 at a time, and those nets one after the
         other that are about as fast so: networks with more than two million weights, and with
         convolutions on a CPU. None fits all one after the other.
 
