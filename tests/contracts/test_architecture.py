@@ -18,9 +18,9 @@ from tests.contracts.pages import ROOT
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 TOKENS = sorted(set(re.findall(r"`([^`]+)`", PAGE)))
 PATHS = [token for token in TOKENS if re.fullmatch(r"[\w./]+/[\w.]+|\w+\.(md|toml)", token)]
-NAMES = [token for token in TOKENS if re.fullmatch(r"[A-Za-z_][\w.]*", token)]
-NAMES = [name for name in NAMES if name not in PATHS]
-PAIRS = re.findall(r"`([\w.]+)`\s+in\s+`([\w./]+\.py)`", PAGE)
+NAMES = [name for name in TOKENS if re.fullmatch(r"[A-Za-z_][\w.]*", name) and name not in PATHS]
+PAIR = re.compile(r"`([\w.]+)`\s+in\s+`([\w./]+\.py)`")
+PAIRS = sorted(set(PAIR.findall(PAGE)))
 # names of the page's examples, of tools and in formulas
 FOREIGN = {"mean_curvature", "data__random_labels", "Conv1D", "deptry", "data__",
            "H", "W", "z", "X", "y", "X_fit", "y_fit", "delta"}  # fmt: skip
@@ -43,7 +43,14 @@ def qualified_names(path):
     return found
 
 
-DEFINED = {path: qualified_names(path) for path in ROOT.glob("relflat_sk/**/*.py")}
+@pytest.fixture(scope="module")
+def known():
+    """Names of the library with what they belong to and alone, of its modules, and foreign ones."""
+    names = set(FOREIGN)
+    for path in ROOT.glob("relflat_sk/**/*.py"):
+        names |= {path.stem, *path.parts, *qualified_names(path)}
+    names |= {name.rpartition(".")[2] for name in names}
+    return names | {name for name, path in PAIRS if path.startswith("tests/")}
 
 
 def test_the_page_names_much():
@@ -56,33 +63,22 @@ def test_paths_exist(path):
     assert (ROOT / path).exists()
 
 
-@pytest.mark.parametrize(("name", "path"), sorted(set(PAIRS)))
+@pytest.mark.parametrize(("name", "path"), PAIRS)
 def test_names_are_where_the_page_says(name, path):
     assert name in qualified_names(ROOT / path)
 
 
-def is_known(name):
-    if name.startswith("nn."):
-        return bool(attrgetter(name.removeprefix("nn."))(nn))
-    if name in FOREIGN or any(path.stem == name or name in path.parts for path in DEFINED):
-        return True
-    ends = {full.rpartition(".")[2] for names in DEFINED.values() for full in names}
-    return name in ends or any(name in names for names in DEFINED.values())
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_names_exist(name):
-    in_tests = {name for name, path in PAIRS if path.startswith("tests/")}
-    assert name in in_tests or is_known(name)
+def test_names_exist(name, known):
+    is_of_torch = name.startswith("nn.") and attrgetter(name.removeprefix("nn."))(nn)
+    assert is_of_torch or name in known
 
 
 def told(section):
     """The functions of a section's numbered list, in order, without dispatchers."""
     text = PAGE.partition(f"## {section}\n")[2].partition("\n## ")[0]
-    text = text[text.index("1. ") :].partition("\n\n")[0]
-    pairs = re.findall(r"`([\w.]+)`\s+in\s+`([\w./]+\.py)`", text)
-    pairs = [(name, path) for name, path in pairs if name != "to_network"]
-    return list(dict.fromkeys((ROOT / path, name) for name, path in pairs))
+    pairs = PAIR.findall(text[text.index("1. ") :].partition("\n\n")[0])
+    return list(dict.fromkeys((ROOT / path, name) for name, path in pairs if name != "to_network"))
 
 
 def calls(function):
@@ -128,9 +124,7 @@ def test_functions_are_called_in_the_order_of_the_page(section, layer, normalize
     ).fit(X, y)
     expected = told(section)
     assert len(expected) > 5
-    called = calls(lambda: call(net, X, y))
-    assert set(expected) <= set(called), set(expected) - set(called)
-    assert [one for one in called if one in expected] == expected
+    assert [one for one in calls(lambda: call(net, X, y)) if one in expected] == expected
 
 
 def test_the_picture_has_the_layers_of_the_contract():

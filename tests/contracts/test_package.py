@@ -1,4 +1,4 @@
-"""Contracts of the package as a whole: public names, documentation, imports."""
+"""Contracts of the package as a whole: public names, imports, versions."""
 
 import importlib
 import json
@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import typing
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,10 @@ from numpy.typing import NDArray
 import relflat_sk
 from benchmarks.size import count_parameters
 from tests.contracts.pages import ROOT
+from tests.processes import run_module
 
 PACKAGE = Path(relflat_sk.__file__).parent
 DOORS = ("measures", "training", "fleet", "theory", "minima", "plots", "search")
-
 
 # the extras in pyproject.toml, optional dependencies of skorch, Optuna and torch; sqlalchemy is
 # declared, but slow to import, and needed for some storages only
@@ -29,8 +31,6 @@ OPTIONAL = {
     *("lightning", "matplotlib", "numpydoc", "peft", "PIL", "plotly", "pyhessian", "pytest"),
     *("ray", "safetensors", "sqlalchemy", "transformers"),
 }
-
-
 IN_A_FRESH_INTERPRETER = f"""
 import importlib, json, sys
 import relflat_sk
@@ -87,20 +87,16 @@ def test_a_misspelt_name_gets_a_suggestion():
     assert not hasattr(relflat_sk, "__wrapped__")
 
 
-@pytest.mark.parametrize("name", ["relative_flatness", "measure"])
-def test_types_tell_what_an_option_returns(name):
-    floats = NDArray[np.float64]
-    returned = {
-        (False, False): float, (False, True): tuple[float, float], (True, False): floats,
-        (True, True): tuple[floats, floats],
-    }  # fmt: skip
+@pytest.mark.parametrize(("name", "n"), [("relative_flatness", 4), ("measure", 2)])
+def test_types_tell_what_an_option_returns(name, n):
     overloads = typing.get_overloads(getattr(relflat_sk, name))
-    assert len(overloads) == {"relative_flatness": 4, "measure": 2}[name]
+    assert len(overloads) == n
     for overload in overloads:
-        hints = typing.get_type_hints(overload)
-        no = typing.Literal[False]
-        options = [hints.get(option, no) for option in ("per_sample", "return_stderr")]
-        assert hints["return"] == returned[tuple(typing.get_args(option)[0] for option in options)]
+        hints, no = typing.get_type_hints(overload), typing.Literal[False]
+        (per_sample,) = typing.get_args(hints.get("per_sample", no))
+        (with_stderr,) = typing.get_args(hints.get("return_stderr", no))
+        value = NDArray[np.float64] if per_sample else float
+        assert hints["return"] == (tuple[value, value] if with_stderr else value)
 
 
 def test_no_constructor_or_function_has_many_parameters():
@@ -130,6 +126,30 @@ def test_what_trains_networks_knows_no_private_names_of_nets(package):
     for path in (PACKAGE / package).glob("*.py"):
         found = re.findall(r"\b\w*net\._[a-z]\w*", path.read_text(encoding="utf-8"))
         assert not found, path.name
+
+
+def test_the_command_prints_versions():
+    run = run_module("relflat_sk")
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[0].startswith(f"relflat_sk {relflat_sk.__version__}, Python 3.")
+    assert f"torch {version('torch')}" in lines
+
+
+@pytest.mark.parametrize("file", ["CITATION.cff", "recipe/recipe.yaml"])
+def test_files_that_name_the_version_agree(file):
+    found = re.search(r"^ *version: (\d\S*)$", (ROOT / file).read_text(), re.MULTILINE)
+    assert found[1] == relflat_sk.__version__
+
+
+def test_the_recipe_has_the_dependencies_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    recipe = (ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8")
+    needed = {f"python{project['requires-python']}", *project["dependencies"]}
+    listed = recipe.partition("  run:\n")[2].partition("\n\n")[0]
+    listed = listed.replace("${{ python_min }}", re.search('python_min: "(.*)"', recipe)[1])
+    listed = {re.sub("^pytorch", "torch", line) for line in re.findall("- (.*)", listed)}
+    assert {line.replace(" ", "") for line in listed} == needed
 
 
 FORBIDDEN = {
