@@ -62,24 +62,18 @@ def resolve(path):
     return attrgetter(path.removeprefix(f"{module}."))(importlib.import_module(module))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in relflat_sk.__all__ if not inspect.ismodule(getattr(relflat_sk, name))]
-)
-def test_public_names_have_an_example(name):
+NAMES = [name for name in relflat_sk.__all__ if not inspect.ismodule(getattr(relflat_sk, name))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names_have_an_example_and_lead_to_related_ones(name):
     public = getattr(relflat_sk, name)
+    if inspect.isclass(public) and issubclass(public, Exception):
+        return
+    assert "See Also\n--------\n" in inspect.getdoc(public)
     if name.endswith("Display"):  # made by a class method, as in scikit-learn
         public = next(getattr(public, made) for made in dir(public) if made.startswith("from_"))
-    is_error = inspect.isclass(public) and issubclass(public, Exception)
-    assert is_error or "Examples\n--------\n" in inspect.getdoc(public)
-
-
-def test_public_names_lead_to_related_ones():
-    for name in relflat_sk.__all__:
-        public = getattr(relflat_sk, name)
-        if not inspect.ismodule(public) and not (
-            inspect.isclass(public) and issubclass(public, Exception)
-        ):
-            assert "See Also\n--------\n" in inspect.getdoc(public), name
+    assert "Examples\n--------\n" in inspect.getdoc(public)
 
 
 @pytest.mark.parametrize("task", ["BinaryClassifier", "Classifier", "Net", "Regressor"])
