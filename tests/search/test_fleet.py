@@ -144,16 +144,17 @@ class Interrupts(Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_keeps_what_is_finished(tmp_path, stored, ctrl_c, alone):
+@pytest.mark.parametrize("fleet", [None, 5])
+def test_ctrl_c_keeps_what_is_finished(fleet, tmp_path, stored, ctrl_c, alone):
     handler, before = signal.getsignal(signal.SIGINT), threads()
     net = make_net(callbacks=[StopAtLoss(0.8), Interrupts(tmp_path)])
     with pytest.warns(match="interrupted: the search ends with"):
-        interrupted = make_search(net, **stored).fit(*DATA)
+        interrupted = make_search(net, fleet=fleet, **stored).fit(*DATA)
     assert 0 < len(interrupted.minima_) < N
     assert signal.getsignal(signal.SIGINT) is handler
     assert threads() == before
     assert not interrupted.study_.get_trials(states=(TrialState.RUNNING,))
-    assert_same(make_search(net, **stored).fit(*DATA), alone)
+    assert_same(make_search(net, fleet=fleet, **stored).fit(*DATA), alone)
 
 
 @pytest.mark.slow

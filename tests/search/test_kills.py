@@ -299,10 +299,15 @@ def test_ctrl_c_waits_until_a_result_is_stored(storage, tmp_path, monkeypatch):
     search = make_search(tmp_path, storage)
     with pytest.warns(FlatnessWarning, match="interrupted: the search ends with the 1 candidates"):
         search.fit(X, Y)
-    monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is handler
     assert [trial.state for trial in search.study_.trials] == [TrialState.COMPLETE]
     assert search.best_estimator_.score(X, Y) > 0
+    # interrupted again, the network of the earlier session is not trained
+    no_best = "has no best_estimator_: an earlier session trained"
+    with pytest.warns(match="interrupted"), pytest.warns(FlatnessWarning, match=no_best):
+        search.fit(X, Y)
+    assert not hasattr(search, "best_estimator_")
+    monkeypatch.undo()
     assert_complete(make_search(tmp_path, storage, refit=False).fit(X, Y), tmp_path)
 
 

@@ -47,8 +47,8 @@ MODEL = LogisticRegression(max_iter=1000)
 SPACE = {"C": [0.3, 1.0, 3.0]}
 
 
-def coefficients(model, X, y, *, order=2):
-    return float(np.linalg.norm(model.coef_.ravel(), ord=order))
+def coefficients(model, X, y):
+    return float(np.linalg.norm(model.coef_))
 
 
 def largest_weight(model, X, y):
@@ -83,18 +83,6 @@ def test_a_search_ranks_by_a_function():
     assert search.best_score_ == pytest.approx(-table["coefficients"].iloc[0])
     assert {"coefficients", "relative_flatness"} <= set(correlate_measures(search)["measure"])
     assert "ranked by coefficients" in search.report()
-
-
-def test_a_single_function_with_arguments_and_an_objective():
-    scorer = FlatnessScorer(coefficients, measure_params={"order": 1})
-    row = logistic(SPACE, measure=scorer).fit(X, Y).minima_.set_index("param_C").loc[1.0]
-    expected = np.abs(clone(MODEL).fit(X, Y).coef_).sum()
-    assert row["coefficients"] == pytest.approx(expected, rel=1e-6)
-    objective = MinimaObjective(MODEL, X, Y, SPACE, measures=[largest_weight, "train_loss"])
-    study = optuna.create_study(directions=["minimize"] * 2)
-    study.optimize(objective, 2)
-    names = ["largest_weight", "train_loss"]
-    assert all(trial.values == [trial.user_attrs[n] for n in names] for trial in study.trials)
 
 
 def test_remeasuring_by_name_and_by_function(kept):

@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -156,30 +155,22 @@ def test_samplers_of_ones_own():
     assert sorted(search.minima_["param_C"]) == [0.1, 1.0]
 
 
-@pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
-def test_random_state_makes_it_reproducible(make):
-    space = {"lr": [0.03, 0.05], "batch_size": [8, 16, 32]}
-    search, again, other = (
-        make_search(make(callbacks=[StopAtLoss(0.9)]), space, n_trials=3, random_state=seed)
-        for seed in (0, 0, 1)
-    )
-    assert_same_results(search.fit(X, Y), again.fit(X, Y))
-    assert len({attributes_of(trial)["seed"] for trial in search.study_.trials}) == 3
-    flatness = set(search.minima_["relative_flatness"])
-    assert not flatness & set(other.fit(X, Y).minima_["relative_flatness"])
-
-
+@NO_MINIMA
 @pytest.mark.parametrize("make_state", [int, np.random.RandomState], ids=["int", "RandomState"])
-def test_a_search_and_an_objective_with_one_random_state_train_the_same(make_state):
-    space = {"lr": [0.03, 0.05]}
-    search = make_search(space=space, random_state=make_state(3)).fit(X, Y)
-    objective = MinimaObjective(make_net(), X, Y, space, random_state=make_state(3))
-    study = run_objective(objective, GridSampler(space))
+@pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
+def test_a_search_and_an_objective_with_one_random_state_train_the_same(make, make_state):
+    net, space = make(callbacks=[StopAtLoss(0.9)]), {"lr": [0.03, 0.05]}
+    search, other = (
+        make_search(net, space, random_state=make_state(seed)).fit(X, Y) for seed in (3, 4)
+    )
+    study = run_objective(
+        MinimaObjective(net, X, Y, space, random_state=make_state(3)), GridSampler(space)
+    )
     columns = ["param_lr", "relative_flatness", "train_loss"]
     assert_frame_equal(search.minima_[columns], rank_minima(study)[columns])
-    copied, number = pickle.loads(pickle.dumps(search)), int(search.minima_["trial"][1])
-    again = copied.get_estimator(number, X, Y)
-    assert_array_equal(again.predict_proba(X), search.get_estimator(number).predict_proba(X))
+    trials = search.study_.trials + other.study_.trials
+    assert len({attributes_of(trial)["seed"] for trial in trials}) == 4
+    assert not set(search.minima_["train_loss"]) & set(other.minima_["train_loss"])
 
 
 def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, stored):
@@ -217,37 +208,6 @@ def test_the_measure_that_ranks_comes_first(make_storage, tmp_path):
     others = ["spectral_product", "frobenius_product"]
     table = search.remeasure(others)
     assert [name for name in table if name in measures + others] == [*measures, *others]
-
-
-class PressCtrlC(Counts):
-    """Sends a real SIGINT in the middle of the third and of the fourth training."""
-
-    def on_epoch_end(self, net, **kwargs):
-        if len(self.trained) in {3, 4}:
-            signal.raise_signal(signal.SIGINT)
-
-
-def test_ctrl_c_ends_with_what_is_done_and_can_be_resumed(tmp_path, stored):
-    counts = PressCtrlC(tmp_path / "trained")
-    net = make_net(callbacks=[StopAtLoss(0.4), counts])
-    search = make_search(net, refit=True, **stored)
-    handler = signal.getsignal(signal.SIGINT)
-    with pytest.warns(FlatnessWarning, match="interrupted: .* 2 candidates .*study_name='sweep'"):
-        search.fit(X, Y)
-    assert search.minima_["state"].tolist() == ["complete"] * 2
-    assert -search.best_score_ == relative_flatness(search.best_estimator_, X, Y)
-    assert signal.getsignal(signal.SIGINT) is handler
-    # interrupted again, the network of the earlier session is not trained
-    no_best = "has no best_estimator_: an earlier session trained"
-    with pytest.warns(match="interrupted"), pytest.warns(FlatnessWarning, match=no_best):
-        search.fit(X, Y)
-    assert len(counts.trained) == 4
-    with pytest.raises(NotFittedError):
-        search.predict(X)
-    # the third one was not finished: it is trained again, and the fourth one for the first time
-    search.fit(X, Y)
-    assert len(counts.trained) == 6 + int(search.minima_["trial"][0] < 2)
-    assert_same_results(search, make_search().fit(X, Y))
 
 
 @pytest.mark.filterwarnings("ignore:.*has diverged:relflat_sk.FlatnessWarning")
