@@ -16,7 +16,7 @@ from relflat_sk._engine.chain import find_chain
 from relflat_sk._engine.earlier import ChainTerms, Probes
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
-from relflat_sk._losses.curvature import find_array_loss, namespace
+from relflat_sk._losses.curvature import namespace
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.layers import find_names
@@ -61,14 +61,7 @@ class ChainNets:
 
     def prepare(self, job: Job) -> None:
         """Check the targets of a network, and find the formulas of its criterion."""
-        d, (_, weight) = self._chain.n_outputs, job.parts.parameters[0]
-        job.values = job.read_targets(weight.new_zeros(1, d))
-        job.loss = find_array_loss(job.criterion, job.values, d)
-        if job.loss is None:
-            raise NeedsOwnLoop("there is no formula for its criterion")
-        class_weights = getattr(job.criterion, "weight", None)
-        if class_weights is not None:
-            job.class_weights = class_weights.cpu()[job.values.cpu()]
+        job.prepare(self._chain.n_outputs)
 
     def train(self, jobs: Sequence[Job], stack: Any) -> list[Epoch]:
         """Train networks for an epoch, whose tensors are in a stack."""
@@ -148,12 +141,11 @@ def _cut_batches(
             StepBatch(
                 cast_inputs(_taken(data, rows), first.module, like.device),
                 _taken([job.values for job in jobs], rows).to(like.device),
-                *_weights(jobs, samples, like),
+                _shares(jobs, samples, like),
             )
         )
         for place in range(0, len(rows[0]), size):
-            end = place + size
-            yield StepBatch(*(array[:, place:end] for array in several if array is not None))
+            yield StepBatch(*(array[:, place : place + size] for array in several))
 
 
 def _is_shared(data: Sequence[Tensor]) -> bool:
@@ -172,20 +164,17 @@ def _taken(data: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     ])
 
 
-def _weights(
-    jobs: Sequence[Job], samples: Sequence[Tensor], like: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return the shares of samples in their batches, and their weights if they have any: (k, n)."""
+def _shares(jobs: Sequence[Job], samples: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the shares of samples in the weights of their batches: (k, n)."""
     k, n, size = len(samples), len(samples[0]), jobs[0].batch_size
     if jobs[0].weights is None and jobs[0].class_weights is None:
         shares = like.new_full((k, n), 1 / size)
         shares[:, n - n % size :] = 1 / max(1, n % size)
-        return shares, None
+        return shares
     rows = [job.weights_of(chosen) for job, chosen in zip(jobs, samples, strict=True)]
-    weights = torch.stack(rows).to(like)
-    batches = pad(weights, (0, -n % size)).view(k, -1, size)
+    batches = pad(torch.stack(rows).to(like), (0, -n % size)).view(k, -1, size)
     shares = batches / or_one(batches.sum(2, keepdim=True))
-    return shares.view(k, -1)[:, :n], weights
+    return shares.view(k, -1)[:, :n]
 
 
 def make_generators(jobs: Sequence[Job], device: torch.device) -> list[torch.Generator]:

@@ -11,7 +11,8 @@ from torch.nn.modules import module as of_all_modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_all_optimizers
 
-from relflat_sk._losses.loss import Loss
+from relflat_sk._losses.curvature import ArrayLoss, find_array_loss
+from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._penalty.quiet import has_forward_hooks, has_hooks
 
@@ -78,12 +79,11 @@ class Job:
     order: Tensor = field(init=False)  # of the samples
     seed: int = field(init=False)
     random_state: Tensor = field(init=False)
-    # set by what trains it: the targets that the criterion takes, the formulas of the criterion,
-    # the weights of the targets in it, and what networks that train together have in common
-    values: Any = None
-    loss: Any = None
-    class_weights: Tensor | None = None
-    key: Any = None
+    # the targets that the criterion takes, its formulas, and the weights of the targets in it
+    values: Tensor = field(init=False)
+    loss: ArrayLoss = field(init=False)
+    class_weights: Tensor | None = field(default=None, init=False)
+    key: Any = field(default=None, init=False)  # what networks that train together have in common
 
     def __post_init__(self) -> None:
         self.parts = Parts(self.module)
@@ -109,11 +109,22 @@ class Job:
         # torch's sampler would turn the permutation into numbers of Python
         return torch.randperm(n, generator=torch.Generator().manual_seed(_draw_seed()))[:end]
 
-    def read_targets(self, output: Tensor) -> Tensor:
-        """Check all targets and return those that the criterion takes; `output` has one row."""
-        loss, shape = Loss(self.criterion), output.shape[1:]
-        self.check_output(loss, output.expand(self.batch_size, *shape))
-        return loss.read_target(output.expand(len(self.targets), *shape), self.targets).values
+    def prepare(self, n_outputs: int) -> None:
+        """Check all targets, and find the formulas of the criterion."""
+        criterion, (_, weight) = Loss(self.criterion), self.parts.parameters[0]
+        output = weight.new_zeros(1, n_outputs)
+        self.check_output(criterion, output.expand(self.batch_size, -1))
+        whole = output.expand(len(self.targets), -1)
+        self.values = criterion.read_target(whole, self.targets).values
+        loss = find_array_loss(self.criterion, self.values, n_outputs)
+        if loss is None:
+            name = name_criterion(self.criterion)
+            reduction = getattr(self.criterion, "reduction", None)
+            raise NeedsOwnLoop(f"there is no formula for {name} (reduction={reduction!r})")
+        self.loss = loss
+        class_weights = getattr(self.criterion, "weight", None)
+        if class_weights is not None:
+            self.class_weights = class_weights.cpu()[self.values.cpu()]
 
     def weights_of(self, samples: Tensor) -> Tensor:
         """Return the weights of some samples, those of their classes included."""

@@ -21,7 +21,6 @@ class StepBatch(NamedTuple):
     inputs: Any  # (k, n, ...)
     targets: Any  # (k, n, ...)
     shares: Any  # (k, n), the weights divided by their sum
-    weights: Any = None  # (k, n)
 
 
 class Own:

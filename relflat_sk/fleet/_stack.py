@@ -152,11 +152,7 @@ def key_of(job: Job) -> tuple[Any, ...]:
         raise NeedsOwnLoop("its optimizer has a setting that is a tensor")
     shapes = [(tuple(part.shape[1:]), part.dtype, part.device) for part in (inputs, targets)]
     ignored = getattr(criterion, "ignore_index", None)
-    of_criterion: tuple[Any, ...] = (Same(criterion),)
-    if isinstance(criterion, nn.Module):
-        parts = Parts(criterion)
-        buffers = [tuple(buffer.flatten().tolist()) for _, buffer in parts.buffers]
-        of_criterion = parts_key(parts), *buffers
+    of_criterion = parts_key(Parts(criterion)) if isinstance(criterion, nn.Module) else ()
     of_penalty: tuple[Any, ...] = ()
     if penalty is not None:
         is_free = penalty.clip is None

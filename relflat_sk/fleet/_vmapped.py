@@ -4,7 +4,6 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from relflat_sk._engine.chain import draw_mask
 from relflat_sk._engine.epoch import make_generators, train_epoch
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop, Parts
 from relflat_sk._engine.step import Settings, Step, StepBatch
-from relflat_sk._losses.curvature import ArrayLoss, find_array_loss
-from relflat_sk._losses.loss import Loss, name_criterion, weighted_loss
+from relflat_sk._losses.loss import Loss
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.network import primary_output
@@ -41,10 +39,7 @@ class VmappedNets:
         self._skeleton = _copy(job.module).to("meta").train()
         self._last = ""  # the last layer, if there is a penalty
         with fork_rng(weight.device), torch.enable_grad():
-            output = self._run(job, _copy(job.module).train(), x, y)
-            target = Loss(job.criterion).read_target(output, y).values
-        self._output = output.detach()[:1]
-        self._loss = self._find_loss(job, target)
+            self._run(job, _copy(job.module).train(), x, y)
         self._masks: Tensors = {}  # of layers of dropout, in the next step
         self._in_call: Tensors  # the masks of a net
         self._features: Tensor  # what the last layer receives in a call
@@ -58,7 +53,7 @@ class VmappedNets:
             last.register_forward_hook(lambda *call: setattr(self, "_features", call[1][0]))
         self.prepare(job)
 
-    def _run(self, job: Job, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def _run(self, job: Job, module: nn.Module, x: Tensor, y: Tensor) -> None:
         """Run a copy of a network, and find what a stack needs to know of it."""
         before = attributes_of(Parts(module))
         if job.penalty is not None:
@@ -92,29 +87,16 @@ class VmappedNets:
                 raise NeedsOwnLoop("its penalty must be at a Linear that is its output")
             if output.shape[1] >= MANY:
                 raise NeedsOwnLoop("with a penalty, it has too many classes")
+        if output.ndim != 2:
+            raise NeedsOwnLoop(f"there is no formula for outputs of shape {tuple(output.shape)}")
+        self._n_outputs = output.shape[1]
         _refuse_gradients(module, output, job.optimizer)
-        return output
-
-    def _find_loss(self, job: Job, target: Any) -> ArrayLoss | None:
-        """Find the formulas of a criterion, which a penalty needs."""
-        criterion, output = job.criterion, self._output
-        if output.ndim == 2 and getattr(criterion, "weight", None) is None:
-            loss = find_array_loss(criterion, target, output.shape[1])
-            if loss is not None:
-                return loss
-        if self._last:
-            reduction = getattr(criterion, "reduction", None)
-            raise NeedsOwnLoop(
-                f"with a penalty, there is no formula for {name_criterion(criterion)} "
-                f"(reduction={reduction!r}, labels of {target.dtype})"
-            )
-        return None
 
     # -- an epoch ------------------------------------------------------------------------------
 
     def prepare(self, job: Job) -> None:
-        """Check the targets of a net."""
-        job.values = job.read_targets(self._output)
+        """Check the targets of a net, and find the formulas of its criterion."""
+        job.prepare(self._n_outputs)
 
     def train(self, jobs: Sequence[Job], stack: Stack) -> list[Epoch]:
         """Train nets for an epoch, whose tensors are in a stack."""
@@ -122,16 +104,11 @@ class VmappedNets:
         self._to, self.slopes = stack.gradients, stack.slopes
         like = next(iter(stack.weights.values()))
         streams = make_generators(jobs, like.device) if self._dropped else []
-        loss = self._loss
-        make_step: Any = partial(self._step_of_any, jobs[0])
-        if loss is not None:
-            make_step = Step(self, loss)
+        loss = jobs[0].loss
+        make_step = Step(self, loss)
 
         def as_arrays(batch: StepBatch) -> StepBatch:
-            if loss is None:
-                return batch
-            targets = loss.targets(batch.targets, self._output.shape[1], like)
-            return batch._replace(targets=targets)
+            return batch._replace(targets=loss.targets(batch.targets, self._n_outputs, like))
 
         def step(batch: StepBatch, settings: Settings | None) -> tuple[Any, ...]:
             n = batch.shares.shape[1]
@@ -139,23 +116,10 @@ class VmappedNets:
                 name: draw_mask(streams, (n, *shape), rate, like)
                 for name, (rate, shape) in self._dropped.items()
             }
-            return make_step(batch, settings)  # type: ignore[no-any-return]
+            return make_step(batch, settings)
 
         epochs = train_epoch(step, jobs, stack, like, as_arrays)
         return [replace(epoch, ending=self._ending) for epoch in epochs]
-
-    def _step_of_any(self, job: Job, batch: StepBatch, settings: Settings | None) -> tuple[Tensor]:
-        """Make a step of nets whose criterion is differentiated by torch."""
-        z = self.forward(batch.inputs)[0].requires_grad_()
-        with torch.enable_grad():
-            if job.weights is None:
-                losses = vmap(job.criterion)(z, batch.targets)
-            else:
-                weighted = partial(weighted_loss, Loss(job.criterion))
-                losses = vmap(weighted)(z, batch.targets, batch.weights)
-            (gradient,) = torch.autograd.grad(losses.sum(), z)
-        self.backward(gradient)
-        return (losses.detach(),)
 
     # -- passes --------------------------------------------------------------------------------
 
@@ -170,16 +134,14 @@ class VmappedNets:
     def forward(
         self,
         x: Tensor,  # (k, n, ...)
-    ) -> tuple[Tensor, Tensor, Tensor]:  # (k, n, ...), (k, n, m), (k, d, m)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # (k, n, d), (k, n, m), (k, d, m)
         """Compute outputs, with features and weight of the last layer if there is a penalty."""
         with torch.enable_grad():
             self._leaves = {n: w.detach().requires_grad_() for n, w in self.weights.items()}
             # their graph is held
             self._z, self._phi = vmap(self._call)(self._leaves, self._buffers, x, self._masks)
-        z = self._z.detach()
-        if not self._last:
-            return z, z, z
-        return z, self._phi.detach(), self.weights[f"{self._last}.weight"]
+        weight = self.weights[f"{self._last}.weight"] if self._last else None
+        return self._z.detach(), self._phi.detach(), weight
 
     def backward(self, z: Tensor, phi: Any = None, weight: Any = None, *others: Any) -> None:
         """Compute the gradients of the weights, see `Body`; keep the graph."""

@@ -87,11 +87,6 @@ class Convolution(Layers):
         return self.pool(torch.relu(h)).flatten(1)
 
 
-class Squared(nn.CrossEntropyLoss):
-    def forward(self, output, target):
-        return super().forward(output, target).square()
-
-
 class Configured(MLP):
     """Has attributes that change its function."""
 
@@ -171,17 +166,12 @@ ALIKE = {
     "batch norm": ([{"module": BatchNorm, "optimizer": torch.optim.SGD}] * 3, {}),
     "convolutions": ([{"module": Convolution}] * 3, {"X": IMAGES, "y": LABELS}),
     "weights of classes": ([PLAIN | {"criterion__weight": HEAVY_CLASS}] * 3, {}),
-    "a sum over weighted samples": (
-        [PLAIN | {"criterion__reduction": "sum", "lr": 1e-4}] * 2,
-        {"each": [(X, Y, WEIGHTS), (X, Y, WEIGHTS[::-1].copy())]},
-    ),
-    "a criterion of no samples, with weights": (
-        [PLAIN | {"criterion": Squared, "lr": 1e-4}] * 2,
-        {"each": [(X, Y, WEIGHTS)] * 2},
-    ),
-    "labels that are ignored": (
-        [PLAIN | SIZES | {"module": Double, "iterator_train__drop_last": True}] * 3,
-        {"each": [(TensorDataset(torch.from_numpy(X), IGNORED), None)] * 3},
+    "weights of classes in any network": (
+        [
+            {"module": BatchNorm, "optimizer": torch.optim.SGD, "criterion__weight": [1.0, w, 1.0]}
+            for w in (1.0, 5.0)
+        ],
+        {},
     ),
     "callbacks of epochs": ([{"callbacks": EARLY, "lr": 0.05}] * 5, {"fleet": 3}),
     "data of each": ([{}] * 6, {"each": OWN_DATA}),
@@ -204,18 +194,27 @@ ALIKE = {
         {},
     ),
     "mappings": ([{"module": Mapped}, {"module": Mapped, "flatness_weight": 1.0}], {}),
-    "other attributes of criteria": (
-        [PLAIN | {"criterion": Focal, "criterion__gamma": gamma} for gamma in [0.0, 2.0] * 2],
-        {},
-    ),
 }
 
 
-@pytest.mark.filterwarnings("ignore:Squared is no mean of losses of single samples")
 @pytest.mark.parametrize("case", ALIKE)
 def test_a_fleet_trains_each_net_as_by_itself(case):
     settings, arguments = ALIKE[case]
     compare(make_each(settings), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "y"),
+    [
+        (PLAIN | SIZES | {"module": Double, "iterator_train__drop_last": True}, IGNORED),
+        (PLAIN | SIZES | {"module": Double, "criterion": Focal, "criterion__gamma": 2.0}, Y),
+    ],
+    ids=["labels that are ignored", "a user's criterion"],
+)
+def test_criteria_without_formulas_are_trained_one_by_one(settings, y, caplog):
+    dataset = TensorDataset(torch.from_numpy(X), torch.as_tensor(y))
+    compare(make_each([settings] * 2), each=[(dataset, None)] * 2)
+    caplog.reasons = ["there is no formula for"]
 
 
 class Dropping(nn.Sequential):
