@@ -336,10 +336,11 @@ class BatchLoss:
     def __call__(self, output: Tensor) -> Tensor:
         """Compute the loss at some outputs."""
         criterion, target = self.loss.criterion, self.target.values
-        # torch would divide by zero if all labels of a batch are ignored, or have no weight
-        ignores = target.ndim > 1 and hasattr(criterion, "ignore_index")
+        # torch would divide by zero if all labels of a batch are ignored, or have no weight; labels
+        # of a criterion without a row may be anything
         is_safe = self.loss.row is None or not (
-            ignores or getattr(criterion, "weight", None) is not None
+            (target.ndim > 1 and hasattr(criterion, "ignore_index"))
+            or getattr(criterion, "weight", None) is not None
         )
         if self.weight is None and is_safe:
             value: Tensor = criterion(output, target)

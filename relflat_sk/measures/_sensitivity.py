@@ -83,7 +83,7 @@ class _Sums:
     def mean(self, divisor: float) -> tuple[Tensor, Tensor]:
         """Compute means and standard errors over samples that count; nan for a single one."""
         total, square, cross = self.sums
-        mean, (weights, n) = total / divisor, self.of_weights.tolist()
+        mean, (weights, n) = total / divisor, self.of_weights.cpu().tolist()
         scatter = square - 2 * mean * cross + mean.square() * weights
         share = n / (n - 1) if n > 1 else torch.nan
         return mean.cpu(), ((scatter.clamp_min(0) * share).sqrt() / divisor).cpu()
