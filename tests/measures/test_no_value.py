@@ -70,24 +70,66 @@ def squared_hinge(output, target):
     return (1 - output * target).relu().square().mean()
 
 
-CRITERIA = {
-    "0-1 loss": (zero_one, 2, Y),
-    "detached": (detached, 2, Y),
-    "L1Loss": (nn.L1Loss(), 1, COLUMN),
-    "hinge": (hinge, 1, np.sign(COLUMN)),
-    "NLLLoss of logits": (nn.NLLLoss(), 2, Y),
-}
+def certain(n_outputs, *bias):
+    """A network that gives the same certain answer to all inputs."""
+    net = network(n_outputs)
+    nn.init.zeros_(net[2].weight)
+    net[2].bias.data = torch.tensor(bias)
+    return net
+
+
+def scaled(scale=1.0, dead=False, unused=False):
+    """A ReLU network whose layers are scaled, dead or not used."""
+
+    def run(net, x):
+        hidden = net.first(x).relu()
+        return scale * net.last(hidden * 0 if unused else hidden)
+
+    first, last = nn.Linear(4, 8), nn.Linear(8, 2)
+    first.bias.data.fill_(-1e3 if dead else 0.5)
+    first.weight.data[:] = torch.tensor([0.2, -0.2, 0.5, 0.5])
+    last.weight.data = torch.tensor([[-1.0], [1.0]]).repeat(1, 8)
+    last.bias.data = torch.tensor([4.0, -4.0])
+    return Net(run, first=first, last=last)
+
+
+NO_CURVATURE = "is 0 because .* has no curvature"
+LOWEST = "is 0, .*of 0 is no better"
+DEAD = "is .*no better than the best constant .*may be dead"
+SATURATED = "is .*no curvature left that could be compared.* may be saturated"
+# a network, its labels and criterion, and what is said of its flatness
+NOTHING = {
+    "0-1 loss": (network(2), Y, zero_one, NO_CURVATURE),
+    "detached": (network(2), Y, detached, NO_CURVATURE),
+    "L1Loss": (network(1), COLUMN, nn.L1Loss(), NO_CURVATURE),
+    "hinge": (network(1), np.sign(COLUMN), hinge, NO_CURVATURE),
+    "NLLLoss of logits": (network(2), Y, nn.NLLLoss(), NO_CURVATURE),
+    "squared hinge": (certain(1, 5.0), np.ones_like(COLUMN), squared_hinge, LOWEST),
+    "log-probabilities": (
+        nn.Sequential(*certain(2, 1e4, 0.0), nn.LogSoftmax(dim=1)), 0 * Y, nn.NLLLoss(), LOWEST,
+    ),
+    "dead": (scaled(dead=True), Y, CE, DEAD),
+    "constant": (scaled(0.0), Y, CE, DEAD),
+    "saturated": (scaled(1e4), scaled()(INPUTS).argmax(dim=1), CE, SATURATED),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layer", [-1, 0])
-@pytest.mark.parametrize("name", CRITERIA)
-def test_a_criterion_without_curvature_is_reported(name, layer):
-    criterion, n_outputs, y = CRITERIA[name]
-    at, options = (network(n_outputs), X, y), {"criterion": criterion}
-    message = "relative_flatness is 0 because .* has no curvature"
-    assert warned(message, relative_flatness, *at, layer=layer, **options) == 0
-    names = ["relative_flatness", "hessian_trace", "gradient_norm"]
-    message = "^relative_flatness, hessian_trace is 0"
+@pytest.mark.parametrize("name", NOTHING)
+def test_why_a_value_is_nothing_is_said_once(name, layer):
+    *at, criterion, message = NOTHING[name]
+    at, options = (at[0], X, at[1]), {"criterion": criterion}
+    value = warned(f"^relative_flatness {message}", relative_flatness, *at, layer=layer, **options)
+    assert value == 0 if message in {NO_CURVATURE, LOWEST} else abs(value) < 1e-5
+    with pytest.warns(FlatnessWarning, match=f"eigenvalue_flatness {message}"):
+        measure("eigenvalue_flatness", *at, layer=layer, **options)
+    if message == SATURATED:
+        assert 0 < at[2].float().mean() < 1
+        names, found = ["relative_flatness"], ""
+    else:
+        names = ["relative_flatness", "hessian_trace", "gradient_norm", "l2_norm"]
+        found = ", hessian_trace"
+    message = f"^relative_flatness{found} {message}"
     warned(message, flatness_report, *at, measures=names, layers=layer, **options)
 
 
@@ -97,28 +139,6 @@ def test_other_values_are_no_reason_to_warn():
     relative_flatness(network(1, nn.Tanh), X, -COLUMN, **options)
     measure("gradient_norm", network(2), X, Y, criterion=zero_one)
     relative_flatness(network(2), X, criterion=CE)  # without labels, the loss is nan
-
-
-def certain(n_outputs, *bias):
-    """A network that gives the same certain answer to all inputs."""
-    net = network(n_outputs)
-    nn.init.zeros_(net[2].weight)
-    net[2].bias.data = torch.tensor(bias)
-    return net
-
-
-@pytest.mark.parametrize("layer", [0, -1])
-@pytest.mark.parametrize(
-    ("net", "y", "criterion"),
-    [
-        (certain(1, 5.0), np.ones_like(COLUMN), squared_hinge),
-        (nn.Sequential(*certain(2, 1e4, 0.0), nn.LogSoftmax(dim=1)), 0 * Y, nn.NLLLoss()),
-    ],
-    ids=["squared hinge", "log-probabilities"],
-)
-def test_a_loss_at_its_lowest_value_is_flat_indeed(net, y, criterion, layer):
-    with pytest.warns(FlatnessWarning, match="relative_flatness is 0, .*of 0 is no better"):
-        assert relative_flatness(net, X, y, layer=layer, criterion=criterion) == 0
 
 
 @pytest.mark.filterwarnings("ignore:relative_flatness is 0 bec:relflat_sk.FlatnessWarning")
@@ -152,51 +172,8 @@ def test_a_perfect_fit_of_squared_errors_is_scored():
         assert FlatnessScorer(name)(model, X, TARGET) < -1e-2 * TARGET.var()
 
 
-class Measured(nn.Module):
-    """A ReLU network whose layers are scaled, or dead."""
-
-    def __init__(self, scale=1.0, dead=False, unused=False):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
-        self.scale, self.unused = scale, unused
-        self.first.bias.data.fill_(-1e3 if dead else 0.5)
-        self.first.weight.data[:] = torch.tensor([0.2, -0.2, 0.5, 0.5])
-        self.last.weight.data = torch.tensor([[-1.0], [1.0]]).repeat(1, 8)
-        self.last.bias.data = torch.tensor([4.0, -4.0])
-
-    def forward(self, x):
-        hidden = self.first(x).relu()
-        return self.scale * self.last(hidden * 0 if self.unused else hidden)
-
-
-DEAD = "no better than the best constant .*may be dead"
-SATURATED = "no curvature left that could be compared.* may be saturated"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"dead": True}, DEAD), ({"scale": 0.0}, DEAD), ({"scale": 1e4}, SATURATED)],
-    ids=["dead", "constant", "saturated"],
-)
-@pytest.mark.parametrize("layer", [0, -1])
-def test_measures_of_dead_and_saturated_networks_warn(settings, message, layer):
-    net, labels = Measured(**settings), LABELS
-    if message == SATURATED:
-        labels = net(INPUTS).argmax(dim=1).detach()
-        assert 0 < labels.float().mean() < 1
-    at, options = (net, INPUTS, labels), {"criterion": CE, "layer": layer}
-    said = f"relative_flatness is .*{message}"
-    assert abs(warned(said, relative_flatness, *at, **options)) < 1e-5
-    with pytest.warns(FlatnessWarning, match=f"eigenvalue_flatness is .*{message}"):
-        measure("eigenvalue_flatness", *at, **options)
-    names = ["relative_flatness", "hessian_trace", "gradient_norm", "l2_norm"]
-    names = names if message == DEAD else names[:1]
-    said = f"^relative_flatness.* is .*{message}"
-    warned(said, flatness_report, *at, measures=names, criterion=CE)
-
-
 def test_a_layer_that_the_loss_ignores_is_not_called_dead():
-    net, labels = Measured(unused=True), (torch.arange(len(X)) == 0).long()
+    net, labels = scaled(unused=True), (torch.arange(len(X)) == 0).long()
     net.last.bias.data = torch.tensor([2.0, -2.0])  # the best constant, nearly
     with pytest.warns(FlatnessWarning, match="relative_flatness is 0"):
         relative_flatness(net, INPUTS, labels, layer=0, criterion=CE)
@@ -212,7 +189,7 @@ def test_a_constant_loss_that_cannot_be_computed_is_said_of_small_values(scale, 
 
     said += ".*best constant prediction could not be computed .*float32 networks only"
     with pytest.warns(FlatnessWarning, match=f"^relative_flatness {said}"):
-        relative_flatness(Measured(scale), INPUTS, LABELS.float(), criterion=Own())
+        relative_flatness(scaled(scale), INPUTS, LABELS.float(), criterion=Own())
 
 
 RANDOM, THREE = torch.randn(20, 4), torch.arange(20) % 3
@@ -251,30 +228,20 @@ def test_reports_warn_once(value):
     assert not np.isfinite(report.loc[get_measure_names(), "value"]).any()
 
 
-@pytest.mark.parametrize(
-    ("y", "cause"),
-    [
-        (THREE, "the mean loss is nan: .* outputs are too large"),
-        (None, "features or outputs .* are nan or too large"),
-    ],
-)
-def test_overflowing_outputs_warn(y, cause):
+def test_other_causes_are_named():
     net = MLP(4, 3)
     for layer in (net.hidden0, net.output):
         layer.weight.data.mul_(1e30)
-    with pytest.warns(FlatnessWarning, match=cause):
-        assert not math.isfinite(relative_flatness(net, RANDOM, y, criterion=CE))
-
-
-@pytest.mark.parametrize("layer", [0, -1])
-def test_without_a_loss_there_is_no_curvature(layer):
+    large, unlabelled = "the mean loss is nan: .* outputs are too", "features or outputs .* are nan"
+    assert np.isnan(warned(large, relative_flatness, net, RANDOM, THREE, criterion=CE))
+    assert not np.isfinite(warned(unlabelled, relative_flatness, net, RANDOM, criterion=CE))
     # skorch takes the logarithm of what its classifiers put out, which logits do not survive
     net = NeuralNetClassifier(MLP(4, 3)).initialize()
     message = "because the mean loss is nan: .* such as logits in place of probabilities"
-    options = {"layer": layer, "per_sample": True, "return_stderr": True}
-    with pytest.warns(FlatnessWarning, match=message):
-        terms, errors = relative_flatness(net, RANDOM.numpy(), THREE.numpy(), **options)
-    assert np.isnan([terms, errors]).all()
+    for layer in (0, -1):
+        options = {"layer": layer, "per_sample": True, "return_stderr": True}
+        found = warned(message, relative_flatness, net, RANDOM.numpy(), THREE.numpy(), **options)
+        assert np.isnan(found).all()
 
 
 def test_a_function_without_derivatives_is_named_as_the_cause():
@@ -323,4 +290,4 @@ def test_a_criterion_without_enough_memory_is_no_wrong_criterion():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        relative_flatness(Measured(0.1), INPUTS, LABELS, criterion=criterion)
+        relative_flatness(scaled(0.1), INPUTS, LABELS, criterion=criterion)
