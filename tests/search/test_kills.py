@@ -10,7 +10,8 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 
 import optuna
 import pytest
@@ -252,6 +253,15 @@ def test_of_two_that_begin_at_the_same_moment_one_ends(tmp_path):
     assert_complete(make_search(tmp_path, "sqlite", refit=False).fit(X, Y), tmp_path)
 
 
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def press_in_training(folder):
+    wait_until(lambda: (folder / "trained").exists() and trained(folder)[CHOICES[1]])
+    press_ctrl_c()
+
+
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize(
     ("storage", "way"),
@@ -259,21 +269,19 @@ def test_of_two_that_begin_at_the_same_moment_one_ends(tmp_path):
 )
 def test_ctrl_c(storage, way, tmp_path, engine):
     order(tmp_path, CHOICES[1], "wait")
-
-    pressed = []
+    timers = [threading.Timer(0.5, press_ctrl_c)]
 
     def press(study, trial):  # once, while the search waits for its workers
-        if not pressed:
-            pressed.append(trial.number)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if timers:
+            timers.pop().start()
 
     if way == "alone":
-        press = None
-        threading.Thread(target=press_later, args=(tmp_path,)).start()
+        timers.clear()
+        threading.Thread(target=press_in_training, args=(tmp_path,)).start()
     search = make_search(tmp_path, storage, way)
     match = "interrupted: the search ends with the . candidates"
     with engine(way), pytest.warns(FlatnessWarning, match=match):
-        search.fit(X, Y, callbacks=press and [press])
+        search.fit(X, Y, callbacks=[press])
     finished = search.minima_["param_C"].tolist()
     assert CHOICES[0] in finished
     assert CHOICES[1] not in finished
@@ -311,11 +319,6 @@ def test_ctrl_c_waits_until_a_result_is_stored(storage, tmp_path, monkeypatch):
     assert_complete(make_search(tmp_path, storage, refit=False).fit(X, Y), tmp_path)
 
 
-def press_later(folder):
-    wait_until(lambda: (folder / "trained").exists() and trained(folder)[CHOICES[1]])
-    os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_candidate_that_crashes_is_named_and_not_tried_again(way, tmp_path, engine):
     order(tmp_path, CHOICES[0], "crash")
@@ -327,9 +330,8 @@ def test_a_candidate_that_crashes_is_named_and_not_tried_again(way, tmp_path, en
     assert search.minima_.iloc[-1]["param_C"] == CHOICES[0]
 
 
-@contextmanager
-def file_that_cannot_grow(file):
-    """Writing past a size fails as on a full disk."""
+def full_disk(file):
+    """Return functions from and until which writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def begin():
@@ -337,30 +339,17 @@ def file_that_cannot_grow(file):
         size = 2000 if file.suffix == ".db" else file.stat().st_size + 40
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
 
-    def end():
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    try:
-        yield begin, end
-    finally:
-        end()
+    return begin, partial(resource.setrlimit, resource.RLIMIT_FSIZE, before)
 
 
-@contextmanager
-def locked(file):
+def lock(file):
     """Another program holds a lock."""
     other = sqlite3.connect(file, check_same_thread=False)
-    try:
-        yield lambda: other.execute("BEGIN EXCLUSIVE"), other.close
-    finally:
-        other.close()
+    return partial(other.execute, "BEGIN EXCLUSIVE"), other.close
 
 
 FULL = "full|[Nn]o space|too large|I/O"
-FAULTS = [
-    *((file_that_cannot_grow, kind, FULL) for kind in FILES),
-    (locked, "sqlite", "locked"),
-]
+FAULTS = [(full_disk, "sqlite", FULL), (full_disk, "journal", FULL), (lock, "sqlite", "locked")]
 
 
 @pytest.mark.parametrize(("fault", "storage", "why"), FAULTS)
@@ -368,23 +357,24 @@ FAULTS = [
 def test_a_storage_that_fails_is_named_and_the_next_call_goes_on(
     fault, storage, why, way, tmp_path
 ):
-    n_told, file = [], tmp_path / FILES[storage]
-    with fault(file) as (begin, end):
+    n_told, (begin, end) = [], fault(tmp_path / FILES[storage])
 
-        def begin_late(study, trial):
-            n_told.append(trial.params["C"])
-            if len(n_told) == 2:
-                begin()
+    def begin_late(study, trial):
+        n_told.append(trial.params["C"])
+        if len(n_told) == 2:
+            begin()
 
-        search = make_search(tmp_path, storage, way, refit=False)
+    search = make_search(tmp_path, storage, way, refit=False)
+    try:
         with pytest.raises(RuntimeError, match=f"storage of study 'sweep' failed: .*({why})"):
             search.fit(X, Y, callbacks=[begin_late])
+    finally:
         end()
-        finished = of_study(tmp_path, storage).get_trials(states=(TrialState.COMPLETE,))
-        kept = {trial.params["C"] for trial in finished}
-        assert kept >= set(n_told[:2])
-        search = make_search(tmp_path, storage, refit=False).fit(X, Y)
-        assert_complete(search, tmp_path, again=set(CHOICES) - kept)
+    finished = of_study(tmp_path, storage).get_trials(states=(TrialState.COMPLETE,))
+    kept = {trial.params["C"] for trial in finished}
+    assert kept >= set(n_told[:2])
+    search = make_search(tmp_path, storage, refit=False).fit(X, Y)
+    assert_complete(search, tmp_path, again=set(CHOICES) - kept)
 
 
 def test_half_a_line_of_a_journal_is_removed(tmp_path):
