@@ -120,15 +120,6 @@ def _sigmoid(x: Any) -> Any:
     return 1 / (1 + namespace(x).exp(-x))
 
 
-def _leaky(layer: nn.LeakyReLU) -> _Function:
-    slope = layer.negative_slope
-
-    def scaled(of: Any, x: Any) -> Any:
-        return namespace(x).where(x > 0, of, of * slope)
-
-    return _Function(lambda x: scaled(x, x), lambda g, x, y: scaled(g, x), in_pieces=True)
-
-
 def _silu_slope(g: Any, x: Any, y: Any) -> Any:
     s = _sigmoid(x)
     return g * (s * (1 + x * (1 - s)))
@@ -139,7 +130,11 @@ _FUNCTIONS: dict[type, Callable[[Any], _Function]] = {
     nn.ReLU: lambda layer: _Function(
         _relu, lambda g, x, y: g * namespace(y).sign(y), in_pieces=True
     ),
-    nn.LeakyReLU: _leaky,
+    nn.LeakyReLU: lambda layer: _Function(
+        lambda x: namespace(x).where(x > 0, x, x * layer.negative_slope),
+        lambda g, x, y: namespace(x).where(x > 0, g, g * layer.negative_slope),
+        in_pieces=True,
+    ),
     nn.Tanh: lambda layer: _Function(
         lambda x: namespace(x).tanh(x), lambda g, x, y: g * (1 - y * y)
     ),

@@ -10,21 +10,16 @@ with `s` a constant in the differentiation,
     \qquad R = \max(|P|, \overline{|P|}) .
 
 **Values.** :math:`L_0` is the loss of the network's mean output, the same for all samples of the
-batch. The penalty is at most half of what the network has gained over it. A network that has
-learned nothing gets no penalty. With more than half, a dead network would still be an attractor: if
-the outputs are small and grow by a factor `t`, the gain grows by `t`, and the penalty by
-:math:`t^2`. So the gradient of :math:`s P` is :math:`2 s P / t`, and must not exceed that of the
-gain, :math:`(L_0 - L) / t`. At a minimum, this is hardly a limit: how much flatness may cost is for
-the weight to say.
+batch. The penalty is at most half of what the network has gained over it. With more, a dead network
+would still be an attractor: if the outputs are small and grow by a factor `t`, the gain grows by
+`t`, and the penalty by :math:`t^2`. So the gradient of :math:`s P` is :math:`2 s P / t`, and must
+not exceed that of the gain, :math:`(L_0 - L) / t`.
 
-**Steps.** A step of the rate :math:`r` along the gradient of :math:`s P` lowers it by about
-:math:`r \|\nabla s P\|^2`, which is the share :math:`q = s r \rho^2 R` of :math:`s P`. With the
-limit, this share is :math:`c x / (c + x)`, if `x` is the share without it: no step removes more
-than `c` of the penalty, to first order, and a larger weight always removes more. A share of 1 is
-Polyak's step, which is the stable one for a function whose minimum is zero [1]_, and the default.
-At low rates, `x` is small, and this is no limit. A sharp limit, the smaller of `c` and `x`, made
-all weights train the same network at high rates. With `c` of 2, some networks died at a rate at the
-edge of what training without penalty survives.
+**Steps.** A step of the rate :math:`r` along the gradient of :math:`s P` removes about the share
+:math:`q = s r \rho^2 R` of it. With the limit, this share is :math:`c x / (c + x)`, if `x` is the
+share without it. A share of 1 is Polyak's step, the stable one for a function whose minimum is zero
+[1]_. A sharp limit, the smaller of `c` and `x`, made all weights train the same network at high
+rates. With `c` of 2, some networks died at the edge of what training without penalty survives.
 
 :math:`r` is what training shows: the root of the mean squares of the weights' movement between two
 measurements, over the root of the number of steps, and of the step's gradient,
@@ -33,12 +28,10 @@ schedules, for any optimizer and any loop. :math:`\rho` is the mean of the ratio
 :math:`\|\nabla P\| / |P|`.
 
 **Size.** :math:`R` is the penalty of the batch, or its moving average over about 30 steps where
-that is larger. With :math:`|P|` alone, a batch with a small penalty would be scaled up to the same
-step as one with a large penalty, and training would follow the noise of such batches.
+that is larger. Otherwise, training would follow the noise of batches with a small penalty.
 
 Norms are those over all parameters. They take two backward passes, and are therefore taken in the
 first 8 steps and in every 8th step; for :math:`r`, the weights of the last measurement are kept.
-Each measurement counts for 0.9 times as much as the next one, so that the last ten or so count.
 
 There is one formula for one net or several, over numbers, or arrays of NumPy or torch.
 

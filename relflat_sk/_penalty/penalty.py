@@ -251,9 +251,9 @@ class RelativeFlatnessPenalty:
         if self._limits is None:
             self._limits = WeakKeyDictionary({network: self.limit})
         self.limit = self._limits.setdefault(network, PenaltyLimit())
-        return nullcontext() if self.limit.is_resting(self.every) else self._record(module)
+        return nullcontext() if self.limit.is_resting(self.every) else self.record(module)
 
-    def _record(self, module: nn.Module) -> AbstractContextManager[None]:
+    def record(self, module: nn.Module) -> AbstractContextManager[None]:
         """Record a forward pass of a step that has the penalty."""
         compiled = module._modules.get("_orig_mod")  # inside of what `torch.compile` returned
         network = module if compiled is None else compiled
@@ -300,12 +300,12 @@ class RelativeFlatnessPenalty:
         target = loss.read_target(output, y)
         weight = None if sample_weight is None else sample_weight.to(output)
         batch = BatchLoss(loss, target, weight)
-        penalty, share = self._of_batch(batch, output, self.weight, batch(output))
+        penalty, share = self.of_batch(batch, output, batch(output))
         return penalty if share is None else share * penalty
 
     @_refusing_checkpoints()
-    def _of_batch(
-        self, batch: BatchLoss, output: Tensor, scale: float, value: Tensor
+    def of_batch(
+        self, batch: BatchLoss, output: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the penalty of a checked batch, and the share that the limit leaves of it.
 
@@ -341,7 +341,7 @@ class RelativeFlatnessPenalty:
                 probes=self.probes,
                 normalize=self.normalize,
                 sample_weight=batch.weight,
-                scale=scale * self.every,
+                scale=self.weight * self.every,
             )
         if self.clip is None:
             return penalty, None

@@ -193,9 +193,11 @@ def _bad_endings(net: Any, since: int, *, has_died: bool) -> Iterator[str]:
         )
     if not all(map(math.isfinite, [*losses[-1:], *([ended.loss] if ended.is_known else [])])):
         yield f"the training of {describe(net)} has diverged: its loss is not finite."
-    elif not losses or has_died:
         return
-    elif _has_collapsed(losses, ended):
+    if not losses or has_died:
+        return
+    outweighs = any(e.get("flatness_penalty", 0.0) > e.get("train_loss", np.inf) for e in epochs)
+    if _has_collapsed(losses, ended):
         best = int(np.nanargmin(losses))
         yield (
             f"{describe(net)} ended much worse than it was: its training loss was "
@@ -217,19 +219,12 @@ def _bad_endings(net: Any, since: int, *, has_died: bool) -> Iterator[str]:
                 "not matter: other large weights train the same network. Use a smaller weight, or "
                 f"a larger flatness_clip than {net.flatness_clip!r}."
             )
-    elif ended.is_known and _has_outweighed(net, epochs):
+    elif ended.is_known and net.flatness_weight and net.flatness_clip is None and outweighs:
         yield (
             f"{describe(net)} has hardly learned, because its penalty was larger than its "
             f"loss: its training loss is {ended.loss:.4g}, where the best constant prediction "
             f"has {ended.constant_loss:.4g}. {_advice(net)}"
         )
-
-
-def _has_outweighed(net: Any, epochs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a penalty without limit was larger than the loss in some epoch."""
-    if not net.flatness_weight or net.flatness_clip is not None:
-        return False
-    return any(e.get("flatness_penalty", 0.0) > e.get("train_loss", np.inf) for e in epochs)
 
 
 def _share_of_limit(batches: Sequence[Mapping[str, float]]) -> float:

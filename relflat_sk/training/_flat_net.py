@@ -130,7 +130,7 @@ def _recording(infer: Callable[..., Any]) -> Callable[..., Any]:
         state = net._state()
         state.in_infer = True  # that of a base class records nothing else
         try:
-            with uncompiled(net.module_), penalty._record(unwrapped(net.module_)):
+            with uncompiled(net.module_), penalty.record(unwrapped(net.module_)):
                 output = infer(net, x, **fit_params)
         finally:
             state.in_infer = False

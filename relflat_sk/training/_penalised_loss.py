@@ -130,19 +130,17 @@ def _with_penalty(
     """
     with nullcontext() if penalty is None else penalty.quiet():
         reading = own.read_criterion(loss, y_true)
-    terms = [loss.detach()]
-    if reading is not None and reading.factor != 1:
-        terms = [loss.detach() / reading.factor]
-    if penalty is not None and reading is None:
-        reading = own.read(loss, y_true)
-    if penalty is None or reading is None:
+    factor = 1.0 if reading is None else reading.factor
+    terms = [loss.detach() if factor == 1 else loss.detach() / factor]
+    if penalty is None:
         return loss, terms
-    net, (batch, value, factor) = own.net, reading
-    first = net._state().terms if "_in_second_pass" in vars(net) else None
+    reading = reading or own.read(loss, y_true)
+    if reading is None:
+        return loss, terms
+    first = own.net._state().terms if "_in_second_pass" in vars(own.net) else None
     if first is not None:  # the second pass of SAM has the limit of the first
         penalty.clip = None
-    output = full_precision(own.part)
-    added, share = penalty._of_batch(batch, output, net._penalty_weight(), value)
+    added, share = penalty.of_batch(reading.batch, full_precision(own.part), reading.value)
     if first is not None and len(first) > 2:
         share = first[2]
     terms += [term.detach() for term in (added, share) if term is not None]
