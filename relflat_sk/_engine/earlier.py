@@ -1,4 +1,4 @@
-"""Penalties at linear layers before the last one: their random signs, and a chain's formulas."""
+"""Penalties at linear layers before the last one of a chain, written out."""
 
 from collections.abc import Sequence
 from math import prod
@@ -16,36 +16,6 @@ from relflat_sk._penalty.batch_flatness import n_shared
 from relflat_sk._random import draw_words, n_words, signs_of
 
 
-class Probes:
-    """Draws the random signs that each net draws if it trains by its own loop."""
-
-    def __init__(self, jobs: Sequence[Job]) -> None:
-        self._jobs = jobs
-        self.n_draws = jobs[0].penalty.probes if jobs[0].penalty else 0
-        self._generators = [torch.Generator() for _ in jobs]
-        for job, generator in zip(jobs, self._generators, strict=True):
-            generator.set_state(job.random_state)
-
-    def draw(self, shapes: Sequence[Sequence[int]], like: Tensor) -> list[Tensor]:
-        """Draw signs of several shapes for each net: (k, ...)."""
-        counts = [n_words(shape) for shape in shapes]
-        words = torch.stack([
-            draw_words(sum(counts), torch.device("cpu"), one) for one in self._generators
-        ]).to(like.device)
-        # all at once, because each operation takes as long as a product of small matrices
-        signs = signs_of(words, (64 * sum(counts),), like)
-        parts = torch.split(signs, [64 * n for n in counts], dim=1)
-        return [
-            part[:, : prod(shape)].view(-1, *shape)
-            for part, shape in zip(parts, shapes, strict=True)
-        ]
-
-    def finish(self) -> None:
-        """Hand the random states over to the jobs, as the last step leaves them."""
-        for job, generator in zip(self._jobs, self._generators, strict=True):
-            job.random_state = generator.get_state()
-
-
 class EarlierTerm(NamedTuple):
     """A penalty at earlier layers by its partial derivatives, each times the networks' factors."""
 
@@ -61,25 +31,46 @@ class ChainTerms:
     ``|phi|^2 |A^T g|^2``, where ``g`` is ``R s`` pulled back to a layer, and ``A`` its changes.
     """
 
-    def __init__(self, chain: Chain, loss: ArrayLoss, probes: Probes, like: Tensor) -> None:
-        self._chain, self._loss, self._probes, self._like = chain, loss, probes, like
+    def __init__(self, chain: Chain, loss: ArrayLoss, jobs: Sequence[Job], like: Tensor) -> None:
+        self._chain, self._loss, self._jobs, self._like = chain, loss, jobs, like
+        # the streams from which nets draw random signs that train by their own loop
+        self._generators = [torch.Generator() for _ in jobs]
+        for job, generator in zip(jobs, self._generators, strict=True):
+            generator.set_state(job.random_state)
+
+    def finish(self) -> None:
+        """Hand the random states over to the jobs, as the last step leaves them."""
+        for job, generator in zip(self._jobs, self._generators, strict=True):
+            job.random_state = generator.get_state()
 
     def __call__(self, batch: StepBatch, factors: Any, p: Any) -> tuple[Any, EarlierTerm]:
         """Compute the penalties, (k,), and their derivatives."""
-        factors = factors / self._probes.n_draws
-        (value, term), *further = (
-            self._estimate(batch, factors, p) for _ in range(self._probes.n_draws)
-        )
+        penalty = self._jobs[0].penalty
+        assert penalty is not None
+        factors = factors / penalty.probes
+        (value, term), *further = (self._estimate(batch, factors, p) for _ in range(penalty.probes))
         for more, other in further:
             value = value + more
-            term = EarlierTerm(
-                term.z + other.z,
-                *(
-                    {i: one[i] + two[i] for i in one}
-                    for one, two in zip(term[1:], other[1:], strict=True)
-                ),
+            weights, of_features = (
+                {i: before[i] + after[i] for i in before}
+                for before, after in zip(term[1:], other[1:], strict=True)
             )
+            term = EarlierTerm(term.z + other.z, weights, of_features)
         return value, term
+
+    def _draw_signs(self, shapes: Sequence[Sequence[int]]) -> list[Any]:
+        """Draw signs of several shapes for each net: (k, ...)."""
+        counts = [n_words(shape) for shape in shapes]
+        words = torch.stack([
+            draw_words(sum(counts), torch.device("cpu"), one) for one in self._generators
+        ])
+        # all at once, because each operation takes as long as a product of small matrices
+        signs = signs_of(words.to(self._like.device), (64 * sum(counts),), self._like)
+        parts = torch.split(signs, [64 * n for n in counts], dim=1)
+        return [
+            part[:, : prod(shape)].view(-1, *shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
 
     def _estimate(self, batch: StepBatch, factors: Any, p: Any) -> tuple[Any, EarlierTerm]:
         """Compute an estimate of the penalties."""
@@ -87,8 +78,10 @@ class ChainTerms:
         layers, first = chain.linear, chain.earlier[0]
         widths = [layers[i].weight.shape[-1] for i in chain.earlier]
         shapes = [p.shape[1:], *((n_shared(m), m) for m in widths if n_shared(m))]
-        signs = self._probes.draw(shapes, self._like)
-        of_outputs, *shared = (one if isinstance(p, Tensor) else one.numpy() for one in signs)
+        is_tensor = isinstance(p, Tensor)
+        of_outputs, *shared = (
+            signs if is_tensor else signs.numpy() for signs in self._draw_signs(shapes)
+        )
         roots = namespace(p).sqrt(batch.shares)[..., None]
         product, pull_root = self._loss.root_product(p, of_outputs * roots)
         pulled = {len(layers) - 1: product}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from relflat_sk._engine.chain import find_chain
-from relflat_sk._engine.earlier import ChainTerms, Probes
+from relflat_sk._engine.earlier import ChainTerms
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
 from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
 from relflat_sk._losses.curvature import namespace
@@ -84,12 +84,12 @@ class ChainNets:
         )
         for layer in chain.dropout:
             layer.seed(make_generators(jobs, like.device), like, small=small)
-        probes = Probes(jobs)
-        earlier = ChainTerms(chain, loss, probes, like) if chain.earlier else None
+        earlier = ChainTerms(chain, loss, jobs, like) if chain.earlier else None
         step = Step(chain, loss, at_last=chain.at_last, earlier=earlier)
         with _one_blas_thread() if small else nullcontext():
             epochs = train_epoch(step, jobs, stack, convert(like), as_arrays)
-        probes.finish()
+        if earlier is not None:
+            earlier.finish()
         return epochs
 
 
