@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pandas as pd
 import pytest
 import sklearn
 import torch
@@ -21,7 +20,7 @@ from sklearn.metrics import make_scorer
 from sklearn.model_selection import GridSearchCV, cross_validate, learning_curve
 from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer, StandardScaler, scale
+from sklearn.preprocessing import StandardScaler, scale
 from sklearn.utils.parallel import Parallel, delayed
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from torch import nn
@@ -134,20 +133,6 @@ def test_a_measure_is_called_by_users_through_joblib_and_wrappers():
     scorers = {"own": lambda *fold: -relative_flatness(*fold), "ours": SCORER}
     found = cross_validate(model, X, Y, scoring=scorers, error_score="raise")
     assert_array_equal(found["test_own"], found["test_ours"])
-
-
-def test_scores_of_folds_are_those_of_their_samples_also_in_data_frames():
-    model = make_pipeline(FunctionTransformer(), LogisticRegression(max_iter=500))
-    frame, labels = pd.DataFrame(X, columns=list("abcd")), pd.Series(NAMES, dtype="category")
-    scoring = {"flat": SCORER, "accuracy": "accuracy"}
-    (one, parts), (frames, _) = (
-        folds(model, scoring, *data, return_train_score=True)
-        for data in ((X, NAMES), (frame, labels))
-    )
-    for at, name in ((1, "train_flat"), (2, "test_flat")):
-        expected = [-relative_flatness(part[0], X[part[at]], NAMES[part[at]]) for part in parts]
-        assert_array_equal(one[name], expected)
-        assert_allclose(frames[name], expected, rtol=FLOAT32)
 
 
 @pytest.fixture

@@ -69,17 +69,15 @@ def linear(estimator):
     return X @ np.atleast_2d(estimator.coef_).T + estimator.intercept_
 
 
+HIDDEN = {"identity": lambda z: z, "logistic": expit, "relu": lambda z: z.clip(0), "tanh": np.tanh}
+
+
 def layered(estimator):
-    hidden = {
-        "identity": lambda z: z,
-        "logistic": expit,
-        "relu": lambda z: np.maximum(z, 0),
-        "tanh": np.tanh,
-    }[estimator.activation]
+    *hidden, (weight, bias) = zip(estimator.coefs_, estimator.intercepts_, strict=True)
     values = X
-    for weight, bias in zip(estimator.coefs_[:-1], estimator.intercepts_[:-1], strict=True):
-        values = hidden(values @ weight + bias)
-    return values @ estimator.coefs_[-1] + estimator.intercepts_[-1]
+    for matrix, shift in hidden:
+        values = HIDDEN[estimator.activation](values @ matrix + shift)
+    return values @ weight + bias
 
 
 def logistic(z, t):
@@ -109,14 +107,15 @@ def of_all(loss):
     return lambda z, t: loss(z, t).sum(axis=1)
 
 
-SGD_RESIDUAL_LOSSES = {"huber": lambda z, t: huber(z - t, 0.3), "squared_error": squared}
+def of_signs(columns):
+    """Make a column of -1 and 1 of each column of 0 and 1."""
+    return lambda y: 2 * columns(y) - 1
 
 
 def sgd(kind, loss):
     # a poor fit on purpose: samples on every branch of the piecewise losses
-    return kind(
-        loss=loss, epsilon=0.3, learning_rate="constant", eta0=0.05, max_iter=3, random_state=0
-    )
+    fixed = {"learning_rate": "constant", "eta0": 0.05, "max_iter": 3, "random_state": 0}
+    return kind(loss=loss, epsilon=0.3, **fixed)
 
 
 def mlp(kind, activation="relu", **parameters):
@@ -124,7 +123,6 @@ def mlp(kind, activation="relu", **parameters):
     return kind(hidden_layer_sizes=(6, 4), activation=activation, **fixed, **parameters)
 
 
-HAS_POISSON = "loss" in signature(MLPRegressor).parameters
 MULTINOMIAL = THREE, linear, cross_entropy, per_class
 RIDGES = Ridge(alpha=np.array([1.0, 2.0, 3.0]))
 # name -> (estimator, y, its linear predictor, its loss of (z, t), t of y)
@@ -134,15 +132,12 @@ CASES = {
     "ridge": (Ridge(), ONE_TARGET, linear, squared, columns),
     "ridge-outputs": (RIDGES, THREE_TARGETS, linear, squared, columns),
     "ridge-cv": (RidgeCV(), ONE_TARGET, linear, squared, columns),
-    **{
-        f"{type(ridge).__name__}-{name}": (
-            ridge, y, linear, squared, lambda y, to=to: 2 * to(y) - 1,
-        )
-        for name, y, to in [
-            ("two", TWO, per_class), ("three", THREE, per_class), ("labels", LABELS, columns),
-        ]
-        for ridge in (RidgeClassifier(), RidgeClassifierCV())
-    },
+    "ridge-two": (RidgeClassifier(), TWO, linear, squared, of_signs(per_class)),
+    "ridge-three": (RidgeClassifier(), THREE, linear, squared, of_signs(per_class)),
+    "ridge-labels": (RidgeClassifier(), LABELS, linear, squared, of_signs(columns)),
+    "ridge-cv-two": (RidgeClassifierCV(), TWO, linear, squared, of_signs(per_class)),
+    "ridge-cv-three": (RidgeClassifierCV(), THREE, linear, squared, of_signs(per_class)),
+    "ridge-cv-labels": (RidgeClassifierCV(), LABELS, linear, squared, of_signs(columns)),
     "logistic-two": (LogisticRegression(), TWO, linear, logistic, per_class),
     "logistic-three": (LogisticRegression(), *MULTINOMIAL),
     "logistic-no-intercept": (LogisticRegression(fit_intercept=False), *MULTINOMIAL),
@@ -155,18 +150,16 @@ CASES = {
     "poisson": (PoissonRegressor(), COUNTS[:, 0], linear, poisson, columns),
     "mlp-one-target": (mlp(MLPRegressor), ONE_TARGET, layered, squared, columns),
     "mlp-outputs": (mlp(MLPRegressor, "identity"), THREE_TARGETS, layered, squared, columns),
+    "sgd-two": (sgd(SGDClassifier, "log_loss"), TWO, linear, logistic, per_class),
+    "sgd-three": (sgd(SGDClassifier, "log_loss"), THREE, linear, of_all(logistic), per_class),
+    "sgd-huber": (
+        sgd(SGDRegressor, "huber"), ONE_TARGET, linear, lambda z, t: huber(z - t, 0.3), columns,
+    ),
+    "sgd-squared": (sgd(SGDRegressor, "squared_error"), ONE_TARGET, linear, squared, columns),
 }  # fmt: skip
-if HAS_POISSON:
-    model = mlp(MLPRegressor, loss="poisson")
-    CASES["mlp-counts"] = (model, COUNTS, layered, poisson, columns)
-CASES |= {
-    f"sgd-{classes}": (sgd(SGDClassifier, "log_loss"), y, linear, of_all(logistic), per_class)
-    for classes, y in [("two", TWO), ("three", THREE)]
-}
-CASES |= {
-    f"sgd-regressor-{loss}": (sgd(SGDRegressor, loss), ONE_TARGET, linear, formula, columns)
-    for loss, formula in SGD_RESIDUAL_LOSSES.items()
-}
+if "loss" in signature(MLPRegressor).parameters:
+    counting = mlp(MLPRegressor, loss="poisson")
+    CASES["mlp-counts"] = (counting, COUNTS, layered, poisson, columns)
 
 
 def tensor(array):

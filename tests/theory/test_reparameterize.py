@@ -169,6 +169,7 @@ BEHIND_FLATTEN = nn.Conv1d(2, 3, 2), nn.ReLU(), nn.ConstantPad1d(1, 0.0), nn.Fla
     [
         (pooled(lambda x: x.mean([2, 3])), (4, 2, 5, 5)),
         (Net(of_set, inner=nn.Linear(4, 3), outer=nn.Linear(3, 2)), (4, 6, 4)),
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), (4, 6, 4)),
         # each neuron of a Linear behind a Flatten of (n, 6, 3): tiles, not blocks
         (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)), (4, 6, 4)),
         (nn.Sequential(*BEHIND_FLATTEN, nn.BatchNorm1d(18), nn.Linear(18, 2)), (4, 2, 5)),
