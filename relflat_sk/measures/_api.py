@@ -9,10 +9,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from relflat_sk._checks import warn
-from relflat_sk._models.network_of import name_layers, open_model
+from relflat_sk._models.network_of import open_model
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import Network
-from relflat_sk._random import alone
 from relflat_sk.measures._layer_measures import MAX_PASSES
 from relflat_sk.measures._measure_network import (
     OF_DATA,
@@ -122,7 +121,6 @@ def flatness_report(  # noqa: PLR0913
     """
     columns = find_measures(get_measure_names() if measures is None else measures)
     check_layers([*columns.values()], layers)
-    layers = name_layers(model, layers)
     if measures is None:
         if params.get("weight_decay"):
             columns = {name: name for name in columns if counts_decay(name)}
@@ -134,15 +132,14 @@ def flatness_report(  # noqa: PLR0913
         output=output,
     )  # fmt: skip
     tolerated = (TypeError, ValueError) if measures is None else NotApplicableError
-    with alone():
-        results = measure_network(
-            network,
-            list(columns.values()),
-            layers,
-            tolerates=lambda name, error: isinstance(error, tolerated),
-            per_sample=False,
-            **params,
-        )
+    results = measure_network(
+        network,
+        list(columns.values()),
+        layers,
+        tolerates=lambda name, error: isinstance(error, tolerated),
+        per_sample=False,
+        **params,
+    )
     _warn_of_doubtful(network, results)
     order = next(iter(results.values())).passes.own.order
     report = pd.DataFrame(

@@ -239,7 +239,7 @@ def check_arguments(measures: Sequence[Measure], params: Mapping[str, Any]) -> N
 def measure_network(
     network: Network,
     measures: Sequence[Measure],
-    layers: Sequence[Layer] | str,
+    layers: Any,
     *,
     weight_decay: float = 0.0,
     tolerates: Tolerates = lambda name, error: isinstance(error, NotApplicableError),
@@ -260,11 +260,13 @@ def measure_network(
     options = {"weight_decay": weight_decay, "per_sample": per_sample}
     check_options(measures, at_loss=at_loss, **options)
     params |= options
+    layers = name_layers(None if network.source is None else network.source.model, layers)
     results: Results = {}
     shares = [SHARES.get(name_of(one)) if at_loss is None else at_loss for one in measures]
-    for share in dict.fromkeys(shares):
-        alike = [measure for measure, at in zip(measures, shares, strict=True) if at == share]
-        results |= _measure_at_loss(network, alike, layers, share, tolerates, params)
+    with alone():
+        for share in dict.fromkeys(shares):
+            alike = [measure for measure, at in zip(measures, shares, strict=True) if at == share]
+            results |= _measure_at_loss(network, alike, layers, share, tolerates, params)
     for (layer, name), measured in results.items():
         warn_of_saddle(layer, name, measured)
     return results
@@ -279,16 +281,8 @@ def measure_opened(
 ) -> Measured:
     """Measure a model that was opened, as `measure` does."""
     check_layers([measure], layer)
-    (measured,) = measure_at(network, measure, [layer], **params).values()
+    (measured,) = measure_network(network, [measure], [layer], **params).values()
     return measured
-
-
-def measure_at(network: Network, measure: Measure, layers: Any, **params: Any) -> Results:
-    """Measure a model that was opened at a layer, a list of layers or "all"."""
-    assert network.source is not None
-    at = name_layers(network.source.model, layers)
-    with alone():
-        return measure_network(network, [measure], at, **params)
 
 
 def _measure_at_loss(

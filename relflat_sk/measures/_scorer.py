@@ -22,7 +22,7 @@ from relflat_sk.measures._measure_network import (
     check_arguments,
     check_layers,
     find_measure,
-    measure_at,
+    measure_network,
 )
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
 from relflat_sk.measures._results import Measured, name_of
@@ -181,7 +181,7 @@ class FlatnessScorer(BaseEstimator):
         check_arguments([self.measure], params)
         network = open_model(estimator, X, y, **of_data, sample_weight=sample_weight)
         check_layers([self.measure], self.layer)
-        results = measure_at(network, self.measure, self.layer, **params)
+        results = measure_network(network, [self.measure], self.layer, **params)
         total = sum(measured.value for measured in results.values())
         return network, replace(next(iter(results.values())), value=total)
 
