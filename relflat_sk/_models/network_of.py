@@ -227,14 +227,7 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
         return to_network(inside, X, y, options)
     if isinstance(model, type):
         raise TypeError(f"pass a fitted instance, not the class {model.__name__}.")
-    try:
-        converted = to_torch(model, y)
-    except TypeError as error:
-        raise TypeError(
-            f"{error} Models that can be measured: a torch.nn.Module, a fitted skorch net, one "
-            "of these estimators, and a fitted Pipeline, search object (GridSearchCV, ...) or "
-            "TransformedTargetRegressor around one of them."
-        ) from None
+    converted = to_torch(model, y)
     if not isinstance(X, Dataset | DataLoader):  # names and number of features
         validate_data(model, X, reset=False, skip_check_array=True)
     targets = None if y is None else converted.encode_target(y)

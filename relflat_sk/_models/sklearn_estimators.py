@@ -192,7 +192,9 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
         raise TypeError(
             f"a model of type {type(estimator).__name__} is not a network that can be read from "
             "its attributes; of scikit-learn's estimators these are: "
-            f"{', '.join(sorted(kind.__name__ for kind in kinds))}."
+            f"{', '.join(sorted(kind.__name__ for kind in kinds))}. Models that can be measured: a "
+            "torch.nn.Module, a fitted skorch net, one of these estimators, and a fitted Pipeline, "
+            "search object (GridSearchCV, ...) or TransformedTargetRegressor around one of them."
         )
     check_is_fitted(estimator)
     if kind in _CLASSIFIERS:

@@ -215,8 +215,9 @@ class TraceMeasures:
             self._add_first(forward)
             return
         for name, layer in forward.layers.items():
-            spread = self._spreads.setdefault(name, FeatureSpread())
-            spread.add(layer, forward.counting_weights(layer))
+            if name not in self._spreads:
+                self._spreads[name] = FeatureSpread(layer)
+            self._spreads[name].add(layer, forward.counting_weights(layer))
 
     def finish(self, summary: Summary) -> Results:
         """Compute the measures, with as many further passes as they need."""
@@ -243,8 +244,10 @@ class TraceMeasures:
         quantity = measure.quantity(layer, spread)
         n_passes = quantity.n_passes(layer)
         exact = n_passes <= most and self.method != "hutchinson"
-        deflatable = self.method == "auto" and quantity.is_deflatable(layer)
-        return _Sum(layer.name, name, quantity, n_passes, layer.method, exact, deflatable)
+        deflatable = isinstance(quantity, Trace) and quantity.is_deflatable(layer)
+        deflatable = deflatable and self.method == "auto"
+        method = "exact" if layer.curvature is None else "closed form"
+        return _Sum(layer.name, name, quantity, n_passes, method, exact, deflatable)
 
     def _add(self, forward: ForwardPass, sums: Iterable[_Sum], n_probes: int) -> None:
         """Add a batch to some of the sums."""
@@ -256,7 +259,7 @@ class TraceMeasures:
         estimated = [one for one in sums if not one.exact]
         drawn = {one.key: one.quantity for one in estimated}
         for one in estimated:
-            if one.deflated:
+            if one.deflated and isinstance(one.quantity, Trace):
                 layer = forward.layers[one.layer]
                 drawn[one.key] = one.quantity.deflated(layer, self._generator)
         if any(one.deflated for one in estimated):
@@ -270,20 +273,16 @@ class TraceMeasures:
 
     def _include(self, forward: ForwardPass, one: _Sum, *probes: Tensor) -> None:
         """Add terms (r, k) of a batch to a sum: exact ones, or a pair of probes."""
-        weights = forward.row_weights(forward.layers[one.layer])
-        total = self._weigh(forward, weights, probes[0] + probes[1] if probes[1:] else probes[0])
-        sums = total[None]
-        if probes[1:]:
+        weights = forward.row_weights(forward.layers[one.layer])[:, None]
+        parts = [weights * probes[0]]
+        if len(probes) > 1:
             squares = (probes[0] - probes[1]).square() / 2
-            sums = torch.stack([total, self._weigh(forward, weights.square(), squares)])
+            parts = [weights * (probes[0] + probes[1]), weights.square() * squares]
+        # over all rows, or over the tokens of each sample
+        n = len(forward) if self.per_sample else 1
+        sums = torch.stack([part.reshape(n, -1, part.shape[1]).sum(dim=1) for part in parts])
         batch = self._n_batches if self.per_sample else 0
         one.parts[batch] = one.parts[batch] + sums if batch in one.parts else sums
-
-    def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
-        """Sum rows with their weights: over all, or over the tokens of each sample."""
-        if not self.per_sample:
-            return (weights @ rows)[None]
-        return (weights[:, None] * rows).reshape(len(forward), -1, rows.shape[1]).sum(dim=1)
 
     def _end_pass(self, sums: Iterable[_Sum], n_probes: int, n_more: int = 0) -> None:
         """Count the probes and other products of a pass over all samples."""
@@ -400,29 +399,23 @@ class FeatureSpread:
     each input channel. Squares are summed around the mean of the first batch.
     """
 
-    def __init__(self) -> None:
-        self._centre: Tensor | float = 0.0
+    def __init__(self, layer: LayerPass) -> None:
+        self._centre = layer.map.channels(layer.features).double().mean(dim=0)
         self._sums = torch.zeros(())  # of weights, of weighted rows and of their squares
-        self._low = self._high = torch.empty(0)
-        self._eps = 0.0
-        self._columns = torch.empty(0)  # the channel that each column of the weight multiplies
+        self._low, self._high = (torch.full_like(self._centre, x) for x in (math.inf, -math.inf))
+        self._eps = torch.finfo(layer.features.dtype).eps
+        self._columns = layer.map.column_channels()  # that each column of the weight multiplies
 
     def add(self, layer: LayerPass, weights: Tensor) -> None:
         """Add the features of a batch, with a weight for each row of them."""
         rows = layer.map.channels(layer.features).double()
         weights = weights.to(rows).repeat_interleave(len(rows) // len(weights))
-        is_first = not len(self._low)
-        if is_first:
-            self._centre = rows.mean(dim=0)
-            self._eps = torch.finfo(layer.features.dtype).eps
-            self._columns = layer.map.column_channels()
         apart, counts = rows - self._centre, weights[:, None] > 0
         sums = weights.sum().expand(rows.shape[1]), weights @ apart, weights @ apart.square()
         self._sums = self._sums + torch.stack(sums)
         low = rows.where(counts, math.inf).amin(dim=0)
         high = rows.where(counts, -math.inf).amax(dim=0)
-        self._low = low if is_first else torch.minimum(self._low, low)
-        self._high = high if is_first else torch.maximum(self._high, high)
+        self._low, self._high = torch.minimum(self._low, low), torch.maximum(self._high, high)
 
     def spread(self) -> Tensor:
         """Return the standard deviations for the columns of the weight: (m,)."""

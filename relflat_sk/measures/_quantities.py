@@ -68,11 +68,6 @@ class LayerPass:
     curvature: ClosedForm | None = None
     gradients: Gradients | None = None
 
-    @property
-    def method(self) -> str:
-        """What reports call an exact sum."""
-        return "exact" if self.curvature is None else "closed form"
-
     @cached_property
     def weight(self) -> Tensor:
         """The weight as a matrix (d, m) in float64; that of very many classes without a copy."""
@@ -209,14 +204,6 @@ class Quantity(ABC):
     @abstractmethod
     def n_products(self, layer: LayerPass) -> float:
         """Return how many products `exact` takes without a closed form."""
-
-    def is_deflatable(self, layer: LayerPass) -> bool:
-        """Return whether `deflated` makes random products more precise."""
-        return False
-
-    def deflated(self, layer: LayerPass, generator: torch.Generator) -> "Quantity":
-        """Return a quantity of the same terms, part of which is known."""
-        return self
 
 
 # directions of each sample that deflate a trace, and the products that this takes
