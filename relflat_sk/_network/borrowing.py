@@ -230,17 +230,17 @@ def _masked(scores: Tensor, mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def borrowed(module: nn.Module) -> Iterator[None]:
+def borrowed(module: nn.Module, *, with_weights: bool = False) -> Iterator[None]:
     """Put a network into evaluation mode, and give it back bit by bit as it was."""
-    # Modes, buffers and the random state come back, also after an exception. Inside, autocast is
-    # off, and attention runs step by step. Threads wait for each other, see `relflat_sk._random`.
+    # Modes, buffers, weights on demand, and the random state come back, also after an exception.
+    # Inside, autocast is off, and attention runs step by step. Threads wait for each other.
     device = next((p.device for p in module.parameters() if p.is_cuda), None)
     with (
         torch.inference_mode(False),
         fork_rng(device),
         eagerly(),
         autocast_off(*module.parameters(), *module.buffers()),
-        evaluation_mode(module),
+        evaluation_mode(module, with_weights=with_weights),
         explicit_attention(module),
         ReplacedForwards((part, clamp_hardsigmoid) for part in find_hardsigmoids(module)),
     ):
@@ -261,7 +261,7 @@ def autocast_off(*tensors: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def evaluation_mode(module: nn.Module) -> Iterator[None]:
+def evaluation_mode(module: nn.Module, *, with_weights: bool = False) -> Iterator[None]:
     """Put a network into evaluation mode by its own methods, and give it back to the bit."""
     # Its parameters may have other numbers inside, as those of loralib.
     with alone():
@@ -270,7 +270,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
         switching = [part for part in parts if any(modes) and _switches(part)]
         changing = dict.fromkeys(inside for part in switching for inside in part.modules())
         # an embedding with max_norm changes its weight in each pass
-        changing |= dict.fromkeys(part for part in parts if getattr(part, "max_norm", None))
+        changing |= dict.fromkeys(p for p in parts if with_weights or getattr(p, "max_norm", None))
         homes: list[Any] = [part._buffers for part in parts]
         homes += [part._parameters for part in changing]
         before = [(home, dict(home)) for home in homes]

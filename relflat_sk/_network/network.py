@@ -277,10 +277,6 @@ class Outcome:
         losses, divisors = zip(*terms, strict=True)
         return torch.cat(losses), torch.cat(divisors)
 
-    def divisors(self) -> Tensor:
-        """Return what each sample adds to the divisor of the mean loss: (n,)."""
-        return self.loss.divisors(self.output, self.target).detach().double()
-
     def total(self) -> tuple[Tensor, Tensor]:
         """Sum losses and divisors with the sample weights; their ratio is the mean loss."""
         losses, divisors = self.loss.terms(self.output, self.target, each=self.weighted)

@@ -148,29 +148,26 @@ def choose_curvatures(
     tail: Tail, records: Sequence[LayerRecord], *, together: bool = False
 ) -> Curvatures:
     """Choose how the curvatures at some layers are computed."""
-    closed: list[tuple[LayerRecord, Tensor, ClosedForm]] = []
-    others: list[LayerRecord] = []
-    base = None
+    closed, others = [], {}
     for record in records:
         found = tail.closed_form(record)
         if found is None:
-            others.append(record)
+            others[record.name] = record
         else:
             closed.append(found)
-    if others:
-        base = tail.base()
-    if base is None:
-        return Curvatures(closed, [], None, others)
-    # a network that is piecewise linear in all outputs together is so in each of them
-    if is_piecewise_linear(base[0], *(record.node for record in others)):
-        return Curvatures(closed, others, base, [])
-    linear: list[LayerRecord] = []
-    curved: list[LayerRecord] = []
-    one_by_one = not together and len(others) > 1
-    for record in others:
-        is_linear = one_by_one and is_piecewise_linear(base[0], record.node)
-        (linear if is_linear else curved).append(record)
-    return Curvatures(closed, linear, base, curved)
+    base = tail.base() if others else None
+    linear: set[str] = set()
+    if base is not None:
+        # a network that is piecewise linear in all outputs together is so in each of them
+        if is_piecewise_linear(base[0], *(record.node for record in others.values())):
+            linear = set(others)
+        elif not together and len(others) > 1:
+            linear = {
+                n for n, record in others.items() if is_piecewise_linear(base[0], record.node)
+            }
+    by_gradients = [record for name, record in others.items() if name in linear]
+    by_products = [record for name, record in others.items() if name not in linear]
+    return Curvatures(closed, by_gradients, base, by_products)
 
 
 # -- layers at which the curvature would not be that of one weight and single samples -------

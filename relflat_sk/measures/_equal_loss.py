@@ -96,7 +96,8 @@ def _loss_at(scored: Outcome, beta: float) -> np.ndarray:
             of_part = weight[part] @ loss.losses(loss.from_logits(z), target, each=True)
             slope += float(torch.autograd.grad(of_part, leaf)[0])
             total += float(of_part.detach())
-    return np.array([total, slope, float(weight @ scored.divisors())])
+    divisors = scored.loss.divisors(logits, scored.target).detach().double()
+    return np.array([total, slope, float(weight @ divisors)])
 
 
 class _Recording:

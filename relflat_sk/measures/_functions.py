@@ -8,11 +8,10 @@ from typing import Any
 
 import joblib
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from relflat_sk._models.network_of import final_estimator
-from relflat_sk._network.borrowing import borrowed, unwrapped
+from relflat_sk._network.borrowing import borrowed, changed, unwrapped
 from relflat_sk._network.network import Network
 from relflat_sk.measures._results import Measured, name_of
 
@@ -84,33 +83,20 @@ def kept_model(model: Any) -> Iterator[None]:
     """Restore weights, gradients and fitted attributes when the context ends."""
     estimator = final_estimator(model)
     module = unwrapped(getattr(estimator, "module_", estimator))
-    is_torch = isinstance(module, nn.Module)
-    kept = _kept_parameters(module) if is_torch else _kept_attributes(estimator)
-    # scikit-learn's estimators have no module, so that only the random state is borrowed
-    with borrowed(module if is_torch else nn.Module()), kept:
+    if not isinstance(module, nn.Module):  # of scikit-learn: only the random state is borrowed
+        with borrowed(nn.Module()), _kept_attributes(estimator):
+            yield
+        return
+    parameters = list(module.parameters())
+    learnable = [parameter for parameter in parameters if parameter.requires_grad]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    with (
+        changed(parameters, "grad", None),  # a backward pass adds to no gradient of the user's
+        changed(learnable, "requires_grad", True),
+        changed(frozen, "requires_grad", False),
+        borrowed(module, with_weights=True),
+    ):
         yield
-
-
-@contextmanager
-def _kept_parameters(module: nn.Module) -> Iterator[None]:
-    kept = [
-        (m, name, p, p.data, p.detach().clone(), p.grad, p.requires_grad)
-        for m in module.modules()
-        for name, p in m.named_parameters(recurse=False)
-    ]
-    for parameter in module.parameters():
-        parameter.grad = None  # a backward pass adds to no gradient of the user's
-    try:
-        yield
-    finally:
-        for m, name, parameter, storage, content, gradient, needs_gradient in kept:
-            setattr(m, name, parameter)
-            parameter.grad = None
-            parameter.data = storage
-            if not torch.equal(storage, content):
-                storage.copy_(content)
-            parameter.grad = gradient
-            parameter.requires_grad_(needs_gradient)
 
 
 @contextmanager
