@@ -390,11 +390,8 @@ class ExplicitLayers(ReplacedForwards):
         linear: bool,
     ) -> tuple[Tensor | None, ...]:
         """Pull vectors back with their graph, see `relflat_sk._losses.pull_back`."""
-        self.inputs_only, self.linear = True, linear
-        try:
+        with changed([self], "inputs_only", True), changed([self], "linear", linear):
             return pull_back(of, inputs, vectors, create_graph=True)
-        finally:
-            self.inputs_only = self.linear = False
 
 
 def find_fused(module: nn.Module) -> list[nn.Module]:
