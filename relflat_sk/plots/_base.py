@@ -350,6 +350,15 @@ class Colors:
         bar.set_label(label_of(self.column, ""))
 
 
+@dataclass(frozen=True)
+class Style:
+    """How minima are drawn: with which colors and arguments of `scatter`, in which unit."""
+
+    colors: Colors
+    loss_unit: str
+    kwargs: dict[str, Any]
+
+
 # -- points ------------------------------------------------------------------------------
 
 
@@ -383,19 +392,20 @@ class Points:
                 "test score need held-out data: fit(X, y, X_test, y_test)."
             )
 
-    def draw(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
+    def draw(self, ax: "Axes", style: Style) -> None:
         """Draw all points, with the numbers of the other candidates for the legend."""
-        self.draw_dots(ax, colors, **kwargs)
+        self.draw_dots(ax, style)
         self.draw_crosses(ax, ", ".join(f"{kind} ({n})" for kind, n in self.n_crossed.items()))
         if self.n_not_drawn:
             ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
 
-    def draw_dots(self, ax: "Axes", colors: Colors, **kwargs: Any) -> None:
+    def draw_dots(self, ax: "Axes", style: Style, **dot: Any) -> None:
         """Draw the minima that are compared, which decide the limits of the axes."""
         draw_grid(ax)
         ax.margins(MARGIN)
         x, y = self.x[self.comparable], self.y[self.comparable]
-        ax.scatter(x, y, **(DOT | {"c": colors.of_rows[self.comparable]} | kwargs))
+        dot["c"] = style.colors.of_rows[self.comparable]
+        ax.scatter(x, y, **(DOT | dot | style.kwargs))
 
     def draw_crosses(self, ax: "Axes", label: str) -> None:
         """Draw the other candidates, at most as far out as the limits."""
@@ -509,13 +519,11 @@ class MinimaDisplay(Display):
         require_matplotlib()
         colors = Colors(self.minima, self.color_by, cmap)
         unit = self.minima.attrs.get("loss_unit", "nats") if loss_unit is None else loss_unit
-        self.axes_ = self._draw(ax, colors, unit, kwargs)
+        self.axes_ = self._draw(ax, Style(colors, unit, kwargs))
         draw_legend(self.axes_, BELOW)
         colors.draw_bar(self.axes_)
         return self
 
     @abstractmethod
-    def _draw(
-        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> "list[Axes]":
+    def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         """Draw all but the legend and the color bar, and return the panels."""

@@ -21,11 +21,11 @@ from relflat_sk.minima._table import (
 )
 from relflat_sk.plots._base import (
     SYMBOLS,
-    Colors,
     Display,
     Floats,
     MinimaDisplay,
     Points,
+    Style,
     choose_measures,
     choose_scale,
     color_column,
@@ -157,18 +157,16 @@ class FlatnessGapDisplay(MinimaDisplay):
         )
         return display.plot(ax=ax, **kwargs)
 
-    def _draw(
-        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> "list[Axes]":
+    def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         x = numeric_column(self.minima, self.measure, argument="measure")
         y = numeric_column(self.minima, self.target, argument="target")
         points = Points(self.minima, x, y)
         points.require_minima(self.measure, self.target)
         ax = make_axes(ax)
         choose_scale(ax.xaxis, x[points.comparable])
-        points.draw(ax, colors, **kwargs)
-        ax.set_xlabel(measure_label(self.measure, loss_unit))
-        ax.set_ylabel(label_of(self.target, loss_unit))
+        points.draw(ax, style)
+        ax.set_xlabel(measure_label(self.measure, style.loss_unit))
+        ax.set_ylabel(label_of(self.target, style.loss_unit))
         show_correlation(ax, self.correlation, between=(self.measure, self.target))
         return [ax]
 
@@ -285,23 +283,21 @@ class MeasurePanelsDisplay(MinimaDisplay):
         )
         return display.plot(ax=ax, **kwargs)
 
-    def _draw(
-        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> "list[Axes]":
+    def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         y = numeric_column(self.minima, self.target, argument="target")
         with_target = Points(self.minima, y, y)
         with_target.require_minima(self.target)
-        panels = make_panels(ax, len(self.measures), label_of(self.target, loss_unit))
+        panels = make_panels(ax, len(self.measures), label_of(self.target, style.loss_unit))
         drawn = []
         for name, panel in zip(self.measures, panels, strict=True):
             x = numeric_column(self.minima, name, argument="measures")
             points = Points(self.minima, x, y)
-            panel.set_xlabel(label_of(name, loss_unit))
+            panel.set_xlabel(label_of(name, style.loss_unit))
             if not points.comparable.any():
                 write_note(panel, "not finite")
                 continue
             choose_scale(panel.xaxis, x[points.comparable])
-            points.draw_dots(panel, colors, **({"s": 22} | kwargs))
+            points.draw_dots(panel, style, s=22)
             show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
             drawn.append((points, panel))
         for points, panel in drawn:  # now that all panels have their common limits
@@ -421,16 +417,14 @@ class MinimaRankingDisplay(MinimaDisplay):
         )
         return display.plot(ax=ax, **kwargs)
 
-    def _draw(
-        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> "list[Axes]":
+    def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         upper, lower = self._points("by", self.by), self._points("target", self.target)
         panels = divide(make_axes(ax), 2, 1, sharex="all")
         columns = (self.by, self.target)
         for panel, points, column in zip(panels, (upper, lower), columns, strict=True):
             choose_scale(panel.yaxis, points.y[points.comparable])
-            points.draw(panel, colors, **kwargs)
-            panel.set_ylabel(label_of(column, loss_unit))
+            points.draw(panel, style)
+            panel.set_ylabel(label_of(column, style.loss_unit))
         _, self.target_ax_ = panels
         mean = lower.y[lower.comparable].mean()
         self.target_ax_.axhline(mean, label="mean of the minima", **(DASHED | {"linewidth": 1}))
@@ -546,9 +540,7 @@ class HyperparameterDisplay(MinimaDisplay):
         display = cls(minima=table, axis=column, measure=measure, color_by=color_by)
         return display.plot(ax=ax, **kwargs)
 
-    def _draw(
-        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> "list[Axes]":
+    def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         y = numeric_column(self.minima, self.measure, argument="measure")
         x, names = self._positions(np.isfinite(y))
         points = Points(self.minima, x, y)
@@ -561,7 +553,7 @@ class HyperparameterDisplay(MinimaDisplay):
         else:
             choose_scale(ax.xaxis, x[good])
         choose_scale(ax.yaxis, y[good])
-        points.draw(ax, colors, **kwargs)
+        points.draw(ax, style)
         if has_medians:
             medians = [np.median(y[good & (x == level)]) for level in levels]
             ax.plot(levels, medians, label="median of the minima", zorder=1, **DASHED)
@@ -571,7 +563,7 @@ class HyperparameterDisplay(MinimaDisplay):
         elif has_medians:
             ax.set_xticks(levels, [f"{level:g}" for level in levels])
             ax.set_xticks([], minor=True)
-        ax.set(xlabel=label_of(self.axis, ""), ylabel=measure_label(self.measure, loss_unit))
+        ax.set(xlabel=label_of(self.axis, ""), ylabel=measure_label(self.measure, style.loss_unit))
         return [ax]
 
     def _positions(self, drawn: NDArray[np.bool_]) -> tuple[Floats, list[str]]:

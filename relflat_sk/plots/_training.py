@@ -14,10 +14,10 @@ from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._table import curves_of, is_comparable, minima_table
 from relflat_sk.plots._base import (
     ON_THE_RIGHT,
-    Colors,
     EstimatorDisplay,
     Floats,
     MinimaDisplay,
+    Style,
     choose_scale,
     color_column,
     curve_style,
@@ -284,9 +284,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
         )
         return display.plot(ax=ax, **kwargs)
 
-    def _draw(
-        self, ax: "Axes | None", colors: Colors, loss_unit: str, kwargs: dict[str, Any]
-    ) -> "list[Axes]":
+    def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         ax = make_axes(ax)
         draw_grid(ax)
         trials, ranked = self.minima["trial"].to_numpy(), is_comparable(self.minima)
@@ -297,12 +295,12 @@ class TrainingCurvesDisplay(MinimaDisplay):
         left_out = f"not ranked ({sum(not ranked[row] for row in rows)}"
         left_out += f", ▴ {len(diverged)} diverged)" if diverged else ")"
         for row, (epochs, values) in curves.items():
-            style = MINIMUM | {"color": colors.of_rows[row]}
+            curve = MINIMUM | {"color": style.colors.of_rows[row]}
             if not ranked[row]:
-                style = OTHER | {"label": left_out}
+                curve = OTHER | {"label": left_out}
             elif "rank" in self.minima.columns and self.minima["rank"].iloc[row] == 1:
-                style = BEST | {"label": f"rank 1 (trial {trials[row]})"}
-            (line,) = ax.plot(epochs, values, **(style | kwargs))
+                curve = BEST | {"label": f"rank 1 (trial {trials[row]})"}
+            (line,) = ax.plot(epochs, values, **(curve | style.kwargs))
             end: dict[str, Any] = {"markersize": 4, "color": line.get_color()}
             if row in diverged:
                 leaves = epochs[np.argmax(values > highest)]
@@ -316,7 +314,7 @@ class TrainingCurvesDisplay(MinimaDisplay):
             ax.dataLim.update_from_data_y(inside, ignore=True)
             ax.autoscale_view(scalex=False)
         ax.locator_params(axis="x", integer=True, min_n_ticks=1)
-        ax.set(xlabel="epoch", ylabel=label_of(self.column, loss_unit))
+        ax.set(xlabel="epoch", ylabel=label_of(self.column, style.loss_unit))
         return [ax]
 
     def _highest(self, ranked: Sequence[Floats]) -> float:
