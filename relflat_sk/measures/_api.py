@@ -16,6 +16,7 @@ from relflat_sk.measures._layer_measures import MAX_PASSES
 from relflat_sk.measures._measure_network import (
     OF_DATA,
     SAME,
+    Measure,
     check_layers,
     counts_decay,
     find_measure,
@@ -23,11 +24,13 @@ from relflat_sk.measures._measure_network import (
     get_measure_names,
     measure_network,
     measure_opened,
+    name_of,
     takes_loss,
     warn_of_non_finite,
 )
 from relflat_sk.measures._minimum import warn_of_vanished
-from relflat_sk.measures._results import Measure, Measured, NotApplicableError, Results, name_of
+from relflat_sk.measures._network_measure import NotApplicableError
+from relflat_sk.measures._scan import Measured, Results
 
 
 def flatness_report(  # noqa: PLR0913

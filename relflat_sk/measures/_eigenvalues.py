@@ -14,8 +14,14 @@ from relflat_sk._network.network import Network
 from relflat_sk._numerics import column_squares
 from relflat_sk._random import RandomState, seed_from
 from relflat_sk.measures._quantities import LayerPass
-from relflat_sk.measures._results import Measured, Passes, Results, Summary
-from relflat_sk.measures._scan import ForwardPass, scan_again
+from relflat_sk.measures._scan import (
+    ForwardPass,
+    Measured,
+    Passes,
+    Results,
+    Summary,
+    scan_again,
+)
 
 Vector = NDArray[np.float64]
 

@@ -27,8 +27,7 @@ from relflat_sk._losses.loss import name_criterion
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import LossRange, Network, Outcome, loss_range, outcomes
-from relflat_sk.measures._results import Summary
-from relflat_sk.measures._scan import ForwardPass, scan
+from relflat_sk.measures._scan import ForwardPass, Summary, scan
 
 # numbers of logits that are stored, to spare passes
 _MOST_STORED = 2**27

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import borrowed, changed, unwrapped
 from relflat_sk._network.network import Network
-from relflat_sk.measures._results import Measured, name_of
+from relflat_sk.measures._scan import Measured
 
 # arguments of the functions that measure; a function's own argument of such a name would get no
 # value
@@ -27,9 +27,11 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def measure_by_function(function: Callable[..., Any], network: Network, **params: Any) -> Measured:
+def measure_by_function(
+    function: Callable[..., Any], name: str, network: Network, **params: Any
+) -> Measured:
     """Call a user's function with the model and the data that a network was made of."""
-    name, source = name_of(function), network.source
+    source = network.source
     assert source is not None
     if source.sample_weight is not None:
         if "sample_weight" not in arguments_of(function):

@@ -20,6 +20,7 @@ from relflat_sk._network.network import Network
 from relflat_sk._numerics import column_squares, inverse_spread, read_numbers, varies
 from relflat_sk._random import RandomState, make_generator
 from relflat_sk.measures._eigenvalues import EIGENVALUE_LIKE, EigenvalueMeasures
+from relflat_sk.measures._network_measure import RESCALINGS
 from relflat_sk.measures._quantities import (
     DEFLATION,
     FeatureTrace,
@@ -30,8 +31,15 @@ from relflat_sk.measures._quantities import (
     Trace,
     sample_terms,
 )
-from relflat_sk.measures._results import RESCALINGS, Measured, Passes, Results, Summary
-from relflat_sk.measures._scan import ForwardPass, scan, scan_again
+from relflat_sk.measures._scan import (
+    ForwardPass,
+    Measured,
+    Passes,
+    Results,
+    Summary,
+    scan,
+    scan_again,
+)
 
 # -- averages over the data: exact where that is cheap, by random probes otherwise ----------------
 # All layers and quantities share a pass over the data. Where the curvature comes from gradients,

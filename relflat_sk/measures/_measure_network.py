@@ -31,22 +31,16 @@ from relflat_sk.measures._layer_measures import (
     measure_layers,
     warn_of_saddle,
 )
+from relflat_sk.measures._network_measure import NetworkMeasure, NotApplicableError
 from relflat_sk.measures._norms import NORM_MEASURES
-from relflat_sk.measures._results import (
-    Measure,
-    Measured,
-    NetworkMeasure,
-    NotApplicableError,
-    Passes,
-    Results,
-    name_of,
-)
-from relflat_sk.measures._scan import scan
+from relflat_sk.measures._scan import Measured, Passes, Results, scan
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
 from relflat_sk.minima._minimum import is_reserved
 from relflat_sk.minima._ranking import AT_EQUAL_LOSS
 from relflat_sk.minima._table import column_of
 
+# the name of a measure, or a function of model, X and y
+Measure = str | Callable[..., Any]
 # whether a measure of some name has no value, rather than that its error is raised
 Tolerates = Callable[[str, Exception], bool]
 
@@ -85,11 +79,19 @@ CURVATURES = {*LAYER_MEASURES, "network_flatness"} - {GRADIENT_NORM}
 SHARES = dict.fromkeys(AT_EQUAL_LOSS, 0.1)
 
 
+def name_of(measure: Measure) -> str:
+    """Return the name of a measure, or of a function of the user's, whichever kind it is."""
+    if isinstance(measure, str):
+        return measure
+    return str(getattr(measure, "__name__", type(measure).__name__))
+
+
 def of_network(measure: Measure) -> NetworkMeasure | None:
     """Return a measure of the network as a whole, which has no layer; None for one of a layer."""
     if isinstance(measure, str):
         return NETWORK_WIDE.get(measure)
-    return NetworkMeasure(partial(measure_by_function, measure), arguments=arguments_of(measure))
+    compute = partial(measure_by_function, measure, name_of(measure))
+    return NetworkMeasure(compute, arguments=arguments_of(measure))
 
 
 def takes_loss(measure: Measure) -> bool:

@@ -24,7 +24,7 @@ from relflat_sk._random import make_generator, rademacher
 from relflat_sk.measures._equal_loss import are_no_logarithms
 from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._predictions import Score, auc_of, score_of
-from relflat_sk.measures._results import Passes, Results, range_of
+from relflat_sk.measures._scan import Passes, Results, range_of
 
 # By which share of the best constant prediction's loss a model's loss must be below it: by more
 # than float32 rounding, because a constant network that knows the class frequencies has the same

@@ -54,15 +54,15 @@ from relflat_sk._network.recording import (
     steps_behind,
 )
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
-from relflat_sk.measures._predictions import sample_margins
-from relflat_sk.measures._results import (
+from relflat_sk.measures._network_measure import (
     EVERY_CHANGE,
     RESCALINGS,
-    Measured,
     NetworkMeasure,
     NotApplicableError,
     keywords,
 )
+from relflat_sk.measures._predictions import sample_margins
+from relflat_sk.measures._scan import Measured
 
 # largest size of the matrix of a convolution for which it is written out
 _DENSE = 2**18

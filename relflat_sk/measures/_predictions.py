@@ -19,7 +19,7 @@ from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._losses.table import TABLE
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network, Outcome, outcomes
-from relflat_sk.measures._results import NotApplicableError
+from relflat_sk.measures._network_measure import NotApplicableError
 from relflat_sk.measures._scan import ForwardPass, scan
 
 # R2 must be above zero by more than float32 rounding

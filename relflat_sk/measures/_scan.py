@@ -1,15 +1,18 @@
-"""Passes over the data: run the network batch by batch, and record some of its layers.
+"""Passes over the data: run the network batch by batch, and record some layers; what passes give.
 
 Memory does not grow with the number of samples: nothing of a batch is alive while the network
 runs on the next one.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -25,7 +28,13 @@ from relflat_sk._network.layers import (
     weight_layers,
     why_shared,
 )
-from relflat_sk._network.network import Network, sample_weight, warn_of_weights
+from relflat_sk._network.network import (
+    LossRange,
+    Network,
+    loss_range,
+    sample_weight,
+    warn_of_weights,
+)
 from relflat_sk._network.recording import (
     LayerRecord,
     find_ending,
@@ -45,9 +54,106 @@ from relflat_sk._network.tail import (
     why_not_linear,
     why_used_elsewhere,
 )
-from relflat_sk._numerics import full_precision
+from relflat_sk._numerics import full_precision, read_numbers
 from relflat_sk.measures._quantities import Gradients, LayerPass
-from relflat_sk.measures._results import Summary
+
+# -- totals of passes, and values with their standard errors ---------------------------------------
+
+
+@dataclass
+class Summary:
+    """Totals of one pass over the data, beside the measures."""
+
+    divisors: float | Tensor = 0.0
+    losses: float | Tensor = 0.0
+    n_samples: int = 0
+    output_shape: torch.Size = field(default_factory=torch.Size)
+    link: str | None = None
+    has_labels: bool = False
+    layer_weights: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+
+    @cached_property
+    def divisor(self) -> float:
+        """What divides the summed loss in the mean loss; to be read after the pass.
+
+        It is nan where the loss is: there is no curvature of it, which closed forms do not see.
+        """
+        return math.nan if self.has_labels and math.isnan(self.loss) else self._totals[0]
+
+    @cached_property
+    def loss(self) -> float:
+        """Summed loss; nan without labels. To be read after the pass."""
+        return self._totals[1]
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss; nan without labels."""
+        return self.loss / self.divisor if self.divisor else math.nan
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        if isinstance(self.divisors, Tensor):
+            return read_numbers(self.divisors, torch.as_tensor(self.losses))
+        return [self.divisors, float(self.losses)]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What the passes over the data have shown beside the values."""
+
+    own: Summary = field(default_factory=Summary)  # of the network itself
+    # at the temperature at which its logits reach the loss of `at_loss`, if there is one
+    fitted: Summary | None = None
+    at_loss: float | None = None  # the share of the best constant's loss that was asked for
+
+    @property
+    def n_samples(self) -> int:
+        """Number of samples that were measured on."""
+        return self.own.n_samples
+
+    @property
+    def risk(self) -> float:
+        """Mean loss of the network itself on the data; nan without labels."""
+        return self.own.mean_loss
+
+    @property
+    def compared_risk(self) -> float:
+        """Mean loss to compare with a constant's: at equal loss, that of the tempered logits."""
+        return (self.fitted or self.own).mean_loss
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured value, or the reason why there is none, which is then nan.
+
+    The standard error is 0 for exact values, and the residual's norm for eigenvalues.
+    """
+
+    value: float
+    stderr: float = 0.0
+    method: str = "exact"  # as reports name it, such as "closed form" or "hutchinson"
+    reason: str = ""
+    passes: Passes = field(default_factory=Passes)
+    terms: NDArray[np.float64] | None = None  # (n,), of the samples, whose mean is the value
+    term_stderrs: NDArray[np.float64] | None = None  # (n,)
+    neurons: NDArray[np.float64] | None = None  # (m,), of which the value is the largest
+
+    @classmethod
+    def without_value(cls, reason: str = "", passes: Passes | None = None) -> "Measured":
+        """Make the result of a measure that has no value."""
+        return cls(math.nan, math.nan, "none", reason, passes or Passes())
+
+
+def range_of(network: Network, passes: Passes) -> LossRange:
+    """Compute the losses of the best prediction and of the best constant one; nan without y."""
+    return loss_range(network, passes.own.output_shape, passes.own.link)
+
+
+# by layer and name of the measure
+Results = dict[tuple[str, str], Measured]
+
+# -- one batch -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from relflat_sk.measures._measure_network import (
     check_layers,
     find_measure,
     measure_network,
+    name_of,
 )
 from relflat_sk.measures._minimum import ConstantComparison, compare_with_constant, find_objection
-from relflat_sk.measures._results import Measured, name_of
+from relflat_sk.measures._scan import Measured
 
 DATA = ("given", "train")
 NON_MINIMUM = ("accept", "reject", "warn")

@@ -37,15 +37,15 @@ from relflat_sk._network.layers import check_real
 from relflat_sk._network.network import Network, mean_loss, outcomes
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
-from relflat_sk.measures._predictions import count_errors
-from relflat_sk.measures._results import (
+from relflat_sk.measures._network_measure import (
     EVERY_CHANGE,
     RESCALINGS,
-    Measured,
     NetworkMeasure,
     NotApplicableError,
     keywords,
 )
+from relflat_sk.measures._predictions import count_errors
+from relflat_sk.measures._scan import Measured
 
 # -- weights as one vector ---------------------------------------------------------------------
 

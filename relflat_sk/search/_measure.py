@@ -23,6 +23,7 @@ from relflat_sk._models.network_of import DataOptions, final_estimator, last_ste
 from relflat_sk._network.network import Network, mean_loss
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.measures._measure_network import (
+    Measure,
     check_arguments,
     check_layers,
     check_options,
@@ -30,7 +31,7 @@ from relflat_sk.measures._measure_network import (
     measure_network,
 )
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
-from relflat_sk.measures._results import Measure, Measured, range_of
+from relflat_sk.measures._scan import Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.minima._ranking import depth_of, find_depth_band

@@ -29,7 +29,7 @@ from relflat_sk._network.layers import find_layer
 from relflat_sk._random import IN_TURN, seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.fleet._fleet import Fleet, seconds_used
-from relflat_sk.measures._results import Measured
+from relflat_sk.measures._scan import Measured
 from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData, scale_lr, split_params, vary_data

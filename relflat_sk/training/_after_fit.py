@@ -28,7 +28,7 @@ from relflat_sk.measures._minimum import (
     criterion_has_curvature,
     epoch_losses,
 )
-from relflat_sk.measures._results import Results
+from relflat_sk.measures._scan import Results
 from relflat_sk.training._callbacks import required_goals
 from relflat_sk.training._data import training_network
 

@@ -9,7 +9,7 @@ import pytest
 import relflat_sk
 from relflat_sk import MinimaObjective, get_measure_names
 from relflat_sk.measures._measure_network import NETWORK_WIDE, SAME
-from relflat_sk.measures._results import EVERY_CHANGE
+from relflat_sk.measures._network_measure import EVERY_CHANGE
 from relflat_sk.search._data import DATA_NAMES
 from tests.contracts.pages import ROOT
 

@@ -18,7 +18,7 @@ from relflat_sk._models.network_of import open_model
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network
 from relflat_sk.measures._measure_network import OF_DATA, measure_opened
-from relflat_sk.measures._results import range_of
+from relflat_sk.measures._scan import range_of
 from tests import cases, oracles
 from tests.cases import Net
 from tests.hugging_face import GPT2, Conv1D, GPT2LMHeadModel, conv1d

@@ -16,7 +16,7 @@ from torch import nn
 from relflat_sk import FlatnessWarning, flatness_report, get_measure_names, measure
 from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE, SAME
-from relflat_sk.measures._results import REPARAMETERIZATIONS
+from relflat_sk.measures._network_measure import REPARAMETERIZATIONS
 from tests import oracles
 from tests.measures.nets import CE, dense, evaluate, make, reached
 
