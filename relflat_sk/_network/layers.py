@@ -232,7 +232,9 @@ class ConvolutionMap(LayerMap):
             if self.inputs_first:
                 copies = self._entries(some, slice(None)).flatten(2)
             else:
-                view = self._unfolded(some)
+                view = self._padded(some, with_zeros=True)
+                for axis, (reach, stride, dilation) in zip(axes, self._windows(), strict=True):
+                    view = view.unfold(axis, reach + 1, stride)[..., ::dilation]
                 copies = view.movedim(axes, tuple(range(-len(axes), 0))).flatten(-len(axes))
             yield copies.reshape(len(some), self.groups, -1, copies.shape[-1])
 
@@ -243,9 +245,13 @@ class ConvolutionMap(LayerMap):
         if self.inputs_first:
             planes = self._entries(images.flatten(1, 2), slice(offset, offset + 1))
         else:
-            planes = self._unfolded(images.flatten(1, 2))
-            for place in reversed(np.unravel_index(offset, self.layer.kernel_size)):
-                planes = planes[..., int(place)]
+            planes = self._padded(images.flatten(1, 2), with_zeros=True)
+            entry = np.unravel_index(offset, self.layer.kernel_size)
+            for axis, (reach, stride, dilation) in enumerate(self._windows()):
+                start, length = dilation * int(entry[axis]), planes.shape[2 + axis] - reach
+                planes = planes.narrow(2 + axis, start, length)
+                if stride > 1:
+                    planes = planes[(slice(None),) * (2 + axis) + (slice(None, None, stride),)]
         return planes.reshape(*images.shape[:3], -1).transpose(1, 2)
 
     def apply(self, features: Tensor, matrices: Tensor) -> Tensor:
@@ -272,13 +278,11 @@ class ConvolutionMap(LayerMap):
         """Arrange all positions of all samples below each other."""
         return features.transpose(0, 1).flatten(1).T
 
-    def _unfolded(self, x: Tensor) -> Tensor:
-        """View features at all positions and entries of a kernel: (n, c, *positions, *entries)."""
-        view, layer = self._padded(x, with_zeros=True), self.layer
+    def _windows(self) -> list[tuple[int, int, int]]:
+        """Return how far patches reach along each axis, with stride and dilation."""
+        layer = self.layer
         axes = zip(layer.kernel_size, layer.stride, layer.dilation, strict=True)
-        for axis, (size, stride, dilation) in enumerate(axes, start=2):
-            view = view.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        return view
+        return [(dilation * (size - 1), stride, dilation) for size, stride, dilation in axes]
 
     def _entries(self, features: Tensor, offsets: slice) -> Tensor:
         """Return what entries of a transposed kernel are multiplied with, at all positions."""

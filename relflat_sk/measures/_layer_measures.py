@@ -281,16 +281,20 @@ class TraceMeasures:
 
     def _include(self, forward: ForwardPass, one: _Sum, *probes: Tensor) -> None:
         """Add terms (r, k) of a batch to a sum: exact ones, or a pair of probes."""
-        weights = forward.row_weights(forward.layers[one.layer])[:, None]
-        parts = [weights * probes[0]]
-        if len(probes) > 1:
+        weights = forward.row_weights(forward.layers[one.layer])
+        total = self._weigh(forward, weights, probes[0] + probes[1] if probes[1:] else probes[0])
+        sums = total[None]
+        if probes[1:]:
             squares = (probes[0] - probes[1]).square() / 2
-            parts = [weights * (probes[0] + probes[1]), weights.square() * squares]
-        # over all rows, or over the tokens of each sample
-        n = len(forward) if self.per_sample else 1
-        sums = torch.stack([part.reshape(n, -1, part.shape[1]).sum(dim=1) for part in parts])
+            sums = torch.stack([total, self._weigh(forward, weights.square(), squares)])
         batch = self._n_batches if self.per_sample else 0
         one.parts[batch] = one.parts[batch] + sums if batch in one.parts else sums
+
+    def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
+        """Sum rows with their weights: over all, or over the tokens of each sample."""
+        if not self.per_sample:
+            return (weights @ rows)[None]
+        return (weights[:, None] * rows).reshape(len(forward), -1, rows.shape[1]).sum(dim=1)
 
     def _end_pass(self, sums: Iterable[_Sum], n_probes: int, n_more: int = 0) -> None:
         """Count the probes and other products of a pass over all samples."""
