@@ -1,6 +1,6 @@
 """An epoch of nets that train by written-out gradients: batches and steps."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
@@ -15,9 +15,8 @@ from torch.nn.functional import pad
 from relflat_sk._engine.chain import find_chain
 from relflat_sk._engine.earlier import ChainTerms
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
-from relflat_sk._engine.step import Own, Settings, Step, StepBatch, settings_of
+from relflat_sk._engine.step import Own, Step, StepBatch, settings_of
 from relflat_sk._losses.curvature import namespace
-from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.layers import find_names
 from relflat_sk._numerics import or_one
@@ -49,8 +48,6 @@ class ChainNets:
             raise NeedsOwnLoop("its network is no chain of layers")
         if job.penalty is not None:
             names = [layer.name for layer in chain.linear]
-            if job.penalty.normalize or chain.n_outputs >= MANY:
-                raise NeedsOwnLoop("its penalty is no plain sum over few classes")
             penalised = find_names(job.module, job.penalty.layers, names)
             chain.at_last = names[-1] in penalised
             chain.earlier = [i for i, name in enumerate(names[:-1]) if name in penalised]
@@ -65,16 +62,11 @@ class ChainNets:
 
     def train(self, jobs: Sequence[Job], stack: Any) -> list[Epoch]:
         """Train networks for an epoch, whose tensors are in a stack."""
-        chain, loss = self._chain, jobs[0].loss
-        like = next(iter(stack.weights.values()))
+        chain, loss, like = self._chain, jobs[0].loss, stack.slopes
         small = like.device.type == "cpu" and chain.is_small(jobs[0].batch_size)
 
         def convert(tensor: Tensor) -> Any:
             return tensor.numpy() if small else tensor
-
-        def as_arrays(batch: StepBatch) -> StepBatch:
-            wanted = loss.targets(batch.targets, chain.n_outputs, like)
-            return StepBatch(convert(batch.inputs), convert(wanted), convert(batch.shares))
 
         chain.bind(
             {name: convert(weight) for name, weight in stack.weights.items()},
@@ -87,7 +79,7 @@ class ChainNets:
         earlier = ChainTerms(chain, loss, jobs, like) if chain.earlier else None
         step = Step(chain, loss, at_last=chain.at_last, earlier=earlier)
         with _one_blas_thread() if small else nullcontext():
-            epochs = train_epoch(step, jobs, stack, convert(like), as_arrays)
+            epochs = train_epoch(step, jobs, stack, small=small)
         if earlier is not None:
             earlier.finish()
         return epochs
@@ -96,21 +88,13 @@ class ChainNets:
 # -- batches and steps ------------------------------------------------------------------------
 
 
-def train_epoch(
-    step: Callable[[StepBatch, Settings | None], tuple[Any, ...]],
-    jobs: Sequence[Job],
-    stack: Any,
-    like: Any,
-    as_arrays: Callable[[StepBatch], StepBatch],
-) -> list[Epoch]:
-    """Train networks for an epoch, by steps that write the gradients of a stack.
-
-    `like` is an array of the kind that the steps take.
-    """
+def train_epoch(step: Step, jobs: Sequence[Job], stack: Any, *, small: bool = False) -> list[Epoch]:
+    """Train networks for an epoch by steps, which are NumPy's if the networks are small."""
+    like = stack.slopes
     penalties = [job.penalty for job in jobs if job.penalty is not None]
-    settings, recorded = settings_of(penalties, like), []
+    settings, recorded = settings_of(penalties, like.numpy() if small else like), []
     with torch.no_grad():
-        for batch in _cut_batches(jobs, next(iter(stack.weights.values())), as_arrays):
+        for batch in _cut_batches(jobs, like, small=small):
             if settings is None or settings.limit.begin_step(settings.every):
                 recorded.append(step(batch, settings))
             else:
@@ -123,9 +107,7 @@ def train_epoch(
     return _read_epochs(jobs, recorded)
 
 
-def _cut_batches(
-    jobs: Sequence[Job], like: Tensor, convert: Callable[[StepBatch], StepBatch]
-) -> Iterator[StepBatch]:
+def _cut_batches(jobs: Sequence[Job], like: Tensor, *, small: bool) -> Iterator[StepBatch]:
     """Cut the batches of an epoch, those of several steps at once, of the type of a tensor."""
     first, size = jobs[0], jobs[0].batch_size
     numbers = max(1, first.inputs[:1].numel()) * len(jobs)
@@ -137,13 +119,13 @@ def _cut_batches(
     for start in range(0, len(first.order), at_once):
         samples = [job.order[start : start + at_once] for job in jobs]
         rows = [job.rows[chosen] for job, chosen in zip(jobs, samples, strict=True)]
-        several = convert(
-            StepBatch(
-                cast_inputs(_taken(data, rows), first.module, like.device),
-                _taken([job.values for job in jobs], rows).to(like.device),
-                _shares(jobs, samples, like),
-            )
+        values = _taken([job.values for job in jobs], rows).to(like.device)
+        arrays = (
+            cast_inputs(_taken(data, rows), first.module, like.device),
+            first.loss.targets(values, first.n_outputs, like),
+            _shares(jobs, samples, like),
         )
+        several = [array.numpy() for array in arrays] if small else arrays
         for place in range(0, len(rows[0]), size):
             yield StepBatch(*(array[:, place : place + size] for array in several))
 

@@ -13,6 +13,7 @@ from torch.optim import optimizer as of_all_optimizers
 
 from relflat_sk._losses.curvature import ArrayLoss, find_array_loss
 from relflat_sk._losses.loss import Loss, name_criterion
+from relflat_sk._losses.many_classes import MANY
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 from relflat_sk._penalty.quiet import has_forward_hooks, has_hooks
 
@@ -80,6 +81,7 @@ class Job:
     seed: int = field(init=False)
     random_state: Tensor = field(init=False)
     # the targets that the criterion takes, its formulas, and the weights of the targets in it
+    n_outputs: int = field(init=False)
     values: Tensor = field(init=False)
     loss: ArrayLoss = field(init=False)
     class_weights: Tensor | None = field(default=None, init=False)
@@ -110,7 +112,10 @@ class Job:
         return torch.randperm(n, generator=torch.Generator().manual_seed(_draw_seed()))[:end]
 
     def prepare(self, n_outputs: int) -> None:
-        """Check all targets, and find the formulas of the criterion."""
+        """Check all targets, and find the formulas of the criterion and of the penalty."""
+        self.n_outputs = n_outputs
+        if self.penalty is not None and (self.penalty.normalize or n_outputs >= MANY):
+            raise NeedsOwnLoop("its penalty has flatness_normalize=True, or too many classes")
         criterion, (_, weight) = Loss(self.criterion), self.parts.parameters[0]
         output = weight.new_zeros(1, n_outputs)
         self.check_output(criterion, output.expand(self.batch_size, -1))

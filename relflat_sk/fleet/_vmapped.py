@@ -13,9 +13,8 @@ from torch.func import functional_call, vmap
 from relflat_sk._engine.chain import draw_mask
 from relflat_sk._engine.epoch import make_generators, train_epoch
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop, Parts
-from relflat_sk._engine.step import Settings, Step, StepBatch
+from relflat_sk._engine.step import Step
 from relflat_sk._losses.loss import Loss
-from relflat_sk._losses.many_classes import MANY
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.network import primary_output
 from relflat_sk._network.recording import Recorder, find_ending, find_link
@@ -40,8 +39,7 @@ class VmappedNets:
         self._last = ""  # the last layer, if there is a penalty
         with fork_rng(weight.device), torch.enable_grad():
             self._run(job, _copy(job.module).train(), x, y)
-        self._masks: Tensors = {}  # of layers of dropout, in the next step
-        self._in_call: Tensors  # the masks of a net
+        self._in_call: Tensors  # the masks of a net's layers of dropout
         self._features: Tensor  # what the last layer receives in a call
         for name in self._dropped:
             dropout = self._skeleton.get_submodule(name).eval()
@@ -85,8 +83,6 @@ class VmappedNets:
             is_linear = type(last.layer) is nn.Linear and last.check()[0].ndim == 2
             if not (is_output and is_linear):
                 raise NeedsOwnLoop("its penalty must be at a Linear that is its output")
-            if output.shape[1] >= MANY:
-                raise NeedsOwnLoop("with a penalty, it has too many classes")
         if output.ndim != 2:
             raise NeedsOwnLoop(f"there is no formula for outputs of shape {tuple(output.shape)}")
         self._n_outputs = output.shape[1]
@@ -102,23 +98,8 @@ class VmappedNets:
         """Train nets for an epoch, whose tensors are in a stack."""
         self.weights, self._buffers = stack.weights, stack.buffers
         self._to, self.slopes = stack.gradients, stack.slopes
-        like = next(iter(stack.weights.values()))
-        streams = make_generators(jobs, like.device) if self._dropped else []
-        loss = jobs[0].loss
-        make_step = Step(self, loss)
-
-        def as_arrays(batch: StepBatch) -> StepBatch:
-            return batch._replace(targets=loss.targets(batch.targets, self._n_outputs, like))
-
-        def step(batch: StepBatch, settings: Settings | None) -> tuple[Any, ...]:
-            n = batch.shares.shape[1]
-            self._masks = {
-                name: draw_mask(streams, (n, *shape), rate, like)
-                for name, (rate, shape) in self._dropped.items()
-            }
-            return make_step(batch, settings)
-
-        epochs = train_epoch(step, jobs, stack, like, as_arrays)
+        self._streams = make_generators(jobs, self.slopes.device) if self._dropped else []
+        epochs = train_epoch(Step(self, jobs[0].loss), jobs, stack)
         return [replace(epoch, ending=self._ending) for epoch in epochs]
 
     # -- passes --------------------------------------------------------------------------------
@@ -136,10 +117,14 @@ class VmappedNets:
         x: Tensor,  # (k, n, ...)
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # (k, n, d), (k, n, m), (k, d, m)
         """Compute outputs, with features and weight of the last layer if there is a penalty."""
+        masks = {
+            name: draw_mask(self._streams, (x.shape[1], *shape), rate, self.slopes)
+            for name, (rate, shape) in self._dropped.items()
+        }
         with torch.enable_grad():
             self._leaves = {n: w.detach().requires_grad_() for n, w in self.weights.items()}
             # their graph is held
-            self._z, self._phi = vmap(self._call)(self._leaves, self._buffers, x, self._masks)
+            self._z, self._phi = vmap(self._call)(self._leaves, self._buffers, x, masks)
         weight = self.weights[f"{self._last}.weight"] if self._last else None
         return self._z.detach(), self._phi.detach(), weight
 
@@ -175,8 +160,6 @@ def _try_penalty(job: Job, module: nn.Module, x: Tensor, y: Tensor) -> str:
     """
     asked = job.penalty
     assert asked is not None
-    if asked.normalize:
-        raise NeedsOwnLoop("flatness_normalize=True is computed for single nets only")
     penalty = RelativeFlatnessPenalty(asked.layer)
     weights = None
     if job.weights is not None:

@@ -531,8 +531,7 @@ def test_auto_trains_nets_one_by_one_that_are_about_as_fast_so(module, reason, c
 
 def test_penalties_of_many_classes_are_trained_one_by_one(monkeypatch, caplog):
     monkeypatch.setattr("relflat_sk._network.tail.MANY", 2)
-    monkeypatch.setattr("relflat_sk._engine.epoch.MANY", 2)
-    monkeypatch.setattr("relflat_sk.fleet._vmapped.MANY", 2)
+    monkeypatch.setattr("relflat_sk._engine.job.MANY", 2)
     compare(classifiers(2, max_epochs=2))
     caplog.reasons = ["too many classes"]
 
