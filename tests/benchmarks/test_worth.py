@@ -17,17 +17,26 @@ from tests.benchmarks.commands import run
 pytestmark = pytest.mark.scale
 
 
-def test_quick_runs_of_the_theory_print_what_they_judge():
-    measures = ["--measures", "relative_flatness", "hessian_trace"]
-    printed = run("benchmarks.worth.reparameterization", "--quick", "--n-train", "100", *measures)
-    assert "relative_flatness " in printed
-    assert "not judged (quick)" in printed
+WAYS = ("comparable flatness", "head gradient", "last", "held-out loss", "any")
+THEORY = ("--n-train", "100", "--measures", "relative_flatness", "hessian_trace")
+BOUND = "the bound is above the true error for 2 of 2 seeds"
+NOT_JUDGED = "not judged (quick)"
+QUICK = {  # a script, its options, and what it prints
+    "reparameterization": (THEORY, ["relative_flatness ", NOT_JUDGED]),
+    "pac_bayes": (("--seeds", "2"), [BOUND, NOT_JUDGED]),
+    "checkpoints": (
+        ("--tasks", "digits"),
+        ["1 runs with 3 checkpoints each", *(f"\n{way} " for way in WAYS)],
+    ),
+}
 
 
-def test_quick_runs_of_the_guarantee_print_bounds_that_hold():
-    printed = run("benchmarks.worth.pac_bayes", "--quick", "--seeds", "2")
-    assert "the bound is above the true error for 2 of 2 seeds" in printed
-    assert "not judged (quick)" in printed
+@pytest.mark.parametrize("script", QUICK)
+def test_quick_runs_print_what_they_judge(script):
+    options, expected = QUICK[script]
+    printed = run(f"benchmarks.worth.{script}", "--quick", *options)
+    for part in expected:
+        assert part in printed
 
 
 def saved(store):
@@ -149,13 +158,6 @@ def test_an_interrupted_comparison_with_baselines_continues(tmp_path):
     assert all(f"{name}: sklearn-contrib-bde is not installed" in printed for name in left_out)
     again = run("benchmarks.worth.baselines", *options, "--report")
     assert again.splitlines()[4:] == printed.splitlines()[4:]
-
-
-def test_a_quick_run_of_checkpoints_compares_all_ways():
-    printed = run("benchmarks.worth.checkpoints", "--quick", "--tasks", "digits")
-    assert "1 runs with 3 checkpoints each" in printed
-    ways = ("comparable flatness", "head gradient", "last", "held-out loss", "any")
-    assert all(f"\n{way} " in printed for way in ways)
 
 
 def test_a_quick_run_of_sensitivity_judges_three_networks():

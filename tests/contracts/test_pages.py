@@ -298,12 +298,8 @@ def test_the_demo_prints_its_findings_and_draws_them(tmp_path):
         "best candidate (hindsight)",
     ):
         assert expected in run.stdout
-    lines = run.stdout.splitlines()
-    # the full run has seven minima in place of four; with two bars and the line of make
-    assert len(lines) + 3 + 3 <= 40
-    assert max(map(len, lines[:-1])) <= 100  # the last one has the path
+    assert max(map(len, run.stdout.splitlines()[:-1])) <= 100  # the last one has the path
     assert "minima: 100%" in run.stderr
-    assert "cross-validation: 100%" in run.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 

@@ -11,7 +11,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler, scale
 from skorch import NeuralNetClassifier
-from skorch.callbacks import Callback
 from torch import nn
 
 from relflat_sk import (
@@ -125,18 +124,3 @@ class Slow(LogisticRegression):
     def fit(self, X, y):
         time.sleep(0.2)
         return super().fit(X, y)
-
-
-class Counts(Callback):
-    """Writes a line each time a net is trained."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def on_train_begin(self, net, **kwargs):
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{net.batch_size} {len(next(net.module_.parameters()))}\n")
-
-    @property
-    def trained(self):
-        return self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []

@@ -29,7 +29,6 @@ from tests.search.examples import (
     TARGET,
     X_TEST,
     Y_TEST,
-    Counts,
     Fails,
     Slow,
     X,
@@ -111,11 +110,11 @@ def test_networks_that_are_no_minima_never_win_a_study():
         assert (trial.state == TrialState.FAIL) == (trial.params["lr"] in (DEAD, DIVERGING))
 
 
-def test_the_whole_grid_is_trained_once(tmp_path):
-    counts = Counts(tmp_path / "trained")
-    net = make_net(callbacks=[StopAtLoss(0.4), counts])
-    search = make_search(net).fit(X, Y, X_TEST, Y_TEST)
-    assert sorted(counts.trained) == ["16 4", "16 8", "8 4", "8 8"]
+def test_the_whole_grid_is_trained_once(trained):
+    search = make_search().fit(X, Y, X_TEST, Y_TEST)
+    assert len(trained) == 4
+    combinations = search.minima_[["param_batch_size", "param_module__hidden_layer_sizes"]]
+    assert len(combinations.drop_duplicates()) == 4
     assert search.minima_["converged"].all()
     assert search.minima_["relative_flatness"].is_monotonic_increasing
     assert search.minima_["rank"].tolist() == [1, 2, 3, 4]
@@ -173,19 +172,17 @@ def test_a_search_and_an_objective_with_one_random_state_train_the_same(make, ma
     assert not set(search.minima_["train_loss"]) & set(other.minima_["train_loss"])
 
 
-def test_finished_trials_are_kept_and_missing_ones_run(tmp_path, stored):
-    counts = Counts(tmp_path / "trained")
-    net = make_net(callbacks=[StopAtLoss(0.4), counts])
-    assert len(make_search(net, n_trials=2, **stored).fit(X, Y).minima_) == 2
-    resumed = make_search(net, refit=True, **stored).fit(X, Y)
+def test_finished_trials_are_kept_and_missing_ones_run(stored, trained):
+    assert len(make_search(n_trials=2, **stored).fit(X, Y).minima_) == 2
+    resumed = make_search(refit=True, **stored).fit(X, Y)
     # the best one of an earlier session is trained again to be refitted, the others are not
-    n_trained = len(counts.trained)
-    assert n_trained == 4 + int(resumed.minima_["trial"][0] < 2)
-    assert_same_results(resumed, make_search().fit(X, Y))
+    assert len(trained) == 4 + int(resumed.minima_["trial"][0] < 2)
     assert -resumed.best_score_ == relative_flatness(resumed.best_estimator_, X, Y)
+    assert_same_results(resumed, make_search().fit(X, Y))
     # nothing is left to do
-    again = make_search(net, refit=False, **stored).fit(X, Y)
-    assert len(counts.trained) == n_trained
+    n_trained = len(trained)
+    again = make_search(refit=False, **stored).fit(X, Y)
+    assert len(trained) == n_trained
     assert_frame_equal(again.minima_, resumed.minima_)
 
 
