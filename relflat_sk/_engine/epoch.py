@@ -53,12 +53,8 @@ class ChainNets:
             chain.earlier = [i for i, name in enumerate(names[:-1]) if name in penalised]
             if chain.earlier and not chain.is_linear_in_pieces(chain.earlier[0]):
                 raise NeedsOwnLoop("its penalty is at layers with smooth functions behind")
-        self._chain = chain
-        self.prepare(job)
-
-    def prepare(self, job: Job) -> None:
-        """Check the targets of a network, and find the formulas of its criterion."""
-        job.prepare(self._chain.n_outputs)
+        self._chain, self.n_outputs = chain, chain.n_outputs
+        job.prepare(self.n_outputs)
 
     def train(self, jobs: Sequence[Job], stack: Any) -> list[Epoch]:
         """Train networks for an epoch, whose tensors are in a stack."""

@@ -225,7 +225,7 @@ class Fleet:
         if isinstance(kind, str):
             raise NeedsOwnLoop(kind)
         if kind is not None:
-            kind.prepare(job)
+            job.prepare(kind.n_outputs)
         else:
             try:
                 self._kinds[job.key] = self._find_kind(job)

@@ -49,7 +49,7 @@ class VmappedNets:
         if self._last:
             last = self._skeleton.get_submodule(self._last)
             last.register_forward_hook(lambda *call: setattr(self, "_features", call[1][0]))
-        self.prepare(job)
+        job.prepare(self.n_outputs)
 
     def _run(self, job: Job, module: nn.Module, x: Tensor, y: Tensor) -> None:
         """Run a copy of a network, and find what a stack needs to know of it."""
@@ -85,14 +85,10 @@ class VmappedNets:
                 raise NeedsOwnLoop("its penalty must be at a Linear that is its output")
         if output.ndim != 2:
             raise NeedsOwnLoop(f"there is no formula for outputs of shape {tuple(output.shape)}")
-        self._n_outputs = output.shape[1]
+        self.n_outputs = output.shape[1]
         _refuse_gradients(module, output, job.optimizer)
 
     # -- an epoch ------------------------------------------------------------------------------
-
-    def prepare(self, job: Job) -> None:
-        """Check the targets of a net, and find the formulas of its criterion."""
-        job.prepare(self._n_outputs)
 
     def train(self, jobs: Sequence[Job], stack: Stack) -> list[Epoch]:
         """Train nets for an epoch, whose tensors are in a stack."""

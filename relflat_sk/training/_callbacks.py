@@ -231,10 +231,9 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
             target = loss.read_target(output, to_tensor(target, device=net.device))
             divisors = loss.divisors(output, target.relevant)
             share = float(divisors.sum() if weight is None else weight.to(divisors) @ divisors)
-            grads = torch.autograd.grad(objective, parameters, allow_unused=True)
+            grads = torch.autograd.grad(objective, parameters, materialize_grads=True)
             for total, grad in zip(sums, grads, strict=True):
-                if grad is not None:
-                    total.add_(grad, alpha=1 if summed else share)
+                total.add_(grad, alpha=1 if summed else share)
             divisor += share
     if not divisor:
         raise ValueError(

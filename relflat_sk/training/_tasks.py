@@ -366,18 +366,19 @@ def to_predictions(net: Any, ending: str | None, *, labels: bool = False) -> Lin
     return _link(unwrapped(net.criterion_), net._task, ending)
 
 
-_OF_CRITERIA = {
-    (nn.BCELoss, nn.NLLLoss, ProbabilityNLLLoss): _IDENTITY,
-    (nn.BCEWithLogitsLoss,): _SIGMOID,
-    (nn.CrossEntropyLoss,): _SOFTMAX,
+_OF_CRITERIA: dict[type, Link] = {
+    nn.BCELoss: _IDENTITY,
+    nn.NLLLoss: _IDENTITY,  # of probabilities
+    nn.BCEWithLogitsLoss: _SIGMOID,
+    nn.CrossEntropyLoss: _SOFTMAX,
 }
 
 
 def _link(criterion: Any, task: Task, ending: str | None) -> Link:
     if isinstance(criterion, nn.PoissonNLLLoss):
         return _EXP if criterion.log_input else _IDENTITY
-    for kinds, link in _OF_CRITERIA.items():
-        if isinstance(criterion, kinds):
+    for kind, link in _OF_CRITERIA.items():
+        if isinstance(criterion, kind):
             return link
     if ending == UNSEEN:  # of probabilities, the task's logarithm would be that of others
         return Link(task.link.function)
