@@ -539,7 +539,8 @@ class FlatNet(SkorchNet):
             mean = EpochMean(name, on_train=True, lower_is_better=None)
             callbacks.append((name, mean))
         if self._task.estimator_type == "classifier":
-            accuracy = EpochScoring(_accuracy_of_targets, name="valid_acc", lower_is_better=False)
+            # of `score`, for the net's own data sets hold targets
+            accuracy = EpochScoring(None, name="valid_acc", lower_is_better=False)
             callbacks.append(("valid_acc", accuracy))
         return [*callbacks, ("print_log", QuietPrintLog())]
 
@@ -858,9 +859,3 @@ def _on_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 def _apply(function: Callable[[Tensor], Tensor], outputs: list[Tensor]) -> Any:
     return np.concatenate([to_numpy(function(output)) for output in outputs])
-
-
-def _accuracy_of_targets(net: Any, X: Any, y: Any) -> float:
-    """Compute the accuracy on the net's own data sets, which hold targets."""
-    targets = y if isinstance(y, np.ndarray) else np.asarray([np.asarray(t) for t in y])
-    return net._accuracy(targets, net.predict(X))  # type: ignore[no-any-return]
