@@ -46,7 +46,7 @@ def mlp(n_outputs, tail=None, activation=nn.Tanh):
 
 
 class Net(nn.Module):
-    """Named modules, and the function of them and of the input that is the forward pass."""
+    """Named modules, and the function of them and of the inputs that is the forward pass."""
 
     def __init__(self, run, **modules):
         super().__init__()
@@ -54,8 +54,8 @@ class Net(nn.Module):
             self.add_module(name, module)
         self.run = run
 
-    def forward(self, x):
-        return self.run(self, x)
+    def forward(self, *inputs, **named):
+        return self.run(self, *inputs, **named)
 
 
 def squeezed():

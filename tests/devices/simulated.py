@@ -44,18 +44,10 @@ _VIEWS = {
 
 @dataclass
 class Counts:
-    """What ran on the simulated device.
+    """What ran on the simulated device."""
 
-    Parameters
-    ----------
-    operations : Counter of str
-        Operations that compute something, each of them at least one kernel launch on a GPU.
-    waits : Counter of str
-        The lines of code at which the host waited for a value of the device.
-    """
-
-    operations: Counter = field(default_factory=Counter)
-    waits: Counter = field(default_factory=Counter)
+    operations: Counter = field(default_factory=Counter)  # those that start a kernel on a GPU
+    waits: Counter = field(default_factory=Counter)  # lines of code at which the host waited
 
     @property
     def n_operations(self):
@@ -100,15 +92,9 @@ class SimTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data, requires_grad=False):
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.size(),
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=data.dtype,
-            device=DEVICE,
-            requires_grad=requires_grad,
-        )
+        options = {"dtype": data.dtype, "device": DEVICE, "requires_grad": requires_grad}
+        options |= {"strides": data.stride(), "storage_offset": data.storage_offset()}
+        made = torch.Tensor._make_wrapper_subclass(cls, data.size(), **options)
         made.data_ = data
         return made
 
@@ -149,16 +135,14 @@ def _map(change, value):
     """Change all values in the arguments or results of an operation, which nest lists only."""
     # as `torch.utils._pytree.tree_map` does for everything, in three times the time
     if isinstance(value, list | tuple):
-        return type(value)(_map(change, one) for one in value)
+        return type(value)(_map(change, part) for part in value)
     return change(value)
 
 
 def _tensors(values):
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+    found = []
+    _map(lambda value: found.append(value) if isinstance(value, torch.Tensor) else None, values)
+    return found
 
 
 def _record(name, waits):
@@ -177,7 +161,7 @@ def _returns_written(func):
 
 def _run(func, args, kwargs):
     name = func._schema.name
-    tensors = list(_tensors((*args, *kwargs.values())))
+    tensors = _tensors((*args, *kwargs.values()))
     simulated = [t for t in tensors if isinstance(t, SimTensor)]
     numbers_mix = not name.startswith("aten::_fused_")  # not the numbers of steps
     others = [

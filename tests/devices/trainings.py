@@ -15,7 +15,6 @@ from relflat_sk import (
     FlatnessWarning,
     FleetTrainer,
     RelativeFlatnessPenalty,
-    RelativeFlatnessRegularizedClassifier,
     SharpnessAwareMixin,
     StopAtGradientNorm,
     StopAtLoss,
@@ -23,6 +22,7 @@ from relflat_sk import (
 )
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
 from tests.devices.place import DEVICE, IS_SIMULATED, other_device
+from tests.training.common import Classifier, make
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def device():
         yield
 
 
-class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+class SAM(SharpnessAwareMixin, Classifier):
     pass
 
 
@@ -52,12 +52,9 @@ TRAININGS = {
 
 
 def make_net(network, name, device, **params):
-    kind = SAM if name == "SAM" else RelativeFlatnessRegularizedClassifier
-    params = {"max_epochs": 2, **TRAININGS[name], **params}
-    return kind(
-        lambda: NETWORKS[network]().double(), batch_size=16, device=device, random_state=0,
-        verbose=0, **params,
-    )  # fmt: skip
+    params = {"max_epochs": 2, "device": device, **TRAININGS[name], **params}
+    kind = SAM if name == "SAM" else Classifier
+    return make(kind, module=lambda: NETWORKS[network]().double(), **params)
 
 
 def fit_params(name):
@@ -121,13 +118,9 @@ def test_plain_loops(layer, clip, weighted):
 
 def test_scores():
     X, y = make_data()
-    scores = []
-    for device in ("cpu", DEVICE):
-        net = RelativeFlatnessRegularizedClassifier(
-            make_mlp, max_epochs=8, lr=0.05, device=device, random_state=0, verbose=0
-        ).fit(X, y)
-        scores.append(FlatnessScorer()(net, X, y))
-    assert scores[1] == pytest.approx(scores[0], rel=1e-3)
+    nets = (make(module=make_mlp, max_epochs=8, lr=0.05, device=d) for d in ("cpu", DEVICE))
+    expected, score = (FlatnessScorer()(net.fit(X, y), X, y) for net in nets)
+    assert score == pytest.approx(expected, rel=1e-3)
 
 
 STACKED = ["last layer", "all layers", "goal", "sample weights"]
@@ -173,9 +166,7 @@ def test_searches(fleet):
     X, y = (tensor.numpy() for tensor in make_data())
     tables = []
     for device in ("cpu", DEVICE):
-        net = RelativeFlatnessRegularizedClassifier(
-            make_mlp, max_epochs=30, callbacks=[StopAtLoss(0.9)], device=device, verbose=0
-        )
+        net = make(module=make_mlp, max_epochs=30, callbacks=[StopAtLoss(0.9)], device=device)
         search = FlatMinimaSearch(net, {"lr": [0.05, 0.1]}, fleet=fleet, random_state=0)
         search.fit(X, y, X_test=X, y_test=y)
         tables.append(search.minima_[["relative_flatness", "train_loss", "test_loss"]])

@@ -4,10 +4,12 @@ import copy
 import warnings
 from functools import partial
 from inspect import signature
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from pandas.testing import assert_frame_equal
 from torch import nn
 from torch.testing import assert_close
 
@@ -82,17 +84,14 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        (name, layer)
-        for name in MEASURES
-        for layer in ((0, -1) if name in LAYER_MEASURES else (-1,))
-    ],
-)
+AT_LAYERS = [name for name in MEASURES if name in LAYER_MEASURES]
+LAYERS = [*product(AT_LAYERS, [0]), *product(MEASURES, [-1])]
+
+
+@pytest.mark.parametrize(("name", "layer"), LAYERS)
 def test_measures(name, layer):
-    def compute(model, X, y, **options):
-        options |= SEED | ARGUMENTS.get(name, {})
+    def compute(model, X, y, **where):
+        options = SEED | ARGUMENTS.get(name, {}) | where
         return measure(name, model, X, y, criterion=CRITERION, layer=layer, **options)
 
     # what is moved is the same for each of them: `test_relative_flatness` has all places
@@ -118,14 +117,6 @@ def test_relative_flatness(network, layer, options):
     assert_same_everywhere(compute, trained(network))
 
 
-def test_rises_under_rounding():
-    def compute(*args, **options):
-        options |= {"criterion": CRITERION, "bits": (8, 3), "measured": True, **SEED}
-        return layer_sensitivity(*args, **options).drop(columns="layer").to_numpy()
-
-    assert_same_everywhere(compute, trained().double())
-
-
 @pytest.mark.parametrize("holds", ["models", "weights"])
 def test_models_on_different_devices_are_ranked_alike(holds):
     X, y = make_data()
@@ -134,19 +125,20 @@ def test_models_on_different_devices_are_ranked_alike(holds):
     expected = rank_models(nets, X, y, **options)
     there = [nets[0], copy.deepcopy(nets[1]).to(DEVICE)]
     if holds == "weights":
-        there = [one.state_dict() for one in there]
+        there = [net.state_dict() for net in there]
         options["module"] = make_mlp().to(DEVICE)
     found = rank_models(there, X, y, X_test=X, y_test=y, **options)
-    assert found["model"].tolist() == expected["model"].tolist()
-    for name in ("relative_flatness", "train_loss", "depth"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
+    columns = ["model", "relative_flatness", "train_loss", "depth"]
+    assert_frame_equal(found[columns], expected[columns], rtol=1e-5)
 
 
 PERMUTED = Smoothing(bandwidth=0.3, label_noise=lambda labels, rng: rng.permutation(labels))
 NORMAL = Smoothing(kernel="normal")
 ALPHAS = Smoothing(sigma=0.2, alphas=np.arange(40.0))
 MOVES = {"delta": 0.1, "n_draws": 4}
+OF_LOSS = {"criterion": CRITERION, **SEED}
 PER_SAMPLE = {"layer": 0, "per_sample": True, "criterion": CRITERION}
+SPLITS = {"n_splits": 2}
 
 
 def labelling(phi):
@@ -158,25 +150,23 @@ def distances(model, X, y, **options):
     return sharpness_conditions(model, X, initial=initial, **options)[["worst", "initial_worst"]]
 
 
+def rises(*args, **options):
+    return layer_sensitivity(*args, **options).drop(columns="layer").to_numpy()
+
+
+WORST = {"delta": 0.1, "layer": 0, "n_steps": 3, "n_restarts": 1}
+BOUND = {"delta": 0.1, "smoothing": ALPHAS, "n_splits": 2}
 # a function, its arguments, and which part of the result is compared
 THEORY = {
     "feature_robustness": (feature_robustness, {**MOVES, "layer": 0}, None),
     "last layer": (feature_robustness, MOVES, None),
     "shared matrices": (feature_robustness, {**MOVES, "absolute": True}, None),
     "labelling": (feature_robustness, {**MOVES, "labelling": labelling}, None),
-    "worst_feature_robustness": (
-        worst_feature_robustness,
-        {"delta": 0.1, "layer": 0, "n_steps": 3, "n_restarts": 1},
-        "value",
-    ),
+    "worst_feature_robustness": (worst_feature_robustness, WORST, "value"),
     "neuron_robustness": (neuron_robustness, {"delta": 0.1}, ["robustness", "flatness_term"]),
-    "representativeness": (
-        representativeness, {"delta": 0.1, "n_splits": 2, "smoothing": NORMAL}, None,
-    ),
-    "bandwidth": (representativeness, {"smoothing": PERMUTED, "n_splits": 2}, None),
-    "bound": (
-        generalization_bound, {"delta": 0.1, "smoothing": ALPHAS, "n_splits": 2}, "total",
-    ),
+    "representativeness": (representativeness, {"delta": 0.1, **SPLITS, "smoothing": NORMAL}, None),
+    "bandwidth": (representativeness, {**SPLITS, "smoothing": PERMUTED}, None),
+    "bound": (generalization_bound, BOUND, "total"),
     "pac_bayes_bound": (pac_bayes_bound, {"sigmas": [0.01, 0.1], "n_draws": 5}, "bound"),
     "sharpness_bound": (sharpness_bound, {"sigma": 1e-3}, "total"),
     "sharpness_conditions": (distances, {}, None),
@@ -185,15 +175,15 @@ THEORY = {
     "label_constancy": (label_constancy, {}, None),
     "label_constancy by loss": (label_constancy, {"by": "loss"}, None),
     "per_sample": (partial(measure, "normalized_relative_flatness"), PER_SAMPLE, None),
-}  # fmt: skip
+    "layer_sensitivity": (rises, {"bits": (8, 3), "measured": True, **OF_LOSS}, None),
+}
 
 
 @pytest.mark.parametrize("name", THEORY)
 def test_theory(name):
     function, arguments, part = THEORY[name]
-    common = {"criterion": CRITERION, **SEED}
     known = signature(function).parameters
-    arguments |= {key: value for key, value in common.items() if key in known}
+    arguments |= {key: value for key, value in OF_LOSS.items() if key in known}
 
     def compute(model, X, y, **where):
         found = function(model, X, y, **arguments, **where)
@@ -211,14 +201,12 @@ def test_reparameterized_networks_compute_the_same(factors):
 
 
 @pytest.mark.parametrize(
-    "name", ["relative_flatness", "normalized_relative_flatness", "hessian_trace",
-             "neuron_flatness_sum"]
-)  # fmt: skip
+    "name",
+    ["relative_flatness", "normalized_relative_flatness", "hessian_trace", "neuron_flatness_sum"],
+)
 def test_measures_of_very_many_classes(name, few_are_many):
     few_are_many()
-    assert_same_everywhere(
-        lambda *args, **options: measure(name, *args, criterion=CRITERION, **options), trained()
-    )
+    assert_same_everywhere(partial(measure, name, criterion=CRITERION), trained())
 
 
 def test_devices_that_are_mixed_are_refused():
@@ -248,13 +236,12 @@ def test_measures_refuse_data_on_the_device(case):
 
 
 def test_labels_to_ignore_on_the_device():
-    X, y = torch.randn(4, 6), torch.tensor([0, 1, -100, 2])
-    net = make_mlp()
-    expected = relative_flatness(net, X, y, criterion=CRITERION)
-    found = relative_flatness(
-        net.to(DEVICE), X.to(DEVICE), y.to(DEVICE), criterion=CRITERION, batch_size=3
-    )
-    assert found == pytest.approx(expected, rel=1e-5)
+    def compute(model, X, y, **where):
+        y = y.clone()
+        y[2] = -100
+        return relative_flatness(model, X, y, criterion=CRITERION, batch_size=3, **where)
+
+    assert_same_everywhere(compute, make_mlp())
 
 
 @pytest.mark.parametrize("wrong", [7, -1])

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from joblib import Parallel, delayed
 from sklearn.base import clone
+from skorch.callbacks import Callback
 
 from relflat_sk import fleet_training
 from relflat_sk._engine.epoch import EPOCH_TRAINER
@@ -25,6 +26,15 @@ def curve(net, name="train_loss"):
     return [batch[name] for epoch in net.history for batch in epoch["batches"] if name in batch]
 
 
+def states_of(optimizer):
+    """The states of the parameters that have one, without what is None."""
+    states = [
+        {name: value for name, value in state.items() if value is not None}
+        for state in optimizer.state_dict()["state"].values()
+    ]
+    return [state for state in states if state]
+
+
 def assert_same(one, other, atol=1e-8):
     """Compare two trained nets: each step, weights, buffers, state of the optimizer."""
     assert len(one.history) == len(other.history)
@@ -35,16 +45,20 @@ def assert_same(one, other, atol=1e-8):
     torch.testing.assert_close(
         one.module_.state_dict(), other.module_.state_dict(), rtol=0, atol=atol
     )
-    states = [
-        [
-            {name: value for name, value in state.items() if value is not None}
-            for state in net.optimizer_.state_dict()["state"].values()
-        ]
-        for net in (one, other)
-    ]
-    states = [[state for state in found if state] for found in states]
+    states = [states_of(net.optimizer_) for net in (one, other)]
     torch.testing.assert_close(*states, rtol=0, atol=atol)
     np.testing.assert_allclose(one.relative_flatness_, other.relative_flatness_, atol=atol)
+
+
+class AtEpoch(Callback):
+    """Call a function of the net and its training data before an epoch."""
+
+    def __init__(self, epoch, function):
+        self.epoch, self.function = epoch, function
+
+    def on_epoch_begin(self, net, dataset_train=None, **kwargs):
+        if len(net.history) == self.epoch:
+            self.function(net, dataset_train)
 
 
 class OwnLoop:

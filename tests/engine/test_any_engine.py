@@ -17,29 +17,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessPenalty,
-    RelativeFlatnessRegularizedBinaryClassifier,
-    RelativeFlatnessRegularizedClassifier,
-    RelativeFlatnessRegularizedRegressor,
 )
 from relflat_sk._engine import chain
 from relflat_sk._random import draw_seed
 from tests.engine.compare import assert_same, curve, own_loop
+from tests.training.common import Binary, Classifier, Regressor
 
-KINDS = {
-    "classes": RelativeFlatnessRegularizedClassifier,
-    "two classes": RelativeFlatnessRegularizedBinaryClassifier,
-    "numbers": RelativeFlatnessRegularizedRegressor,
-}
+KINDS = {"classes": Classifier, "two classes": Binary, "numbers": Regressor}
 N_OUTPUTS = {"classes": 3, "two classes": 1, "numbers": 2}
+MOMENTUM = {"optimizer": SGD, "optimizer__momentum": 0.9}
 OPTIMIZERS = {
     "SGD": {"optimizer": SGD},
-    "momentum": {
-        "optimizer": SGD,
-        "optimizer__momentum": 0.9,
-        "optimizer__dampening": 0.1,
-        "optimizer__weight_decay": 0.01,
-    },
-    "Nesterov": {"optimizer": SGD, "optimizer__momentum": 0.9, "optimizer__nesterov": True},
+    "momentum": MOMENTUM | {"optimizer__dampening": 0.1, "optimizer__weight_decay": 0.01},
+    "Nesterov": MOMENTUM | {"optimizer__nesterov": True},
     "Adam": {"optimizer": Adam, "optimizer__betas": (0.8, 0.99), "optimizer__eps": 1e-3},
     "amsgrad": {"optimizer": Adam, "optimizer__amsgrad": True, "optimizer__weight_decay": 0.1},
     "AdamW": {"optimizer": AdamW, "optimizer__weight_decay": 0.1},
@@ -50,11 +40,13 @@ ACTIVATIONS = [nn.ReLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.
 class Chain(nn.Sequential):
     """Linear layers of the given widths, in float64, with activations or the same one between."""
 
-    def __init__(self, widths, activation, bias, same):
-        layers, one = [], activation()
+    def __init__(self, widths, activation, bias, same, frozen):
+        layers, shared = [], activation()
         for n_in, n_out in pairwise(widths):
-            layers += [nn.Linear(n_in, n_out, bias=bias), one if same else activation()]
+            layers += [nn.Linear(n_in, n_out, bias=bias), shared if same else activation()]
         super().__init__(*layers[:-1])
+        if frozen is not None and len(self) > 1:
+            self[frozen].requires_grad_(False)
         self.double()
 
 
@@ -68,13 +60,8 @@ class NoChain(Chain):
 def task(kind, n):
     """Inputs and labels."""
     rng = np.random.RandomState(n)
-    X = rng.randn(n, 4)
-    labels = {
-        "classes": np.arange(n) % 3,
-        "two classes": (np.arange(n) % 2).astype(float),
-        "numbers": rng.randn(n, 2),
-    }
-    return X, labels[kind]
+    X, numbers, index = rng.randn(n, 4), rng.randn(n, 2), np.arange(n)
+    return X, {"classes": index % 3, "two classes": index % 2.0, "numbers": numbers}[kind]
 
 
 def assert_trained_by_hand(net, X, y, weights):
@@ -131,6 +118,7 @@ CHOICES = {
     "module__activation": ACTIVATIONS,
     "module__bias": [True, False],
     "module__same": [True, False],
+    "module__frozen": [None, None, None, 0, -1],
     "flatness_layer": [-1, -1, 0, "all"],
     "flatness_weight": [10.0, 0.1, 0.0, -0.5],
     "flatness_clip": [0.1, 2.0, None],
@@ -204,9 +192,8 @@ class Ones(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Linear(1, 2000), nn.Dropout(0.3), nn.Linear(2000, 1))
-        for layer in (self[0], self[2]):
-            nn.init.ones_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, parameter.ndim - 1)
 
 
 class NoChainOfOnes(Ones):
@@ -216,13 +203,9 @@ class NoChainOfOnes(Ones):
 
 @pytest.mark.parametrize("engine", ["alone", "fleet", "vmap"])
 def test_dropout_drops_its_share_keeps_the_mean_and_draws_anew_in_each_step(engine):
-    nets = [
-        RelativeFlatnessRegularizedRegressor(
-            NoChainOfOnes if engine == "vmap" else Ones, flatness_weight=0, lr=0.0, max_epochs=2,
-            batch_size=64, verbose=0, random_state=seed,
-        )
-        for seed in range(2)
-    ]  # fmt: skip
+    module = NoChainOfOnes if engine == "vmap" else Ones
+    params = {"flatness_weight": 0, "lr": 0.0, "max_epochs": 2, "batch_size": 64, "verbose": 0}
+    nets = [Regressor(module, random_state=seed, **params) for seed in range(2)]
     X = np.ones((128, 1), dtype=np.float32)
 
     def losses(target):

@@ -1,37 +1,43 @@
-"""Nets that are trained as one stacked model are those that are trained one by one."""
+"""Nets that are trained together, also by scikit-learn, are those that are trained one by one."""
 
 import logging
 import pickle
 import re
+import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from skorch.callbacks import Callback, EarlyStopping, GradientNormClipping, LRScheduler
+from joblib import Parallel, delayed
+from sklearn.model_selection import GridSearchCV, cross_validate
+from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     MLP,
     FleetTrainer,
-    RelativeFlatnessRegularizedClassifier,
     SharpnessAwareMixin,
     StopAtGradientNorm,
     StopAtLoss,
+    fleet_training,
 )
-from tests.engine.compare import assert_same, compare, curve, data
+from tests.cases import Net
+from tests.engine.compare import AtEpoch, assert_same, compare, curve, data
 from tests.engine.test_any_engine import OPTIMIZERS
-from tests.training.common import Double
+from tests.training.common import Classifier, Double, make
 
 # steps of 16 samples, the last one of fewer
 STEPS = {"batch_size": 16, "max_epochs": 5, "verbose": 0}
 
 
-def make_each(settings, kind=RelativeFlatnessRegularizedClassifier):
+def make_each(settings, kind=Classifier):
     """Nets with these settings, and seeds and learning rates of their own."""
     return [
-        kind(**{"lr": 0.003 * (1 + seed), "random_state": seed, **STEPS, **one})
-        for seed, one in enumerate(settings)
+        kind(**{"lr": 0.003 * (1 + seed), "random_state": seed, **STEPS, **params})
+        for seed, params in enumerate(settings)
     ]
 
 
@@ -51,111 +57,98 @@ def stacked(caplog):
         assert reason in message
 
 
-class Layers(nn.Module):
-    """Two layers in float64, with parts of subclasses between them."""
-
-    def __init__(self, n_features, n_outputs, width=8):
-        super().__init__()
-        self.first, self.last = nn.Linear(n_features, width), nn.Linear(width, n_outputs)
-        self.double()
-
-    def between(self, h):
-        return torch.tanh(h)
-
-    def forward(self, x):
-        return self.last(self.between(self.first(x)))
+# -- networks in float64 -----------------------------------------------------------------
 
 
-class BatchNorm(Layers):
+def network(run, width=8, **parts):
+    """Two layers and other parts, and the function of them that is the forward pass."""
+    layers = {"first": nn.Linear(6, width), "last": nn.Linear(width, 3)}
+    return Net(run, **(layers | parts)).double()
+
+
+def plain(net, x):
+    return net.last(torch.tanh(net.first(x)))
+
+
+def normed(net, x):
+    return net.last(torch.relu(net.norm(net.first(x))))
+
+
+def batch_norm(bias=False):
     # a bias in front of the norm has no gradient but rounding errors, of which Adam makes steps
-    def __init__(self, n_features, n_outputs, bias=False, dtype=torch.float64):
-        super().__init__(n_features, n_outputs)
-        self.first, self.norm = nn.Linear(n_features, 8, bias), nn.BatchNorm1d(8)
-        self.to(dtype)
-
-    def between(self, h):
-        return torch.relu(self.norm(h))
+    return network(normed, first=nn.Linear(6, 8, bias), norm=nn.BatchNorm1d(8))
 
 
-class Convolution(Layers):
-    def __init__(self, n_outputs):
-        super().__init__(1, n_outputs, 12)
-        self.first, self.pool = nn.Conv2d(1, 3, 3), nn.MaxPool2d(2)
-        self.double()
-
-    def between(self, h):
-        return self.pool(torch.relu(h)).flatten(1)
+def convolved(net, x):
+    return net.last(net.pool(torch.relu(net.first(x))).flatten(1))
 
 
-class Configured(MLP):
-    """Has attributes that change its function."""
-
-    def __init__(self, n_features, n_outputs, scales=(1.0,), act=torch.tanh):
-        super().__init__(n_features, n_outputs)
-        self._scales, self.act = [*scales], act
-        self.double()
-
-    def forward(self, x):
-        return super().forward(self.act(x * self._scales[0]))
+def convolution():
+    return network(convolved, first=nn.Conv2d(1, 3, 3), pool=nn.MaxPool2d(2), last=nn.Linear(12, 3))
 
 
-class Mapped(Double):
-    """Returns its logits in a mapping."""
-
-    def forward(self, x):
-        return {"logits": super().forward(x), "other": x}
+def holding(net, x):
+    net.norm = net.last.weight.square().sum()
+    return plain(net, x)
 
 
-class Ordered(nn.Sequential):
-    """Uses one of two activations twice."""
+def shared_weight(net, x):
+    h = torch.tanh(net.first(x))
+    return net.last(h + F.linear(h, net.last.weight).sum(1, keepdim=True))
 
-    def __init__(self, n_features, n_outputs, kind=nn.Tanh):
-        found = {nn.Tanh: nn.Tanh(), nn.Sigmoid: nn.Sigmoid()}
-        activations = found[nn.Tanh], found[nn.Sigmoid], found[kind]
-        layers = [part for one in activations for part in (nn.Linear(n_features, n_features), one)]
-        super().__init__(*layers, nn.Linear(n_features, n_outputs))
-        self.double()
+
+def shared_rows(net, x):
+    h = torch.tanh(net.first(x))
+    return net.last(h + h.mean(0))
+
+
+def called_twice(net, x):
+    h = torch.tanh(net.first(x))
+    return net.last(h + net.last(h).sum(1, keepdim=True))
+
+
+def mapped(net, x):
+    return {"logits": plain(net, x), "other": x}
+
+
+def scaled(net, x):
+    return plain(net, net.activation(x * net.scales[0]))
+
+
+def configured(scale, activation):
+    net = network(scaled)
+    net.scales, net.activation = [scale], activation
+    return net
+
+
+def ordered(kind):
+    """A chain that uses one of two activations twice."""
+    known = {nn.Tanh: nn.Tanh(), nn.Sigmoid: nn.Sigmoid()}
+    activations = known[nn.Tanh], known[nn.Sigmoid], known[kind]
+    layers = [part for activation in activations for part in (nn.Linear(6, 6), activation)]
+    return nn.Sequential(*layers, nn.Linear(6, 3)).double()
 
 
 class Focal(nn.CrossEntropyLoss):
-    def __init__(self, gamma):
-        super().__init__()
-        self._gamma = gamma
+    """A criterion of a user."""
 
     def forward(self, output, target):
-        each = nn.functional.cross_entropy(output, target, reduction="none")
-        return (each * (1 - (-each).exp()) ** self._gamma).mean()
+        losses = F.cross_entropy(output, target, reduction="none")
+        return (losses * (1 - (-losses).exp())).mean()
 
 
-class Shared(Layers):
-    """Uses weights or rows in several places, or holds results of its forward pass."""
-
-    def __init__(self, n_features, n_outputs, kind):
-        super().__init__(n_features, n_outputs)
-        self.kind = kind
-
-    def between(self, h):
-        h = torch.tanh(h)
-        if self.kind == "weight":
-            return h + nn.functional.linear(h, self.last.weight).sum(1, keepdim=True)
-        if self.kind == "rows":
-            return h + h.mean(0)
-        if self.kind == "calls":
-            return h + self.last(h).sum(1, keepdim=True)
-        self.norm = self.last.weight.square().sum()
-        return h
-
-
+X, Y = data()
 IMAGES, LABELS = data(n_features=36)
 IMAGES = IMAGES.reshape(-1, 1, 6, 6)
-X, Y = data()
 IGNORED = torch.from_numpy(np.where(np.arange(50) % 7, Y, -100))  # 8, fewer than a batch has
 WEIGHTS = np.where(Y == 0, 0.0, 1.0 + X[:, 0] ** 2)
 OWN_DATA = [
     (X, Y), (X, 2 - Y), (X[::-1].copy(), Y), (X[:20], Y[:20]), (X[:20], Y[-20:]), (X, Y, WEIGHTS)
 ]  # fmt: skip
 SIZES = {"module__n_features": 6, "module__n_outputs": 3}
-PLAIN = {"flatness_weight": 0, "max_epochs": 3}
+FREE, FIRST = {"flatness_weight": 0}, {"flatness_layer": 0}
+SHORT = {"flatness_weight": 0, "max_epochs": 3}
+NORMED = {"module": batch_norm, "optimizer": torch.optim.SGD}
 HEAVY_CLASS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
 EARLY = [
     EarlyStopping("train_loss", patience=1, threshold=0.05),
@@ -163,37 +156,37 @@ EARLY = [
 ]
 # settings of each net, and arguments of `compare`
 ALIKE = {
-    "batch norm": ([{"module": BatchNorm, "optimizer": torch.optim.SGD}] * 3, {}),
-    "convolutions": ([{"module": Convolution}] * 3, {"X": IMAGES, "y": LABELS}),
-    "weights of classes": ([PLAIN | {"criterion__weight": HEAVY_CLASS}] * 3, {}),
+    "batch norm": ([NORMED] * 3, {}),
+    "convolutions": ([{"module": convolution}] * 3, {"X": IMAGES, "y": LABELS}),
+    "weights of classes": ([SHORT | {"criterion__weight": HEAVY_CLASS}] * 3, {}),
     "weights of classes in any network": (
-        [
-            {"module": BatchNorm, "optimizer": torch.optim.SGD, "criterion__weight": [1.0, w, 1.0]}
-            for w in (1.0, 5.0)
-        ],
+        [NORMED | {"criterion__weight": [1.0, heavy, 1.0]} for heavy in (1.0, 5.0)],
         {},
     ),
     "callbacks of epochs": ([{"callbacks": EARLY, "lr": 0.05}] * 5, {"fleet": 3}),
     "data of each": ([{}] * 6, {"each": OWN_DATA}),
-    "results of the forward pass": ([{"module": Shared, "module__kind": "results"}] * 2, {}),
+    "results of the forward pass": ([{"module": partial(network, holding)}] * 2, {}),
+    "mappings": (
+        [{"module": partial(network, mapped), "flatness_weight": w} for w in (0.1, 1)],
+        {},
+    ),
     # nets of several groups, side by side
     "activations in other places": (
-        [PLAIN | {"module": Ordered, "module__kind": kind} for kind in [nn.Tanh, nn.Sigmoid] * 2],
+        [SHORT | {"module": ordered, "module__kind": kind} for kind in [nn.Tanh, nn.Sigmoid] * 2],
         {},
     ),
     "other attributes": (
         [
-            PLAIN | {"module": Configured, "module__scales": (scale,), "module__act": act}
-            for act in (torch.tanh, torch.sin)
+            SHORT | {"module": configured, "module__scale": scale, "module__activation": activation}
+            for activation in (torch.tanh, torch.sin)
             for scale in (1.0, 2.0, 1.0)
         ],
         {"fleet": 6},
     ),
     "other weights of classes": (
-        [PLAIN | {"criterion__weight": [1.0, heavy, 1.0]} for heavy in [1.0, 5.0] * 2],
+        [SHORT | {"criterion__weight": [1.0, heavy, 1.0]} for heavy in [1.0, 5.0] * 2],
         {},
     ),
-    "mappings": ([{"module": Mapped}, {"module": Mapped, "flatness_weight": 1.0}], {}),
 }
 
 
@@ -204,57 +197,38 @@ def test_a_fleet_trains_each_net_as_by_itself(case):
 
 
 @pytest.mark.parametrize(
-    ("settings", "y"),
-    [
-        (PLAIN | SIZES | {"module": Double, "iterator_train__drop_last": True}, IGNORED),
-        (PLAIN | SIZES | {"module": Double, "criterion": Focal, "criterion__gamma": 2.0}, Y),
-    ],
-    ids=["labels that are ignored", "a user's criterion"],
+    ("criterion", "y"), [(nn.CrossEntropyLoss, IGNORED), (Focal, torch.from_numpy(Y))]
 )
-def test_criteria_without_formulas_are_trained_one_by_one(settings, y, caplog):
-    dataset = TensorDataset(torch.from_numpy(X), torch.as_tensor(y))
+def test_criteria_without_formulas_are_trained_one_by_one(criterion, y, caplog):
+    settings = SHORT | SIZES | {"module": Double, "criterion": criterion}
+    dataset = TensorDataset(torch.from_numpy(X), y)
+    settings["iterator_train__drop_last"] = True
     compare(make_each([settings] * 2), each=[(dataset, None)] * 2)
     caplog.reasons = ["there is no formula for"]
 
 
-class Dropping(nn.Sequential):
-    def __init__(self, n_features, n_outputs):
-        super().__init__(
-            nn.Linear(n_features, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, n_outputs)
-        )
-        self.double()
+def dropping():
+    layers = nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 3)
+    return nn.Sequential(*layers).double()
 
 
-class Wrapped(Dropping):
-    def forward(self, x):
-        return super().forward(x)
+def run_inside(net, x):
+    return net.inside(x)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("module", "settings"),
     [
-        {"module": Dropping, "flatness_weight": 0},
-        {"module": Wrapped, "flatness_weight": 0},
-        {"module": Wrapped},
+        (dropping, FREE),
+        (lambda: Net(run_inside, inside=dropping()), FREE),
+        (lambda: Net(run_inside, inside=dropping()), {}),
     ],
     ids=["chain", "module", "penalised"],
 )
-def test_dropout_has_a_stream_that_depends_on_the_seed_alone(settings):
-    nets = classifiers(3, **settings)
-    together = FleetTrainer(nets, fleet=3).fit(*data()).estimators_
-    assert_same(together[2], FleetTrainer(nets[1:], fleet=2).fit(*data()).estimators_[1])
-
-
-class HooksInSecondEpoch(Callback):
-    """Lets a net train its second epoch by itself."""
-
-    def on_epoch_begin(self, net, **kwargs):
-        if len(net.history) == 2:
-            self.hook_ = net.module_.register_forward_hook(lambda *args: None)
-
-    def on_epoch_end(self, net, **kwargs):
-        if len(net.history) == 2:
-            self.hook_.remove()
+def test_dropout_has_a_stream_that_depends_on_the_seed_alone(module, settings):
+    nets = classifiers(3, module=module, **settings)
+    together = FleetTrainer(nets, fleet=3).fit(X, Y).estimators_
+    assert_same(together[2], FleetTrainer(nets[1:], fleet=2).fit(X, Y).estimators_[1])
 
 
 EQUAL = {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "lr": 0.02}
@@ -264,11 +238,10 @@ EQUAL = {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "lr": 0.02}
 def test_members_leave_at_their_goals_and_others_take_their_places(optimizer):
     """A net that begins has no state of its optimizer beside others of the same settings."""
     goals = [StopAtLoss(0.9), StopAtGradientNorm(0.5), StopAtLoss(0.5)] * 2
-    nets = classifiers(6, max_epochs=16, **optimizer)
-    nets = [net.set_params(callbacks=[goal]) for net, goal in zip(nets, goals, strict=True)]
-    trained = compare(nets, fleet=3)
-    lengths = {len(net.history) for net in trained}
-    assert len(lengths) > 2
+    trained = compare(
+        make_each([{"max_epochs": 16, "callbacks": [goal], **optimizer} for goal in goals]), fleet=3
+    )
+    assert len({len(net.history) for net in trained}) > 2
     assert any(net.converged_ for net in trained)
 
 
@@ -276,221 +249,187 @@ def test_a_net_that_diverges_harms_no_other():
     nets = classifiers(4, optimizer=torch.optim.SGD)
     nets[1].set_params(lr=1e30)
     with pytest.warns(match="has diverged"):
-        trained = FleetTrainer(nets, fleet=4).fit(*data()).estimators_
+        trained = FleetTrainer(nets, fleet=4).fit(X, Y).estimators_
     with pytest.warns(match="has diverged"):
-        singles = [net.fit(*data()) for net in nets]
-    for one, other in zip(singles, trained, strict=True):
-        np.testing.assert_allclose(curve(one), curve(other), atol=1e-8)
-
-
-class Change(Callback):
-    """Changes the training data of a net in place, before its third epoch."""
-
-    def __init__(self, inputs=None, label=None):
-        self.inputs, self.label = inputs, label
-
-    def on_epoch_begin(self, net, dataset_train=None, **kwargs):
-        if len(net.history) == 3:
-            if self.inputs is not None:
-                dataset_train.X[:] += self.inputs
-                dataset_train.y[:] = dataset_train.y[::-1].copy()
-            if self.label is not None:
-                dataset_train.y[7] = self.label
+        singles = [net.fit(X, Y) for net in nets]
+    for net, member in zip(singles, trained, strict=True):
+        np.testing.assert_allclose(curve(net), curve(member), atol=1e-8)
 
 
 def test_data_that_callbacks_change_are_each_members_own():
-    X, y = data()
-    nets = classifiers(4, train_split=None, max_epochs=5)
-    for net, inputs in zip(nets, [None, 1.0, 2.0, None], strict=True):
-        net.set_params(callbacks=[Change(inputs)])
-    compare(nets, X=X.tolist(), y=y)  # each fit makes an array of its own
+    def change(by, net, dataset):
+        dataset.X[:] += by
+        dataset.y[:] = dataset.y[::-1].copy()
+
+    changes = [[], [AtEpoch(3, partial(change, 1.0))], [AtEpoch(3, partial(change, 2.0))], []]
+    settings = [{"train_split": None, "callbacks": callbacks} for callbacks in changes]
+    compare(make_each(settings), X=X.tolist(), y=Y)  # each fit makes an array of its own
 
 
 def test_a_trained_net_holds_its_own_tensors_only():
-    trained = FleetTrainer(classifiers(8), fleet=8).fit(*data()).estimators_
-    alone = classifiers(1)[0].fit(*data())
+    trained = FleetTrainer(classifiers(8), fleet=8).fit(X, Y).estimators_
+    alone = classifiers(1)[0].fit(X, Y)
     assert len(pickle.dumps(trained[0])) < 1.1 * len(pickle.dumps(alone))
-    again = trained[0].partial_fit(*data())
-    assert len(again.history) == 2 * STEPS["max_epochs"]
+    assert len(trained[0].partial_fit(X, Y).history) == 2 * STEPS["max_epochs"]
 
 
 def test_seeds_and_torchs_random_state_stay_apart():
-    net = RelativeFlatnessRegularizedClassifier(max_epochs=2, verbose=0)
+    net = Classifier(max_epochs=2, verbose=0)
     curves = []
     for _ in range(2):
         torch.manual_seed(0)
-        trained = FleetTrainer([net] * 3, fleet=2).fit(*data()).estimators_
-        curves.append([curve(one) for one in trained])
+        trained = FleetTrainer([net] * 3, fleet=2).fit(X, Y).estimators_
+        curves.append([curve(member) for member in trained])
     assert curves[0] == curves[1]
     assert curves[0][0] != curves[0][1]
     before = torch.get_rng_state()
-    FleetTrainer([net.set_params(random_state=1)], fleet=None).fit(*data())
+    FleetTrainer([net.set_params(random_state=1)], fleet=None).fit(X, Y)
     assert torch.equal(before, torch.get_rng_state())
 
 
-class PartlyUsed(Layers):
-    """Has a layer that is not used, and one behind which no gradient goes back."""
-
-    def __init__(self, n_features, n_outputs):
-        super().__init__(n_features, n_outputs)
-        self.unused, self.fixed = nn.Linear(2, 3), nn.Linear(n_features, n_features)
-        self.double()
-
-    def forward(self, x):
-        return super().forward(x + self.fixed(x).detach())
+def partly(net, x):
+    """Use no layer `unused`, and let no gradient go back through the layer `fixed`."""
+    return plain(net, x + net.fixed(x).detach())
 
 
-class Scaled(nn.Sequential):
-    """A chain of layers with a parameter that is none of theirs."""
-
-    def __init__(self, n_features, n_outputs):
-        super().__init__(nn.Linear(n_features, 5), nn.ReLU(), nn.Linear(5, n_outputs))
-        self.scale = nn.Parameter(torch.ones(2))
-        self.double()
+def chain(change):
+    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    change(net)
+    return net
 
 
-UNUSED = {
-    PartlyUsed: {"unused.weight", "unused.bias", "fixed.weight", "fixed.bias"},
-    Scaled: {"scale"},
-}
+# modules, and those of their parameters that have no gradient
+PARTLY_USED = (
+    lambda: network(partly, unused=nn.Linear(2, 3), fixed=nn.Linear(6, 6)),
+    {"unused.weight", "unused.bias", "fixed.weight", "fixed.bias"},
+)
+WITH_SCALE = (
+    lambda: chain(lambda net: net.register_parameter("scale", nn.Parameter(HEAVY_CLASS.clone()))),
+    {"scale"},
+)
 
 
 @pytest.mark.parametrize(
-    ("module", "optimizer"), [(PartlyUsed, "Nesterov"), (PartlyUsed, "Adam"), (Scaled, "AdamW")]
+    ("case", "optimizer"),
+    [(PARTLY_USED, "Nesterov"), (PARTLY_USED, "Adam"), (WITH_SCALE, "AdamW")],
 )
-def test_parameters_without_gradient_stay_as_they_are(module, optimizer, caplog):
-    settings = OPTIMIZERS[optimizer]
-    for net in compare(classifiers(2, module=module, max_epochs=2, **settings)):
+def test_parameters_without_gradient_stay_as_they_are(case, optimizer, caplog):
+    module, unused = case
+    for net in compare(classifiers(2, module=module, max_epochs=2, **OPTIMIZERS[optimizer])):
         named = dict(net.module_.named_parameters())
-        assert {name for name, one in named.items() if one.grad is None} == UNUSED[module]
-        kept = [named[name] for name in UNUSED[module]]
-        assert not any(net.optimizer_.state.get(one) for one in kept)
+        assert {name for name, parameter in named.items() if parameter.grad is None} == unused
+        assert not any(net.optimizer_.state.get(named[name]) for name in unused)
     caplog.reasons = ["does not depend on"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "layer", "text"),
+    ("run", "layer", "text"),
     [
-        ("weight", -1, "the weight of layer 'last' outside of the layer's call"),
-        ("rows", 0, "depend on other rows"),
-        ("calls", -1, "layer 'last' was called 2 times"),
+        (shared_weight, -1, "the weight of layer 'last' outside of the layer's call"),
+        (shared_rows, 0, "depend on other rows"),
+        (called_twice, -1, "layer 'last' was called 2 times"),
     ],
 )
-def test_a_penalty_that_a_net_refuses_is_refused_in_a_fleet(kind, layer, text, caplog):
-    nets = classifiers(2, module=Shared, module__kind=kind, flatness_layer=layer)
-    with pytest.raises(ValueError, match=re.escape(text)):
-        nets[0].fit(*data())
-    with pytest.raises(ValueError, match=re.escape(text)):
-        FleetTrainer(nets, fleet=2).fit(*data())
+def test_a_penalty_that_a_net_refuses_is_refused_in_a_fleet(run, layer, text, caplog):
+    nets = classifiers(2, module=partial(network, run), flatness_layer=layer)
+    for trainer in (nets[0], FleetTrainer(nets, fleet=2)):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            trainer.fit(X, Y)
     caplog.reasons = [text]
 
 
-class DropsTwice(Layers):
-    def __init__(self, n_features, n_outputs):
-        super().__init__(n_features, n_outputs)
-        self.dropout = nn.Dropout(0.5)
-
-    def between(self, h):
-        return self.dropout(self.dropout(h))
+# -- what is trained one by one ----------------------------------------------------------
 
 
-class Noisy(MLP):
-    def forward(self, x):
-        return super().forward(x + 0.1 * torch.randn_like(x))
+def drops_twice(net, x):
+    return net.last(net.dropout(net.dropout(net.first(x))))
 
 
-class Counting(MLP):
-    def forward(self, x):
-        return super().forward(x if x.mean() > 0 else -x)
+def noisy(net, x):
+    return plain(net, x + 0.1 * torch.randn_like(x))
 
 
-class Anneals(MLP):
-    """A network that counts its passes in Python, and becomes quieter with each."""
-
-    def __init__(self, n_features, n_outputs):
-        super().__init__(n_features, n_outputs)
-        self.passes = 0
-
-    def forward(self, X):
-        self.passes += self.training
-        return super().forward(X) / (1 + 1 / (1 + self.passes))
+def branching(net, x):
+    return plain(net, x if x.mean() > 0 else -x)
 
 
-class Triples(Callback):
-    """Make the criterion larger by a hook."""
-
-    def on_train_begin(self, net, **kwargs):
-        net.criterion_.register_forward_hook(lambda criterion, args, loss: 3 * loss)
+def anneals(net, x):
+    net.passes += net.training
+    return plain(net, x) / (1 + 1 / (1 + net.passes))
 
 
-class Hooked(nn.Sequential):
-    """A chain with code or weights that no formula knows."""
-
-    def __init__(self, n_features, n_outputs, kind):
-        super().__init__(nn.Linear(n_features, 5), nn.ReLU(), nn.Linear(5, n_outputs))
-        self.double()
-        first = self[0]
-        if kind == "module":
-            first.register_forward_hook(lambda module, inputs, output: 2 * output)
-        elif kind == "parameter":
-            first.weight.register_hook(lambda gradient: 2 * gradient)
-        elif kind == "forward":
-            first.forward = lambda x: 2 * nn.functional.linear(x, first.weight, first.bias)
-        elif kind == "tied":
-            self.insert(2, nn.Linear(5, 5).double())
-            self.insert(2, self[2])
-        elif kind == "half":
-            self.bfloat16()
+def annealing():
+    net = network(anneals)
+    net.passes = 0
+    return net
 
 
-class Freezes(Callback):
-    """Freeze the first layer in the second epoch."""
-
-    def on_epoch_begin(self, net, **kwargs):
-        net.module_.hidden0.requires_grad_(len(net.history) != 2)
+def double_forward(net):
+    first = net[0]
+    first.forward = lambda x: 2 * F.linear(x, first.weight, first.bias)
 
 
-class SAM(SharpnessAwareMixin, RelativeFlatnessRegularizedClassifier):
+def tie(net):
+    net.insert(2, nn.Linear(5, 5).double())
+    net.insert(2, net[2])
+
+
+HOOKED = [
+    lambda net: net[0].register_forward_hook(lambda module, inputs, output: 2 * output),
+    lambda net: net[0].weight.register_hook(lambda gradient: 2 * gradient),
+    double_forward,
+]
+
+
+class SAM(SharpnessAwareMixin, Classifier):
     pass
 
 
 def own(name):
     """A class of nets with a method of its own, which does what it did."""
-    inherited = getattr(RelativeFlatnessRegularizedClassifier, name)
+    inherited = getattr(Classifier, name)
 
     def method(self, *args, **kwargs):
         return inherited(self, *args, **kwargs)
 
-    return type("Own", (RelativeFlatnessRegularizedClassifier,), {name: method})
+    return type("Own", (Classifier,), {name: method})
 
 
-FREE, FIRST = {"flatness_weight": 0}, {"flatness_layer": 0}
-LARGE_BIAS = {"module": BatchNorm, "module__bias": True, "module__dtype": torch.float32}
-HOOKS = [("hooks", HooksInSecondEpoch()), StopAtLoss(0.5)]
+LARGE_BIAS = {"module": lambda: batch_norm(bias=True).float()}
+# in the second epoch; in the others, the nets are trained together
+HOOKS = [
+    AtEpoch(2, lambda net, _: net.module_.register_forward_hook(lambda *args: None)),
+    AtEpoch(3, lambda net, _: net.module_._forward_hooks.clear()),
+    StopAtLoss(0.5),
+]
+FREEZES = [
+    AtEpoch(2, lambda net, _: net.module_.hidden0.requires_grad_(False)),
+    AtEpoch(3, lambda net, _: net.module_.hidden0.requires_grad_(True)),
+]
+TRIPLES = AtEpoch(1, lambda net, _: net.criterion_.register_forward_hook(lambda *args: 3 * args[2]))
 # parts of the reasons that are logged, and the settings
 REASONS = [
     (["callback GradientNormClipping"], {"callbacks": [GradientNormClipping(1.0)]}),
-    (["at earlier layers"], FIRST | {"module": BatchNorm}),
+    (["at earlier layers"], FIRST | {"module": batch_norm}),
     # without float64, its bias in front of batch norm would take other steps
     (["rounding errors of first.bias"], FREE | LARGE_BIAS),
     (["flatness_normalize=True"], {"flatness_normalize": True}),
     (["CrossEntropyLoss (reduction='sum'"], {"criterion__reduction": "sum", "lr": 1e-4}),
     (["groups of parameters"], {"optimizer__param_groups": [("hidden*", {"lr": 0.001})]}),
     (["RMSprop"], {"optimizer": torch.optim.RMSprop}),
-    (["frozen", "fewer steps"], {"callbacks": [("freezes", Freezes())], "max_epochs": 4}),
-    # in the second epoch; the others are trained together
+    (["frozen", "fewer steps"], {"callbacks": FREEZES, "max_epochs": 4}),
     (["its network has hooks"], {"callbacks": HOOKS, "max_epochs": 4}),
-    *(
-        (["its network has hooks"], {"module": Hooked, "module__kind": kind})
-        for kind in ("module", "parameter", "forward")
+    *((["its network has hooks"], {"module": partial(chain, change)}) for change in HOOKED),
+    (["parameter twice"], {"module": partial(chain, tie)}),
+    (
+        ["each layer of dropout once"],
+        {"module": lambda: network(drops_twice, dropout=nn.Dropout(0.5))},
     ),
-    (["parameter twice"], {"module": Hooked, "module__kind": "tied"}),
-    (["each layer of dropout once"], {"module": DropsTwice}),
-    (["bfloat16"], {"module": Hooked, "module__kind": "half"}),
-    (["its criterion has hooks"], FREE | {"callbacks": [("triples", Triples())]}),
-    (["attribute passes"], {"module": Anneals}),
-    (["vmap: called random"], FREE | {"module": Noisy}),
-    (["torch.func cannot"], FREE | {"module": Counting}),
+    (["bfloat16"], {"module": lambda: chain(lambda net: net.bfloat16())}),
+    (["its criterion has hooks"], FREE | {"callbacks": [TRIPLES]}),
+    (["attribute passes"], {"module": annealing}),
+    (["vmap: called random"], FREE | {"module": partial(network, noisy)}),
+    (["torch.func cannot"], FREE | {"module": partial(network, branching)}),
     (["SAM has its own"], {"kind": SAM}),
     *(
         ([f"Own has its own {name}"], {"kind": own(name)})
@@ -499,33 +438,27 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("reasons", "settings"),
-    REASONS,
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
+@pytest.mark.parametrize(("reasons", "settings"), REASONS, ids=[row[0][0] for row in REASONS])
 def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_once(
     reasons, settings, caplog
 ):
-    kind = settings.get("kind", RelativeFlatnessRegularizedClassifier)
-    settings = {name: value for name, value in settings.items() if name != "kind"}
-    compare(make_each([{"max_epochs": 2, **settings}] * 3, kind))
+    settings = {"kind": Classifier, "max_epochs": 2, **settings}
+    kind = settings.pop("kind")
+    compare(make_each([settings] * 3, kind))
     caplog.reasons = reasons
 
 
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (Convolution, "convolutions are faster one by one"),
+        (convolution, "convolutions are faster one by one"),
         (MLP, "more than 10 weights"),
     ],
 )
 def test_auto_trains_nets_one_by_one_that_are_about_as_fast_so(module, reason, caplog, monkeypatch):
     monkeypatch.setattr("relflat_sk.fleet._fleet._MANY_NUMBERS", 10 if module is MLP else 10**6)
-    X, y = data(n_features=36)
-    X = X if module is MLP else X.reshape(-1, 1, 6, 6)
     nets = classifiers(2, module=module, flatness_weight=0, max_epochs=1)
-    FleetTrainer(nets, fleet="auto").fit(X, y)
+    FleetTrainer(nets, fleet="auto").fit(X if module is MLP else IMAGES, Y)
     caplog.reasons = [reason]
 
 
@@ -542,42 +475,130 @@ def test_arguments_of_the_network_are_passed_on(caplog):
             return super().forward(X * scale)
 
     nets = classifiers(2, module=Scaled, **SIZES, flatness_weight=0)
-    trained = FleetTrainer(nets).fit(*data(), scale=2.0).estimators_
-    for one, other in zip(nets, trained, strict=True):
-        assert_same(one.fit(*data(), scale=2.0), other)
+    trained = FleetTrainer(nets).fit(X, Y, scale=2.0).estimators_
+    for net, member in zip(nets, trained, strict=True):
+        assert_same(net.fit(X, Y, scale=2.0), member)
     caplog.reasons = ["['scale']"]
 
 
-class TooLarge(Double):
-    """Needs more memory than there is, but for one network alone."""
-
-    def forward(self, X):
-        try:
-            self.output.weight.data_ptr()
-        except RuntimeError as error:  # there is none inside of torch.func.vmap
-            raise torch.OutOfMemoryError("CUDA out of memory") from error
-        return super().forward(X).sin()
+def too_large(net, x):
+    """Need more memory than there is, but for one network alone."""
+    try:
+        net.last.weight.data_ptr()
+    except RuntimeError as error:  # there is none inside of torch.func.vmap
+        raise torch.OutOfMemoryError("CUDA out of memory") from error
+    return plain(net, x)
 
 
 def test_a_stack_that_does_not_fit_into_memory_is_not_trained_one_by_one():
+    nets = classifiers(2, module=partial(network, too_large), flatness_weight=0)
     with pytest.raises(torch.OutOfMemoryError):
-        FleetTrainer(classifiers(2, module=TooLarge, flatness_weight=0)).fit(*data())
+        FleetTrainer(nets).fit(X, Y)
 
 
 def test_errors_end_all_trainings(same_threads):
     nets = classifiers(3)
     nets[2].set_params(flatness_layer="nowhere")
     with pytest.raises(Exception, match="nowhere"):
-        FleetTrainer(nets, fleet=3).fit(*data())
+        FleetTrainer(nets, fleet=3).fit(X, Y)
 
 
 @pytest.mark.parametrize(
     ("estimators", "error", "match"),
     [
         ([], ValueError, "at least one estimator"),
-        (RelativeFlatnessRegularizedClassifier(), TypeError, "must be a list, got a Rel"),
+        (Classifier(), TypeError, "must be a list, got a Rel"),
     ],
 )
 def test_estimators_are_a_list_of_at_least_one(estimators, error, match):
     with pytest.raises(error, match=match):
-        FleetTrainer(estimators).fit(*data())
+        FleetTrainer(estimators).fit(X, Y)
+
+
+# -- fits of scikit-learn ----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("same_threads")
+@pytest.mark.parametrize("fleet", [4, "auto"])
+def test_a_grid_search_finds_the_same(sizes, fleet):
+    grid = {"lr": [0.003, 0.03], "random_state": [0, 1]}
+    alone, together = (GridSearchCV(make(), grid, cv=3) for _ in range(2))
+    alone.fit(*data(48))  # folds of the same size
+    with fleet_training(fleet):
+        together.fit(*data(48))
+    assert max(sizes) == (4 if fleet == 4 else 12)
+    for key, values in alone.cv_results_.items():
+        if "time" not in key:
+            np.testing.assert_array_equal(together.cv_results_[key], values)
+    assert_same(together.best_estimator_, alone.best_estimator_)
+
+
+def test_a_search_inside_of_a_fit_runs_in_order(sizes):
+    search = GridSearchCV(make(max_epochs=1), {"lr": [0.003, 0.03]}, cv=2)
+    alone = cross_validate(search, X, Y, cv=3)["test_score"]
+    with fleet_training():
+        found = cross_validate(search, X, Y, cv=3)["test_score"]
+    np.testing.assert_array_equal(found, alone)
+    assert max(sizes) == 3
+
+
+def test_as_many_functions_as_one_likes_in_their_order():
+    def score(lr):
+        return make(lr=lr, max_epochs=1).fit(X, Y).lr
+
+    rates = np.linspace(0.001, 0.01, 20).tolist()
+    with fleet_training(2):
+        assert Parallel()(delayed(score)(lr) for lr in rates) == rates
+        with Parallel() as parallel:
+            for part in (rates[:3], rates[3:5]):
+                assert parallel(delayed(score)(lr) for lr in part) == part
+        # joblib hands out four functions at first; the next ones wait until it knows of an end
+        for n in (1, 4, 5, 9):
+            assert Parallel()(delayed(abs)(-i) for i in range(n)) == list(range(n))
+    assert Parallel()(delayed(abs)(i) for i in range(3)) == [0, 1, 2]
+
+
+def searched(error):
+    """A search among nets of which one learning rate raises in its second epoch."""
+
+    def fail(net, dataset):
+        if net.lr == 0.01:
+            raise error
+
+    net = make(callbacks=[AtEpoch(2, fail)])
+    return GridSearchCV(net, {"lr": [0.003, 0.01, 0.03]}, cv=2, refit=False)
+
+
+@pytest.mark.usefixtures("same_threads")
+@pytest.mark.filterwarnings("ignore:.* test scores are non-finite")
+def test_errors_are_those_of_scikit_learn():
+    search = searched(RuntimeError("no luck"))
+    with fleet_training(4), pytest.warns(match="2 fits failed out of a total of 6"):
+        search.fit(X, Y)
+    assert np.isnan(search.cv_results_["mean_test_score"]).tolist() == [False, True, False]
+    with fleet_training(4), pytest.raises(RuntimeError, match="no luck"):
+        search.set_params(error_score="raise").fit(X, Y)
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_what_ends_the_program_ends_all_fits():
+    with fleet_training(4), pytest.raises(SystemExit, match="enough"):
+        searched(SystemExit("enough")).fit(X, Y)
+
+
+def test_filters_of_warnings_are_given_back():
+    def fit(lr):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f"rate {lr}")
+            make(lr=lr, max_epochs=int(1000 * lr)).fit(X, Y)
+
+    before = list(warnings.filters)
+    with fleet_training(4):
+        Parallel()(delayed(fit)(lr) for lr in (0.003, 0.01, 0.004))
+    assert warnings.filters == before
+
+
+@pytest.mark.parametrize("fleet", [None, 0, 1.5, "all"])
+def test_the_size_is_checked(fleet):
+    with pytest.raises(ValueError, match="fleet must be"), fleet_training(fleet):
+        pass

@@ -47,17 +47,11 @@ def tokens(tie):
     return net, ids, ids.roll(1, dims=1).masked_fill(torch.arange(3) >= torch.tensor([[2]]), -100)
 
 
-def of_six_classes(change=lambda net: None):
-    """A network in float64, which a function changes, and data."""
+def of_six_classes(change=lambda net: None, behind=lambda z: z):
+    """A network in float64, which a function changes, or what it returns; and data."""
     net, X, y = make(6, 5, 2.0)
     change(net)
-    return net.double(), X.double(), y
-
-
-def cooled(change):
-    """A network that changes its logits, and data."""
-    net, *data = of_six_classes()
-    return Net(lambda whole, X: change(whole.net(X)), net=net), *data
+    return Net(lambda whole, X: behind(whole.net(X)), net=net).double(), X.double(), y
 
 
 def of_case(case):
@@ -73,9 +67,14 @@ NETS = {
     "frozen body": lambda: of_six_classes(lambda net: net[0].requires_grad_(False)),
     "frozen head": lambda: of_six_classes(lambda net: net[2].requires_grad_(False)),
     "no bias": lambda: of_six_classes(lambda net: net[2].register_parameter("bias", None)),
-    "logits halved in place": lambda: cooled(lambda z: z.mul_(0.5)),
-    "logits in another shape": lambda: cooled(lambda z: z.view(6, 6, 1).squeeze(2)),
+    "logits halved in place": lambda: of_six_classes(behind=lambda z: z.mul_(0.5)),
+    "logits in another shape": lambda: of_six_classes(behind=lambda z: z.view(6, 6, 1).squeeze(2)),
 }
+
+
+def loss_of(output, y, criterion=CE):
+    output = output["logits"].transpose(1, 2) if isinstance(output, dict) else output
+    return criterion(output, y)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
@@ -94,9 +93,8 @@ def test_few_and_many_classes_are_penalised_alike(case, normalize, weighted, few
             with penalty.capture(net):
                 output = net(X)
             value = penalty(criterion, output, y, weights)
-            output = output["logits"].transpose(1, 2) if isinstance(output, dict) else output
             net.zero_grad()
-            (criterion(output, y) + value).backward()
+            (loss_of(output, y, criterion) + value).backward()
             found.append([value.detach(), *(p.grad for p in net.parameters())])
         return found
 
@@ -136,17 +134,13 @@ def test_a_step_makes_few_more_arrays_of_the_weights_size_than_without_penalty(c
             step().backward()
         return [size for size in sizes.found if size >= net.get_parameter(head).nbytes]
 
-    def loss(output):
-        output = output["logits"].transpose(1, 2) if isinstance(output, dict) else output
-        return CE(output.float(), y)
-
     def penalised():
         with penalty.capture(net):
             output = net(X)
-        return loss(output) + penalty(CE, output, y)
+        return loss_of(output, y) + penalty(CE, output, y)
 
     head = "lm_head.weight" if case == "tokens" else "2.weight"
-    plain = sizes(lambda: loss(net(X)))
+    plain = sizes(lambda: loss_of(net(X), y))
     assert len(plain) == (2 if case == "tokens" else 1)  # those of embedding and head
     for _ in range(9):  # of which each measures norms for the limit
         penalised()

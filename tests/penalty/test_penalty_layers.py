@@ -1,7 +1,7 @@
 """The penalty at every kind of layer: its value against the dense Hessian, and its slope."""
 
 import copy
-from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from relflat_sk import RelativeFlatnessPenalty, measure
 from tests import oracles
 from tests.cases import Net, published_penalty
-from tests.measures.nets import CE, NETS, PROBLEMS, Problem, make
+from tests.measures.nets import CE, HEADS, NETS, PROBLEMS, Problem, allowed, make, make_fused
+from tests.measures.nets import KINDS as ATTENTIONS
 from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 from tests.penalty.test_penalty import EXACT, assert_slope_is_that_of_differences
 
@@ -36,9 +37,14 @@ def truth_at(problem, layer):
 
 
 @pytest.mark.parametrize(("kind", "layer"), AT)
-def test_right_on_average(kind, layer):
-    problem, at = prepared(kind)
-    assert_right_on_average(published_penalty(layer), *at, truth_at(problem, layer))
+def test_right_on_average(kind, layer, device):
+    problem, (net, _, X, y) = prepared(kind)
+    truth = truth_at(problem, layer)
+    at = net.to(device), CE, X.to(device), y.to(device)
+    penalty = published_penalty(layer)
+    assert_right_on_average(penalty, *at, truth)
+    evaluate(penalty, *at).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
 
 
 @pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh"])  # behind a layer: linear, or not
@@ -93,45 +99,27 @@ def test_wide_layers(activation):
     assert_slope_is_that_of_differences(penalty, net, CE, X, y)
 
 
-def test_slope_with_batch_norm_in_training():
-    net, X, y = make("residual")
-    net.train()
-    penalty = published_penalty(["stem", "conv"], probes=2)
-    assert_slope_is_that_of_differences(penalty, net, CE, X, y)
-
-
-@pytest.mark.parametrize("kind", LANGUAGE)
-def test_a_language_model_head_is_exact(kind):
-    problem, at = prepared(kind)
-    value = evaluate(published_penalty(), *at)
-    assert value.item() == pytest.approx(truth_at(problem, "head"), rel=EXACT)
-
-
 def mean_penalty(penalty, net, X, y):
     return mean_of_all_draws(lambda: evaluate(penalty, net, CE, X, y).item(), len(X))
 
 
-@pytest.mark.parametrize(
-    ("kind", "layer", "normalize"),
-    [
-        *((kind, layer, False) for kind in ("mlp relu", "mlp tanh", "conv") for layer in (-1, 0)),
-        ("conv", 1, False),
-        ("conv", 1, True),
-        ("mlp tanh", "all", False),
-        ("mlp tanh", -1, True),
-        ("mlp tanh", 0, True),
-    ],
-)
+WEIGHTED = [
+    *product(["mlp relu", "mlp tanh", "conv"], [-1, 0], [False]),
+    *product(["mlp tanh"], [-1, 0], [True]),
+    *product(["conv"], [1], [False, True]),
+    ("mlp tanh", "all", False),
+]
+
+
+@pytest.mark.parametrize(("kind", "layer", "normalize"), WEIGHTED)
 def test_a_weight_of_two_is_the_same_sample_twice(kind, layer, normalize):
     net, X, y = make(kind)
-    weight = torch.tensor([2.0, 1, 0, 1, 3, 1, 1]).double()
-    X[weight == 0] += 5
+    times = torch.tensor([2, 1, 0, 1, 3, 1, 1])
+    X[times == 0] += 5
     penalty = published_penalty(layer, normalize=normalize)
-    mean = partial(mean_penalty, penalty, net)
-
-    truth = mean(*(one.repeat_interleave(weight.long(), 0) for one in (X, y)))
-    assert_right_on_average(penalty, net, CE, X, y, truth, sample_weight=weight)
-    assert mean(X, y) != pytest.approx(truth, rel=0.01)  # the weights matter
+    truth = mean_penalty(penalty, net, X.repeat_interleave(times, 0), y.repeat_interleave(times))
+    assert_right_on_average(penalty, net, CE, X, y, truth, sample_weight=times.double())
+    assert mean_penalty(penalty, net, X, y) != pytest.approx(truth, rel=0.01)  # weights matter
 
 
 def test_a_frozen_prefix_can_still_be_penalised():
@@ -164,33 +152,25 @@ NORMS = {
 }
 
 
-class Normed(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(5, 6), norm, nn.Linear(6, 3)
-
-    def forward(self, x):
-        x = x if x.ndim == 2 else x.transpose(1, 2)
-        z = self.first(x)
-        z = z if z.ndim == 2 else z.transpose(1, 2)
-        z = torch.tanh(self.norm(z))
-        return self.last(z if z.ndim == 2 else z.mean(2))
+def normed(net, x):
+    """Apply the norm to channels on the second axis, and take the mean over positions."""
+    channels = (lambda z: z) if x.ndim == 2 else (lambda z: z.transpose(1, 2))
+    h = channels(torch.tanh(net.norm(channels(net.first(channels(x))))))
+    return net.last(h if h.ndim == 2 else h.mean(1))
 
 
-def make_normed(norm):
-    torch.manual_seed(0)
-    make_norm, shape = NORMS[norm]
-    net = Normed(make_norm()).double()
-    with torch.no_grad():
-        for p in net.norm.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return net, torch.randn(7, *shape).double(), torch.arange(7) % 3
+def with_norm(norm):
+    return Net(normed, first=nn.Linear(5, 6), norm=norm, last=nn.Linear(6, 3))
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_outputs_and_slopes_behind_every_normalisation(norm, frozen):
-    net, X, y = make_normed(norm)
+    make_norm, shape = NORMS[norm]
+    net = with_norm(make_norm()).double()
+    for p in net.norm.parameters():
+        p.data.add_(0.3 * torch.randn_like(p))
+    X, y = torch.randn(7, *shape).double(), torch.arange(7) % 3
     net.norm.requires_grad_(not frozen)
     trained = [p for p in net.parameters() if p.requires_grad]
     buffers, expected = copy.deepcopy(dict(net.norm.named_buffers())), net(X)
@@ -208,27 +188,27 @@ def test_outputs_and_slopes_behind_every_normalisation(norm, frozen):
         assert_slope_is_that_of_differences(penalty, net, CE, X, y)
 
 
-@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.LayerNorm, 6)])
-def test_refuses_normalisation_by_others_than_torchs_modules(norm):
-    norm, X, y = norm(), torch.randn(7, 5), torch.arange(7) % 3
-    norm.forward, net = lambda x: F.layer_norm(x.flip(1), (6,)), Normed(norm)
-    with pytest.raises(ValueError, match=r"LayerNormBackward.*called as a function.*nn.LayerNorm"):
+def by_function(norm):
+    norm.forward = lambda x: F.layer_norm(x.flip(1), (6,))
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "message"),
+    [
+        (by_function(nn.Identity()), "LayerNormBackward.*called as a function.*nn.LayerNorm"),
+        (by_function(nn.LayerNorm(6)), "LayerNormBackward.*called as a function.*nn.LayerNorm"),
+        (
+            Net(lambda net, x: F.batch_norm(x, None, None, training=True)),
+            "behind layer 'first', batch norm mixes the samples",
+        ),
+    ],
+)
+def test_refuses_normalisation_by_others_than_torchs_modules(norm, message):
+    net, X, y = with_norm(norm), torch.randn(7, 5), torch.arange(7) % 3
+    with pytest.raises(ValueError, match=message):
         evaluate(published_penalty(0), net, CE, X, y)
     assert evaluate(published_penalty(), net, CE, X, y) > 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "name"), AT)
-def test_on_cuda_as_on_cpu(kind, name):
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
-    problem, (net, _, X, y) = prepared(kind)
-    truth = truth_at(problem, name)
-    net, X, y = net.cuda(), X.cuda(), y.cuda()
-    penalty = published_penalty(name)
-    assert_right_on_average(penalty, net, CE, X, y, truth)
-    evaluate(penalty, net, CE, X, y).backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in net.parameters())
 
 
 @pytest.mark.parametrize("clip", [None, 1e-3], ids=["free", "limited"])
@@ -255,16 +235,11 @@ def test_a_weight_that_changes_when_it_is_read_is_that_of_the_forward_pass(layer
         for penalty, module in zip(penalties, (fixed, net), strict=True):
             # the nets differ in their parameters, and so in what past steps show the limit
             penalty.load_state_dict(RelativeFlatnessPenalty().state_dict())
-            torch.manual_seed(1)  # the same probes
-            with penalty.capture(module):
-                output = module(X)
-            values.append(penalty(CE, output, y))
+            values.append(evaluate(penalty, module, CE, X, y, seed=1).item())
         assert values[0] > 0
-        assert values[1].item() == pytest.approx(values[0].item(), rel=1e-9)
-        buffers = dict(plain.named_buffers())
-        assert buffers
-        for name, buffer in net.named_buffers():
-            assert torch.equal(buffer, buffers[name])
+        assert values[1] == pytest.approx(values[0], rel=1e-9)
+        buffers = [dict(module.named_buffers()) for module in (net, plain)]
+        torch.testing.assert_close(*buffers, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("layer", [-1, 0])
@@ -273,9 +248,8 @@ def test_ignored_labels_do_not_count_in_the_spread(layer):
     kept = torch.tensor([True, True, False, True, True, False, True])
     X[~kept] *= 9
     penalty = published_penalty(layer, normalize=True)
-    mean = partial(mean_penalty, penalty, net)
-
-    assert mean(X, y.where(kept, -100)) == pytest.approx(mean(X[kept], y[kept]), rel=1e-10)
+    found = mean_penalty(penalty, net, X, y.where(kept, -100))
+    assert found == pytest.approx(mean_penalty(penalty, net, X[kept], y[kept]), rel=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
@@ -317,6 +291,10 @@ def in_channels_last(norm):
     return Net(lambda net, x: net.norm(x.movedim(1, -1)).movedim(-1, 1), norm=norm)
 
 
+def with_tanh(norm):
+    return nn.Sequential(norm, nn.Tanh())
+
+
 def by_layer_norm(self, x):
     x = x.permute(0, 2, 3, 1)
     x = F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias, self.eps)
@@ -347,14 +325,8 @@ OWN_NORMS = {
     "layer norm": (lambda: SUPER(4), lambda: in_channels_last(LAYER(4))),
     "by its function": (lambda: own(LAYER, by_layer_norm)(4), lambda: in_channels_last(LAYER(4))),
     "rms norm": (lambda: own(RMS, by_rms_norm)(4), lambda: in_channels_last(RMS(4))),
-    "batch norm": (
-        lambda: own(BATCH, by_batch_norm)(4),
-        lambda: nn.Sequential(BATCH(4), nn.Tanh()),
-    ),
-    "group norm": (
-        lambda: own(GROUP, by_group_norm)(2, 4),
-        lambda: nn.Sequential(GROUP(2, 4), nn.Tanh()),
-    ),
+    "batch norm": (lambda: own(BATCH, by_batch_norm)(4), lambda: with_tanh(BATCH(4))),
+    "group norm": (lambda: own(GROUP, by_group_norm)(2, 4), lambda: with_tanh(GROUP(2, 4))),
 }
 
 
@@ -364,25 +336,68 @@ def test_normalisations_with_a_forward_method_of_a_user(kind, training):
     found = []
     for make_norm in OWN_NORMS[kind]:
         torch.manual_seed(0)
-        net = nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.Identity(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3)
-        )
-        net[1] = make_norm()
-        net = net.double().train(training)
+        first, behind = nn.Conv2d(3, 4, 3), (nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 3))
+        net = nn.Sequential(first, make_norm(), *behind).double().train(training)
         X, y = torch.randn(6, 3, 6, 6).double(), torch.arange(6) % 3
         penalty = published_penalty(0)
         for _ in range(2):  # the first step finds the layers
-            value = evaluate(penalty, net, nn.CrossEntropyLoss(), X, y)
+            value = evaluate(penalty, net, CE, X, y)
         found.append((value, *torch.autograd.grad(value, list(net.parameters()))))
-    for own, usual in zip(*found, strict=True):
-        torch.testing.assert_close(own, usual)
+    torch.testing.assert_close(*found)
 
 
-def test_batch_norm_by_a_function_is_named_as_the_reason():
-    def run(net, x):
-        return net.last(nn.functional.batch_norm(net.first(x), None, None, training=True))
+# -- in front of `scaled_dot_product_attention` -------------------------------------------
 
-    torch.manual_seed(0)
-    net = Net(run, first=nn.Linear(5, 4), last=nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="behind layer 'first', batch norm mixes the samples"):
-        evaluate(published_penalty(0), net, CE, torch.randn(6, 5), torch.arange(6) % 3)
+SEED = 7
+
+
+@pytest.mark.parametrize("layer", ["qkv", "out", "head"])
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_fused_attention_is_right_on_average_in_training(kind, layer):
+    net, written, X, y = make_fused(kind)
+    shape = (len(X), HEADS, X.shape[1], X.shape[1])
+    torch.manual_seed(SEED)
+    written.mask = F.dropout(torch.ones(shape).double(), net.dropout)
+    torch.manual_seed(SEED)  # the same neurons are dropped in each pass
+    torch.testing.assert_close(net(X), written(X))
+    truth = oracles.penalty(written, layer, CE, X, y)
+    assert_right_on_average(published_penalty(layer), net, CE, X, y, truth, seed=SEED)
+
+
+@pytest.mark.parametrize("layer", ["qkv", "all"])
+def test_slope_in_fused_attention(layer):
+    net, _, X, y = make_fused("causal")
+    penalty = published_penalty(layer)
+    assert_slope_is_that_of_differences(penalty, net, CE, X, y, step=1e-5)
+
+
+def test_attention_stays_fused_where_no_second_derivative_is_needed():
+    net, _, X, y = make_fused("plain")
+    before = allowed()
+    for layer in (-1, 2, "head"):
+        penalty = published_penalty(layer)
+        for _ in range(3):
+            evaluate(penalty, net, CE, X, y).backward()
+        assert net.allowed[-2:] == [before] * 2  # the first step finds the layers
+    assert net.allowed[:3] == [before] * 3
+    penalty = published_penalty("qkv")
+    for _ in range(3):
+        with penalty.capture(net):
+            output = net(X)
+        assert allowed() == before
+        penalty(CE, output, y).backward()
+    assert net.allowed[-3:] == [(False, False, False, True)] * 3
+
+
+def test_attention_with_added_keys():
+    def attends(net, x):
+        h = net.body(x)
+        return net.head(net.attention(h, h, h, need_weights=False)[0].mean(1))
+
+    attention = nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True)
+    net = Net(attends, body=nn.Linear(4, 4), attention=attention, head=nn.Linear(4, 3))
+    X, y = torch.randn(6, 3, 4), torch.arange(6) % 3
+    penalty = published_penalty("body")
+    for _ in range(2):
+        evaluate(penalty, net, CE, X, y).backward()
+    assert net.body.weight.grad.any()

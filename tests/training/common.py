@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from sklearn.base import is_regressor
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import IterableDataset, TensorDataset
@@ -47,6 +48,14 @@ def same(net, other, rtol=0, atol=0):
     assert_close(net.module_.state_dict(), other.module_.state_dict(), rtol=rtol, atol=atol)
 
 
+def results_of(net, inputs=X):
+    """What a net has recorded and measured in its training, and what it predicts."""
+    results = {name: net.history[:, name] for name in ("train_loss", "flatness_penalty")}
+    results |= {"flatness": net.relative_flatness_, "loss": net.constant_comparison_.loss}
+    predicted = net.predict(inputs) if is_regressor(net) else net.predict_proba(inputs)
+    return results | {"predicted": predicted}
+
+
 def weights_of(net):
     """All weights of a net in one vector."""
     return torch.cat([p.detach().flatten() for p in net.module_.parameters()])
@@ -76,6 +85,17 @@ class Recording(nn.Module):
             seen = features, logits, self.first.weight.clone()
             self.seen.append([tensor.detach() for tensor in seen])
         return logits
+
+
+class Ending(nn.Module):
+    """A linear network that ends in a function."""
+
+    def __init__(self, n_features, n_outputs, function):
+        super().__init__()
+        self.linear, self.function = nn.Linear(n_features, n_outputs), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
 
 
 def criterion_of(function):

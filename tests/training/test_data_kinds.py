@@ -1,6 +1,7 @@
-"""Nets, measures and searches give the same on arrays in memory and on data of other kinds."""
+"""Data of other kinds, batches cut out of arrays, targets with several axes: all give the same."""
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,15 +14,23 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from skorch.dataset import Dataset
-from skorch.helper import predefined_split
+from skorch.dataset import Dataset, ValidSplit
+from skorch.helper import SliceDataset, predefined_split
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.testing import assert_close
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from relflat_sk import (
     FlatMinimaSearch,
     FlatnessScorer,
-    RelativeFlatnessRegularizedClassifier,
+    FlatnessWarning,
     StopAtGradientNorm,
     StopAtLoss,
     WeightAverage,
@@ -30,10 +39,11 @@ from relflat_sk import (
     get_measure_names,
     relative_flatness,
 )
-from relflat_sk.exceptions import FlatnessWarning
+from relflat_sk.training._data import ArrayRows, make_loader, with_weights
+from tests.cases import Net
 from tests.data_kinds import KINDS, Stream
 from tests.rounding import FLOAT32, rounding
-from tests.training.common import Binary, Classifier, same
+from tests.training.common import Binary, Classifier, Regressor, make, results_of, same
 
 N = 90
 RNG = np.random.default_rng(0)
@@ -46,13 +56,9 @@ SPARSE_KINDS = {
 }
 
 
-def make(kind=Classifier, **params):
-    settings = {"max_epochs": 3, "lr": 0.01, "verbose": 0, "random_state": 0}
-    return kind(**{**settings, **params})
-
-
 def sized(**params):
     """Make a net that needs no arrays to know its sizes."""
+    params = {"batch_size": 128, "lr": 0.01, **params}
     return make(module__n_features=4, module__n_outputs=3, **params)
 
 
@@ -70,15 +76,11 @@ def report(net, *data):
 FEW = slice(30)  # samples for many passes
 
 
-@pytest.fixture(scope="module")
-def expected(net):
-    return report(net, X[FEW], Y[FEW])
-
-
 # the two ways of reading, slices of rows and a loader's batches
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memmap", "stream"])
-def test_every_measure(net, expected, kind, tmp_path):
+def test_every_measure(net, kind, tmp_path):
+    expected = report(net, X[FEW], Y[FEW])
     found = report(net, *KINDS[kind](tmp_path, X[FEW], Y[FEW]))
     columns = ["value", "method", "n_samples"]
     assert_frame_equal(found[columns], expected[columns], rtol=1e-4, atol=1e-6)
@@ -101,13 +103,8 @@ def test_a_net_trains_predicts_and_is_measured_as_with_arrays_in_memory(net, kin
     params = {"iterator_train__shuffle": labels is not None}
     params |= {"batch_size": 13} if kind == "loader" else {}
     trained, expected = sized(**params).fit(inputs, labels), trained_on_arrays(**params)
-    close = rounding(3 * -(-N // 13))
-    losses = [fitted.history[:, "train_loss"] for fitted in (trained, expected)]
-    assert_allclose(*losses, **close)
-    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, **close)
-    constants = [fitted.constant_comparison_.loss for fitted in (trained, expected)]
-    assert_allclose(*constants, rtol=FLOAT32)
-    assert_allclose(trained.predict_proba(inputs), expected.predict_proba(X), **close)
+    results = results_of(trained, inputs), results_of(expected, X)
+    assert_close(*results, **rounding(3 * -(-N // 13)))
     assert trained.score(inputs, Y) == expected.score(X, Y)
     assert trained.__sklearn_tags__().input_tags.sparse
     if labels is not None:
@@ -143,19 +140,10 @@ class Sized(Stream):
 def test_streams_with_all_layers_in_further_training_and_validation(stream):
     streamed = sized(flatness_layer="all").fit(stream(X, Y))
     fitted = sized(flatness_layer="all", iterator_train__shuffle=False).fit(X, Y)
-    losses = [net.history[:, "train_loss"] for net in (streamed, fitted)]
-    assert_allclose(*losses, **rounding(3))
-    assert_allclose(streamed.relative_flatness_, fitted.relative_flatness_, **rounding(3))
+    assert_close(results_of(streamed, X), results_of(fitted, X), **rounding(3))
     net = sized(train_split=predefined_split(stream(X, Y))).partial_fit(stream(X, Y))
     assert_allclose(net.relative_flatness_, relative_flatness(net, X, Y), rtol=FLOAT32)
     assert len(net.history[:, "valid_loss"]) == 3
-
-
-def test_labels_of_a_data_set_that_are_no_targets_are_refused():
-    names = np.array(["a", "b", "c"])[Y]
-    message = r"labels of a batch are no numbers, got .*'[abc]'.* classes_"
-    with pytest.raises(TypeError, match=message):
-        sized(train_split=predefined_split(Dataset(X, names))).fit(X, names)
 
 
 @pytest.mark.parametrize("callback", [StopAtLoss(0.6), StopAtGradientNorm(0.5)], ids=type)
@@ -189,16 +177,14 @@ def test_a_loader_that_shuffles_is_measured_and_predicts_nothing(net):
         net.predict(loader)
 
 
-class Named(nn.Module):
+def named(net, values, mask):
+    return net.head(net.norm(torch.tanh(net.first(values * mask))))
+
+
+def make_named():
     """A network whose inputs have names."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
-
-    def forward(self, values, mask):
-        return self.head(self.norm(torch.tanh(self.first(values * mask))))
+    torch.manual_seed(0)
+    return Net(named, first=nn.Linear(4, 6), norm=nn.BatchNorm1d(6), head=nn.Linear(6, 3))
 
 
 class Rows(torch.utils.data.Dataset):
@@ -214,7 +200,6 @@ class Rows(torch.utils.data.Dataset):
         return {name: column[i] for name, column in self.columns.items()}
 
 
-@pytest.mark.filterwarnings("ignore:.*has not reached:sklearn.exceptions.ConvergenceWarning")
 @pytest.mark.parametrize("loaded", [True, False], ids=["loader", "data set"])
 def test_dicts_with_labels_train_as_pairs_do(loaded):
     inputs = {"values": torch.from_numpy(X), "mask": torch.from_numpy(np.sign(X**2))}
@@ -222,13 +207,10 @@ def test_dicts_with_labels_train_as_pairs_do(loaded):
     data = DataLoader(rows, batch_size=15) if loaded else rows
     params = {"batch_size": 15, "iterator_train__shuffle": False, "train_split": None}
     params |= {"callbacks": [StopAtGradientNorm(1e-9), WeightAverage(start=1)]}
-    trained, expected = make(module=Named, **params), make(module=Named, **params)
+    trained, expected = make(module=make_named, **params), make(module=make_named, **params)
     trained.fit(data), expected.fit(inputs, Y)
     same(trained, expected, rtol=FLOAT32, atol=FLOAT32)
-    assert_allclose(trained.relative_flatness_, expected.relative_flatness_, rtol=FLOAT32)
-    assert_allclose(trained.predict_proba(data), expected.predict_proba(inputs), rtol=FLOAT32)
-    for name in ("train_loss", "flatness_penalty"):
-        assert_allclose(*(net.history[:, name] for net in (trained, expected)), rtol=FLOAT32)
+    assert_close(results_of(trained, data), results_of(expected, inputs), **rounding())
     scorer = FlatnessScorer(non_minimum="accept")
     assert_allclose(scorer(trained, data, None), scorer(expected, inputs, Y), rtol=FLOAT32)
     if not loaded:
@@ -256,11 +238,11 @@ def test_sparse_labels_give_what_dense_ones_do():
 
 
 def test_only_a_batch_is_made_dense(monkeypatch):
-    rows = []
+    rows = set()
     for kind in (scipy.sparse.csr_array, scipy.sparse.csr_matrix):
 
         def toarray(matrix, original=kind.toarray):
-            rows.append(matrix.shape[0])
+            rows.add(matrix.shape[0])
             return original(matrix)
 
         monkeypatch.setattr(kind, "toarray", toarray)
@@ -269,24 +251,17 @@ def test_only_a_batch_is_made_dense(monkeypatch):
     relative_flatness(net, SPARSE, Z, batch_size=16)
     flatness_report(net, SPARSE, Z, measures=["relative_flatness"], batch_size=16)
     cross_val_score(net, SPARSE, Z, cv=3)
-    assert set(rows) <= set(range(1, 17))
-    assert 16 in rows
+    assert max(rows) == 16
 
 
 IRIS, SPECIES = load_iris(return_X_y=True)
 WEIGHTS = np.linspace(1, 2, len(IRIS))
 NAMES = ["a", "b", "c", "d"]
-FRAMES = {
-    "pandas": lambda pd: (
-        pd.DataFrame(IRIS, columns=NAMES), pd.Series(SPECIES), pd.Series(WEIGHTS)
-    ),
-    "polars": lambda pl: (
-        pl.DataFrame(IRIS, schema=NAMES), pl.Series(SPECIES), pl.Series(WEIGHTS)
-    ),
-    "pyarrow": lambda pa: (
-        pa.table(dict(zip(NAMES, IRIS.T, strict=True))), pa.array(SPECIES), pa.array(WEIGHTS)
-    ),
-}  # fmt: skip
+FRAMES = {  # from a module, to inputs, labels and weights
+    "pandas": lambda pd: (pd.DataFrame(IRIS, columns=NAMES), *map(pd.Series, (SPECIES, WEIGHTS))),
+    "polars": lambda pl: (pl.DataFrame(IRIS, schema=NAMES), *map(pl.Series, (SPECIES, WEIGHTS))),
+    "pyarrow": lambda pa: (pa.table([*IRIS.T], NAMES), *map(pa.array, (SPECIES, WEIGHTS))),
+}
 
 
 @pytest.fixture
@@ -301,15 +276,15 @@ def _warn_each_time():
 def test_frames_train_the_net_that_arrays_train(library):
     module = pytest.importorskip(library, reason=f"needs {library}")
     frame, labels, weights = FRAMES[library](module)
-    net = RelativeFlatnessRegularizedClassifier(max_epochs=2, random_state=0, verbose=0)
+    net = make(max_epochs=2, batch_size=128)
     expected = net.fit(IRIS, SPECIES, sample_weight=WEIGHTS).predict_proba(IRIS)
     flatness = net.relative_flatness_
     net.fit(frame, labels, sample_weight=weights)
     close = rounding(2 * 2, torch.float64)  # columns lie in another order in memory
     assert_allclose(net.predict_proba(frame), expected, **close)
     assert net.feature_names_in_.tolist() == NAMES
-    found = relative_flatness(net, frame, labels, sample_weight=weights)
-    assert_allclose(found, flatness, **close)
+    measured = relative_flatness(net, frame, labels, sample_weight=weights)
+    assert_allclose(measured, flatness, **close)
     search = FlatMinimaSearch(net, {"random_state": [0]}, goal=0.9)
     search.fit(frame, labels, sample_weight=weights, X_test=frame, y_test=labels)
     assert search.feature_names_in_.tolist() == NAMES
@@ -319,15 +294,209 @@ def test_frames_train_the_net_that_arrays_train(library):
 def test_refuses_a_device_that_is_not_there(net):
     message = "device='cuda' cannot be used here: .* Pass device='cpu'"
     absent = make(device="cuda")
-    criterion = nn.CrossEntropyLoss()
+    there = {"device": "cuda"}
     for call in [
         lambda: absent.fit(X, Y),
         lambda: absent.partial_fit(X, Y),
-        lambda: relative_flatness(net, X, Y, device="cuda"),
-        lambda: relative_flatness(net.module_, X, Y, criterion=criterion, device="cuda"),
-        lambda: FlatnessScorer(measure_params={"device": "cuda"})(net, X, Y),
-        lambda: feature_robustness(net, X, Y, 0.1, device="cuda"),
+        lambda: relative_flatness(net, X, Y, **there),
+        lambda: relative_flatness(net.module_, X, Y, criterion=nn.CrossEntropyLoss(), **there),
+        lambda: FlatnessScorer(measure_params=there)(net, X, Y),
+        lambda: feature_robustness(net, X, Y, 0.1, **there),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
     assert not absent.initialized_
+
+
+# -- batches cut out of arrays -----------------------------------------------------------
+
+
+class Doubled(Dataset):
+    def transform(self, X, y):
+        return 2 * X, y
+
+
+IMAGES = RNG.normal(size=(N, 3, 5, 5)).astype("f4")
+ROWS, DRAWN = RNG.permutation(N)[:60], np.arange(N) // 2  # as many as there are, some twice
+PAIRS, SPARSE_PAIRS = Dataset(X, Y), Dataset(scipy.sparse.csr_matrix(X), Y)
+CUT = {
+    "matrix": PAIRS,
+    "images": Dataset(IMAGES, Y.astype("f4")[:, None]),
+    "no labels": Dataset(X),
+    "half": Dataset(torch.tensor(X).bfloat16(), torch.tensor(Y).half()),
+    "dict": Dataset({"a": X, "b": torch.tensor(Y)}, Y),
+    "list": Dataset([X, torch.tensor(X[:, :2])], Y),
+    "several labels": Dataset({"a": X}, (Y, X)),
+    "tensor data set": TensorDataset(torch.tensor(X), torch.tensor(Y)),
+    "subset of a subset": Subset(Subset(PAIRS, ROWS), [5, 3, 3, 0]),
+    "subset of weights": Subset(with_weights(PAIRS, WEIGHTS[:N]), ROWS),
+    "weights of a bootstrap": with_weights(Subset(PAIRS, DRAWN), WEIGHTS[:N]),
+    "subset of sparse": Subset(SPARSE_PAIRS, ROWS),
+    "weights of sparse": with_weights(SPARSE_PAIRS, WEIGHTS[:N]),
+    "nan": Dataset(np.where(X > 0, X, np.nan), Y),
+    **{dtype: Dataset(X.astype(dtype), Y.astype(dtype)) for dtype in ("i1", "?", "c16")},
+}
+BY_TORCH = {
+    "own data set": Doubled(X, Y),
+    "three tensors": TensorDataset(*[torch.tensor(X)] * 3),
+    "reversed": Dataset(X[::-1], Y),
+    "python labels": Dataset(X, Y.tolist()),
+    "unequal lengths": Dataset({"a": X}, Y, length=7),
+}
+ORDERS = [
+    *(
+        {"shuffle": shuffle, "drop_last": drop}
+        for shuffle in (False, True)
+        for drop in (False, True)
+    ),
+    {"collate_fn": default_collate},
+    {"sampler": SequentialSampler(range(4))},
+]
+LOADED = [
+    *product(CUT, [7], ORDERS[:4]),
+    *product(["matrix"], [1, N - 1, N, 10 * N], ORDERS[:4]),
+    *product(["matrix"], [7], ORDERS[4:]),
+    *product(BY_TORCH, [7], ORDERS[:4]),
+]
+
+
+@pytest.mark.parametrize(("name", "batch_size", "order"), LOADED, ids=str)
+def test_batches_are_those_of_torchs_loader(name, batch_size, order):
+    dataset, arguments = (CUT | BY_TORCH)[name], {"batch_size": batch_size, **order}
+    ours, theirs = make_loader(dataset, **arguments), DataLoader(dataset, **arguments)
+    assert (type(ours.dataset) is ArrayRows) == (name in CUT and order in ORDERS[:4])
+    assert len(ours) == len(theirs)
+    epochs, states = [], []
+    for loader in (ours, theirs):
+        torch.manual_seed(3)
+        epochs.append([*loader, *loader])
+        states.append(torch.get_rng_state())
+    assert_close(*epochs, rtol=0, atol=0, equal_nan=True, check_stride=True)  # and dtypes
+    assert_close(*states)
+    assert list(map(type, epochs[0])) == list(map(type, epochs[1]))
+
+
+def test_batches_share_no_memory_with_the_data():
+    data = torch.zeros(4, 2)
+    for shuffle in (False, True):
+        for batch, _ in make_loader(Dataset(data), batch_size=4, shuffle=shuffle):
+            batch.add_(1)
+    assert not data.any()
+
+
+class OwnLoader(DataLoader):
+    """A loader of the user's own."""
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_nets_cut_batches_unless_the_user_chose_a_loader(training):
+    def loader(**params):
+        net = make(**params)
+        return net.get_iterator(net.get_dataset(X, Y), training=training)
+
+    assert type(loader(batch_size=-1).dataset) is ArrayRows
+    assert len(loader(batch_size=-1)) == 1
+    assert len(loader(batch_size=np.int64(5))) == 18
+    assert type(loader(iterator_train=OwnLoader, iterator_valid=OwnLoader)) is OwnLoader
+    by_torch = loader(iterator_train__num_workers=0, iterator_valid__num_workers=0)
+    assert type(by_torch.dataset) is not ArrayRows
+
+
+# -- targets with several axes, and rows of different lengths ----------------------------
+
+PICTURES = RNG.normal(size=(40, 1, 6, 6)).astype("float32")
+MASKS = (PICTURES[:, 0] > 0).astype("int32")
+TOKENS = RNG.integers(1, 12, (40, 7))
+TAGS = np.where(TOKENS > 9, -100, TOKENS % 3)
+SERIES = RNG.normal(size=(40, 9, 4)).astype("float32")
+
+
+def tagger():
+    return nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 3), Net(lambda _, z: z.transpose(1, 2)))
+
+
+def convolution(n):
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, n, 1))
+
+
+def forecast():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.Unflatten(1, (3, 2)))
+
+
+SMOOTH = {"criterion": nn.SmoothL1Loss}
+AXES = {
+    "masks": (Classifier, lambda: convolution(2), {}, PICTURES, MASKS),
+    "masks of one logit": (Binary, lambda: convolution(1), {}, PICTURES, MASKS[:, None] > 0),
+    "tags": (Classifier, tagger, {}, TOKENS, TAGS),
+    "images": (Regressor, lambda: convolution(1), {}, PICTURES, PICTURES),
+    "images, absolute": (
+        Regressor,
+        lambda: convolution(1),
+        SMOOTH,
+        PICTURES,
+        PICTURES.astype(float),
+    ),
+    "series": (Regressor, forecast, {}, SERIES, SERIES[:, :3, :2]),
+}
+
+
+@pytest.mark.parametrize("case", AXES)
+def test_arrays_train_as_a_dataset_does(case):
+    kind, module, params, inputs, y = AXES[case]
+    torch.manual_seed(0)
+    module = module()
+    dtype = torch.int64 if kind is Classifier else torch.float32
+    data = TensorDataset(torch.tensor(inputs), torch.tensor(y).to(dtype))
+    net = make(kind, module=module, **params).fit(inputs, y)
+    same(net, make(kind, module=module, **params).fit(data, None), rtol=1e-5, atol=1e-6)
+    expected = relative_flatness(net, data)
+    assert relative_flatness(net, inputs, y.astype(str(dtype)[6:])) == pytest.approx(
+        expected, rel=1e-4
+    )
+    assert net.relative_flatness_ == pytest.approx(expected, rel=1e-4)
+    predicted = net.predict(inputs)
+    assert predicted.shape == y.shape
+    if kind is Regressor:
+        error, spread = ((y - to) ** 2 for to in (predicted, y.mean(axis=0)))
+        score = np.mean(1 - error.sum(axis=0) / spread.sum(axis=0))
+    else:
+        score = (predicted == y)[y != -100].mean()
+    assert net.score(inputs, y) == pytest.approx(score, rel=1e-5)
+    make(kind, module=module, train_split=ValidSplit(4), **params).fit(inputs, y)
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = [torch.tensor(RNG.integers(1, 9, n)) for n in RNG.integers(2, 7, 60)]
+        self.labels = np.array(["even", "odd"])[[int(1 in row) for row in self.rows]]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return self.rows[i], self.labels[i]
+
+
+def padded(batch):
+    rows, labels = zip(*batch, strict=True)
+    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True), torch.tensor(np.array(labels))
+
+
+def bag():
+    return Net(
+        lambda net, x: net.out(net.words(x).sum(dim=1)),
+        words=nn.Embedding(9, 6, padding_idx=0),
+        out=nn.Linear(6, 2),
+    )
+
+
+def test_rows_of_different_lengths_are_cross_validated():
+    data = Sentences()
+    params = {f"iterator_{name}__collate_fn": padded for name in ("train", "valid")}
+    net = make(module=bag, lr=0.05, max_epochs=20, **params)
+    rows = SliceDataset(data)
+    assert cross_val_score(net, rows, data.labels, cv=3, error_score="raise").mean() > 0.8
+    assert net.fit(rows, data.labels).relative_flatness_ > 0
+    assert set(net.predict(rows)) == {"even", "odd"}
+    with pytest.raises(ValueError, match="inhomogeneous"):
+        make(module=bag).fit(rows, data.labels)
