@@ -234,7 +234,7 @@ class TraceMeasures:
             scan_again(self.network, list(summary.layer_weights), self._add_first)
         self._end_pass(self._sums, _PILOT)
         self._refine(summary)
-        return {one.key: self._measure(one, summary) for one in self._sums}
+        return {summed.key: self._measure(summed, summary) for summed in self._sums}
 
     def _add_first(self, forward: ForwardPass) -> None:
         """Add a batch of the first pass for the sums."""
@@ -259,36 +259,36 @@ class TraceMeasures:
 
     def _add(self, forward: ForwardPass, sums: Iterable[_Sum], n_probes: int) -> None:
         """Add a batch to some of the sums."""
-        exact = {one.key: one.quantity for one in sums if one.exact}
+        exact = {summed.key: summed.quantity for summed in sums if summed.exact}
         terms = sample_terms(forward.layers, exact)
-        for one in sums:
-            if one.exact:
-                self._include(forward, one, terms[one.key].double())
-        estimated = [one for one in sums if not one.exact]
-        drawn = {one.key: one.quantity for one in estimated}
-        for one in estimated:
-            if one.deflated and isinstance(one.quantity, Trace):
-                layer = forward.layers[one.layer]
-                drawn[one.key] = one.quantity.deflated(layer, self._generator)
-        if any(one.deflated for one in estimated):
+        for summed in sums:
+            if summed.exact:
+                self._include(forward, summed, terms[summed.key].double())
+        estimated = [summed for summed in sums if not summed.exact]
+        drawn = {summed.key: summed.quantity for summed in estimated}
+        for summed in estimated:
+            if summed.deflated and isinstance(summed.quantity, Trace):
+                layer = forward.layers[summed.layer]
+                drawn[summed.key] = summed.quantity.deflated(layer, self._generator)
+        if any(summed.deflated for summed in estimated):
             self.bar.update(DEFLATION)
         for _ in range(n_probes // 2 if drawn else 0):
             self.bar.update(2)
             pair = [sample_terms(forward.layers, drawn, self._generator) for _ in range(2)]
-            for one in estimated:
-                self._include(forward, one, *(terms[one.key].double() for terms in pair))
+            for summed in estimated:
+                self._include(forward, summed, *(terms[summed.key].double() for terms in pair))
         self._n_batches += 1
 
-    def _include(self, forward: ForwardPass, one: _Sum, *probes: Tensor) -> None:
+    def _include(self, forward: ForwardPass, summed: _Sum, *probes: Tensor) -> None:
         """Add terms (r, k) of a batch to a sum: exact ones, or a pair of probes."""
-        weights = forward.row_weights(forward.layers[one.layer])
+        weights = forward.row_weights(forward.layers[summed.layer])
         total = self._weigh(forward, weights, probes[0] + probes[1] if probes[1:] else probes[0])
         sums = total[None]
         if probes[1:]:
             squares = (probes[0] - probes[1]).square() / 2
             sums = torch.stack([total, self._weigh(forward, weights.square(), squares)])
         batch = self._n_batches if self.per_sample else 0
-        one.parts[batch] = one.parts[batch] + sums if batch in one.parts else sums
+        summed.parts[batch] = summed.parts[batch] + sums if batch in summed.parts else sums
 
     def _weigh(self, forward: ForwardPass, weights: Tensor, rows: Tensor) -> Tensor:
         """Sum rows with their weights: over all, or over the tokens of each sample."""
@@ -298,35 +298,37 @@ class TraceMeasures:
 
     def _end_pass(self, sums: Iterable[_Sum], n_probes: int, n_more: int = 0) -> None:
         """Count the probes and other products of a pass over all samples."""
-        for one in sums:
-            one.n_probes += 1 if one.exact else n_probes
+        for summed in sums:
+            summed.n_probes += 1 if summed.exact else n_probes
         self._spent += 1 + n_more + n_probes
         self._n_batches = 0
 
     def _refine(self, summary: Summary) -> None:
         """Draw more probes until standard errors are small, and sum exactly what costs less so."""
-        estimated = [one for one in self._sums if not one.exact]
+        estimated = [summed for summed in self._sums if not summed.exact]
         done, pair = _PILOT, DEFLATION + _PILOT
         while estimated:
             left = self.precision.n_left(self._spent)
             missing: dict[_Sum, float] = {}  # further probes
-            for one in estimated:
-                needed = self._n_needed(one, summary)
-                one.exact = self.method == "auto" and left >= one.n_passes < needed > one.n_probes
-                if needed > one.n_probes and not one.exact:
-                    missing[one] = needed - one.n_probes
-            exact = [one for one in estimated if one.exact]
+            for summed in estimated:
+                needed = self._n_needed(summed, summary)
+                summed.exact = (
+                    self.method == "auto" and left >= summed.n_passes < needed > summed.n_probes
+                )
+                if needed > summed.n_probes and not summed.exact:
+                    missing[summed] = needed - summed.n_probes
+            exact = [summed for summed in estimated if summed.exact]
             deflated = [
-                one
-                for one, n in missing.items()
-                if one.deflatable and not one.deflated
+                summed
+                for summed, n in missing.items()
+                if summed.deflatable and not summed.deflated
                 if n > 2 * pair <= left and self.precision.n_probes is None
             ]
-            for one in (*exact, *deflated):  # without the plain probes
-                one.deflated, one.n_probes, one.parts = not one.exact, 0, {}
+            for summed in (*exact, *deflated):  # without the plain probes
+                summed.deflated, summed.n_probes, summed.parts = not summed.exact, 0, {}
             if self.precision.n_probes is not None:
                 left = self.precision.n_probes - done
-            n_more, n_probes = DEFLATION * any(one.deflated for one in missing), 0
+            n_more, n_probes = DEFLATION * any(summed.deflated for summed in missing), 0
             if left < n_more + _PILOT:
                 missing, n_more = {}, 0
             elif missing:
@@ -334,16 +336,16 @@ class TraceMeasures:
                 n_probes = 2 * max(most // 2, 1)
             estimated = list(missing)
             if sums := [*estimated, *exact]:
-                layers = {one.layer for one in sums}
+                layers = {summed.layer for summed in sums}
                 names = [name for name in summary.layer_weights if name in layers]
                 self.bar.total = self.bar.n + (n_more + n_probes) * self.bar.n // done
                 scan_again(self.network, names, partial(self._add, sums=sums, n_probes=n_probes))
                 self._end_pass(sums, n_probes, n_more)
             done += n_more + n_probes
 
-    def _n_needed(self, one: _Sum, summary: Summary) -> float:
+    def _n_needed(self, summed: _Sum, summary: Summary) -> float:
         """Return how many probes bring a measure's standard error below the tolerance."""
-        values, stderrs = self._finish(one, summary)
+        values, stderrs = self._finish(summed, summary)
         at = values.argmax()  # one value, or the neuron that is least flat
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
         allowed = max(self.precision.atol, self.precision.rtol * abs(value))
@@ -353,39 +355,42 @@ class TraceMeasures:
             return math.inf
         # independent terms have standard errors sqrt(n) times as large as their mean
         n_terms = summary.n_samples if self.per_sample else 1
-        return n_terms * one.n_probes * (stderr / allowed) ** 2
+        return n_terms * summed.n_probes * (stderr / allowed) ** 2
 
-    def _finish(self, one: _Sum, summary: Summary, *, each: bool = False) -> tuple[Tensor, Tensor]:
+    def _finish(
+        self, summed: _Sum, summary: Summary, *, each: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Compute a measure and its standard error: (1, k), or (n, k) of each sample."""
-        measure, weight = _QUANTITIES[one.name], summary.layer_weights[one.layer]
+        measure, weight = _QUANTITIES[summed.name], summary.layer_weights[summed.layer]
         scale = (summary.n_samples if each else 1) / summary.divisor
-        mean, deviation = (scale * part for part in one.mean(each=each))
+        mean, deviation = (scale * part for part in summed.mean(each=each))
         if self.weight_decay and measure.identity is not None:
             mean = mean + self.weight_decay * measure.identity(weight)
         return measure.finish(mean, weight), measure.finish(deviation.abs(), weight)
 
-    def _measure(self, one: _Sum, summary: Summary) -> Measured:
+    def _measure(self, summed: _Sum, summary: Summary) -> Measured:
         """Compute one measure at one layer from the sum of its quantity."""
         arrays: dict[str, Any] = {}
-        values, stderrs = self._finish(one, summary)
+        values, stderrs = self._finish(summed, summary)
         at = values.argmax()
         value, stderr = read_numbers(values.take(at), stderrs.take(at))
-        if not one.exact and self.precision.n_probes is None and math.isfinite(value):
-            self._warn_if_loose(one, summary, value, stderr)  # others have a warning of their own
-        if one.name == LARGEST_NEURON:
+        # infinite values have a warning of their own
+        if not summed.exact and self.precision.n_probes is None and math.isfinite(value):
+            self._warn_if_loose(summed, summary, value, stderr)
+        if summed.name == LARGEST_NEURON:
             arrays["neurons"] = values[0].cpu().numpy()
         if self.per_sample:
-            each = (part[:, at].cpu().numpy() for part in self._finish(one, summary, each=True))
+            each = (part[:, at].cpu().numpy() for part in self._finish(summed, summary, each=True))
             arrays |= zip(("terms", "term_stderrs"), each, strict=True)
-        method = one.method if one.exact else "hutchinson"
+        method = summed.method if summed.exact else "hutchinson"
         return Measured(value, stderr, method, passes=Passes(summary), **arrays)
 
-    def _warn_if_loose(self, one: _Sum, summary: Summary, value: float, stderr: float) -> None:
+    def _warn_if_loose(self, summed: _Sum, summary: Summary, value: float, stderr: float) -> None:
         """Warn if the budget ended an estimate before its standard error was small enough."""
-        precision, needed = self.precision, self._n_needed(one, summary)
-        if needed <= one.n_probes:
+        precision, needed = self.precision, self._n_needed(summed, summary)
+        if needed <= summed.n_probes:
             return
-        what, kind = f"{one.name} at layer {one.layer!r}", "deflated " * one.deflated
+        what, kind = f"{summed.name} at layer {summed.layer!r}", "deflated " * summed.deflated
         reached = f"{stderr:.3g}"
         if self.per_sample:
             what = f"the terms of {what}"
@@ -393,10 +398,10 @@ class TraceMeasures:
         more = f" They take about {needed:.2g} probes." if math.isfinite(needed) else ""
         warn(
             f"max_passes={precision.max_passes} ended the estimate of {what} after "
-            f"{one.n_probes} {kind}probes. Its standard error is {reached} on a value of "
+            f"{summed.n_probes} {kind}probes. Its standard error is {reached} on a value of "
             f"{value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
             f"allow.{more} Raise max_passes, rtol or atol, or pass method='exact', which takes "
-            f"{one.n_passes:.0f} passes."
+            f"{summed.n_passes:.0f} passes."
         )
 
 

@@ -264,7 +264,8 @@ def measure_network(
     params |= options
     layers = name_layers(None if network.source is None else network.source.model, layers)
     results: Results = {}
-    shares = [SHARES.get(name_of(one)) if at_loss is None else at_loss for one in measures]
+    names = map(name_of, measures)
+    shares = [SHARES.get(name) if at_loss is None else at_loss for name in names]
     with alone():
         for share in dict.fromkeys(shares):
             alike = [measure for measure, at in zip(measures, shares, strict=True) if at == share]
@@ -296,8 +297,9 @@ def _measure_at_loss(
     params: Mapping[str, Any],
 ) -> Results:
     """Measure a network, or the network at the temperature of a share of the loss."""
-    wholes = {name_of(measure): of_network(measure) for measure in measures}
-    of_layers = [name for name, whole in wholes.items() if whole is None]
+    kinds = {name_of(measure): of_network(measure) for measure in measures}
+    wholes = {name: whole for name, whole in kinds.items() if whole is not None}
+    of_layers = [name for name in kinds if name not in wholes]
     equal = None
     if share is not None:
         checked, where = bool(of_layers), layers if of_layers else [-1]
@@ -305,8 +307,7 @@ def _measure_at_loss(
         if equal.reason:
             reason = f"no temperature gives the loss of at_loss={share:g}: {equal.reason}"
             nothing = Measured.without_value(reason, Passes(equal.own, at_loss=share))
-            keys = [*product(equal.own.layer_weights, of_layers)]
-            keys += [("", name) for name, whole in wholes.items() if whole is not None]
+            keys = [*product(equal.own.layer_weights, of_layers), *product([""], wholes)]
             return dict.fromkeys(keys, nothing)
         network = equal.network
     results: Results = {}
@@ -314,7 +315,7 @@ def _measure_at_loss(
         taken = _OF_LAYERS | _SEED | {"per_sample", "weight_decay"}
         of_them = {key: value for key, value in params.items() if key in taken}
         results |= measure_layers(network, of_layers, layers, **of_them)
-    if len(of_layers) < len(wholes):
+    if wholes:
         if results:
             summary = next(iter(results.values())).passes.own
         else:
@@ -322,11 +323,10 @@ def _measure_at_loss(
                 summary = scan(network, [-1] if weight_layers(network.module) else [])
         diverged = not math.isfinite(summary.loss) and find_non_finite(network.module)
         for name, whole in wholes.items():
-            if whole is not None:
-                measured = Measured.without_value()
-                if not diverged:
-                    measured = _measure_whole(network, name, whole, tolerates, params)
-                results["", name] = replace(measured, passes=Passes(summary))
+            measured = Measured.without_value()
+            if not diverged:
+                measured = _measure_whole(network, name, whole, tolerates, params)
+            results["", name] = replace(measured, passes=Passes(summary))
     if equal is None:
         return results
     divides = network.loss.divides_logits

@@ -26,7 +26,8 @@ RESCALINGS = EVERY_CHANGE[:3]
 
 def keywords(*functions: Callable[..., Any]) -> set[str]:
     """List the keyword-only arguments of some functions."""
-    parameters = [p for one in functions for p in inspect.signature(one).parameters.values()]
+    signatures = map(inspect.signature, functions)
+    parameters = [p for signature in signatures for p in signature.parameters.values()]
     return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
