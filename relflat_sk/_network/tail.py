@@ -55,25 +55,14 @@ from relflat_sk._numerics import without_autocast
 
 @dataclass(frozen=True)
 class Curvatures:
-    """Which of some layers have their curvature in which way.
+    """Which of some layers have their curvature in which way."""
 
-    Attributes
-    ----------
-    closed : list of (LayerRecord, Tensor of shape (n, m), ClosedForm)
-        Layers whose curvature the table of losses has, with their features; `ManyClasses` for
-        those that put out the logits of very many classes.
-    linear : list of LayerRecord
-        Layers behind which the network is piecewise linear.
-    base : (Tensor of shape (n, o), ClosedForm) or None
-        Up to where it is, and the curvature there.
-    others : list of LayerRecord
-        Layers for which there are only products.
-    """
-
+    # those that the table of losses knows, with their features (n, m); `ManyClasses` for those that
+    # put out the logits of very many classes
     closed: list[tuple[LayerRecord, Tensor, ClosedForm]]
-    linear: list[LayerRecord]
-    base: tuple[Tensor, ClosedForm] | None
-    others: list[LayerRecord]
+    linear: list[LayerRecord]  # behind which the network is piecewise linear
+    base: tuple[Tensor, ClosedForm] | None  # up to where it is, (n, o), and the curvature there
+    others: list[LayerRecord]  # for which there are only products
 
 
 @dataclass(slots=True)

@@ -249,15 +249,12 @@ def measure_network(
     at_loss: float | None = None,
     **params: Any,
 ) -> Results:
-    """Measure a network in several ways, with as few passes over the data as possible.
-
-    A measure has no value, and a reason, where the loss of `at_loss` is reached at no temperature,
-    or where a measure of the whole network raises an error that is tolerated.
-
-    All traces, the gradient norm, the mean loss, the number of samples and the shape of the
-    outputs come from one pass; the largest eigenvalues begin with it. Measures at equal loss have
-    passes of their own.
-    """
+    """Measure a network in several ways, with as few passes over the data as possible."""
+    # A measure has no value, and a reason, where the loss of `at_loss` is reached at no
+    # temperature, or where a measure of the whole network raises an error that is tolerated.
+    # All traces, the gradient norm, the mean loss, the number of samples and the shape of the
+    # outputs come from one pass, with which the largest eigenvalues begin. Measures at equal loss
+    # have passes of their own.
     check_arguments(measures, params)
     options = {"weight_decay": weight_decay, "per_sample": per_sample}
     check_options(measures, at_loss=at_loss, **options)
