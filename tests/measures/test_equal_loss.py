@@ -209,8 +209,10 @@ def test_a_network_that_has_not_fitted_has_no_value():
     with pytest.raises(ValueError, match=UNFITTED):
         relative_flatness(net, X, y, **options)
     with pytest.warns(FlatnessWarning, match="is nan: no temperature gives the loss"):
-        report = flatness_report(net, X, y, measures=["hessian_trace"], **options)
+        report = flatness_report(net, X, y, **options)
     assert report["value"].isna().all()
+    assert "hessian_trace" in set(report["measure"])
+    assert "l2_norm" not in set(report["measure"])  # which has no loss
     scorer = FlatnessScorer("comparable_flatness", measure_params={"criterion": criterion})
     with pytest.warns(FlatnessWarning, match=f"cannot be scored: .*{UNFITTED}"):
         assert np.isnan(scorer(net, X, y))

@@ -23,6 +23,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.measures._sharpness import keskar_sharpness
+from tests.cases import Net
 from tests.measures.nets import CE, make, network
 from tests.measures.test_own import returns, size_of_weights
 
@@ -95,19 +96,14 @@ class OnceCube(Function):
         return 3 * x**2 * outer
 
 
-class Once(nn.Module):
+def half(net, x):
     """Half of what the first layer puts out takes a way that has a second derivative."""
-
-    def __init__(self, n_features=4, n_outputs=3):
-        super().__init__()
-        self.first, self.last = nn.Linear(n_features, 5), nn.Linear(5, n_outputs)
-
-    def forward(self, x):
-        h = self.first(x)
-        return self.last(OnceCube.apply(h) + h.tanh())
+    h = net.first(x)
+    return net.last(OnceCube.apply(h) + h.tanh())
 
 
-once = calls(measure, Once(), X.float(), Y, criterion=CE)
+ONCE = Net(half, first=nn.Linear(4, 5), last=nn.Linear(5, 3))
+once = calls(measure, ONCE, X.float(), Y, criterion=CE)
 
 
 def once_in_loss(z, y):
@@ -269,7 +265,7 @@ def test_a_function_that_is_differentiated_once_may_lie_before_the_layer_and_has
     params = {"max_epochs": 1, "verbose": 0}
     of_loss = type("Own", (nn.Module,), {"forward": lambda _, z, y: once_in_loss(z, y)})
     for net in (
-        RelativeFlatnessRegularizedClassifier(Once, flatness_layer=0, **params),
+        RelativeFlatnessRegularizedClassifier(ONCE, flatness_layer=0, **params),
         RelativeFlatnessRegularizedClassifier(criterion=of_loss, **params),
     ):
         with pytest.raises(V, match="once_differentiable"):

@@ -204,18 +204,13 @@ def test_layers_behind_batch_norm_without_running_statistics_are_measured_with_a
     assert list(report["layer"]) == ["3"]
 
 
-class WithEnd(nn.Module):
+def with_end(function, *shapes):
     """A linear layer, and a function of its output and further parameters behind it."""
-
-    def __init__(self, function, *shapes):
-        super().__init__()
-        self.first, self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-        self.function, self.norm = function, nn.LayerNorm([3])
-        self.more = nn.ParameterList(torch.randn(shape) for shape in shapes)
-        self.register_buffer("fixed", torch.eye(3))
-
-    def forward(self, x):
-        return self.function(self, self.body(self.first(x).relu()), *self.more)
+    layers = {"first": nn.Linear(4, 3), "body": nn.Linear(3, 3), "head": nn.Linear(3, 3)}
+    layers |= {"norm": nn.LayerNorm([3]), "more": nn.ParameterList(map(torch.randn, shapes))}
+    net = Net(lambda net, x: function(net, net.body(net.first(x).relu()), *net.more), **layers)
+    net.register_buffer("fixed", torch.eye(3))
+    return net
 
 
 def report_of(net, measures="relative_flatness", layers=(0, -1)):
@@ -243,7 +238,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_is_no_layer_is_reported(name):
-    net = WithEnd(*HEADS[name])
+    net = with_end(*HEADS[name])
     head = "head.weight" if name == "not called" else "more.0"
     message = f"layer=-1 is 'body', .* multiplies its output by the parameter '{head}'"
     with warns(match=message) as caught:
@@ -261,7 +256,7 @@ def test_a_head_that_is_no_layer_is_reported(name):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_ends_of_a_network_are_no_heads(name):
-    report_of(WithEnd(*OTHERS[name]))
+    report_of(with_end(*OTHERS[name]))
 
 
 def test_a_product_of_two_layers_has_no_other_head():
