@@ -15,7 +15,7 @@ products
     layers' forms as its mean.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from relflat_sk._losses.curvature import ClosedForm, check_twice
-from relflat_sk._losses.loss import Loss
+from relflat_sk._losses.loss import BatchLoss, Loss
 from relflat_sk._losses.many_classes import ManyClasses
-from relflat_sk._losses.table import Target
 from relflat_sk._network.borrowing import ExplicitLayers
 from relflat_sk._network.layers import LayerMap, select_channels
 from relflat_sk._network.recording import LayerRecord, check_thrice
@@ -136,22 +135,20 @@ class RandomChanges:
         return planes * units.transpose(1, 2)[:, :, :, None]
 
 
-def batch_flatness(  # noqa: PLR0913
-    loss: Loss,
+def batch_flatness(
+    batch: BatchLoss,
     output: Tensor,
-    target: Target,
-    records: Sequence[LayerRecord],
-    penalised: Collection[str],
+    layers: Sequence[LayerRecord],
+    last: LayerRecord,
     explicit: ExplicitLayers,
     *,
     probes: int = 1,
     normalize: bool = False,
-    sample_weight: Tensor | None = None,  # (n,)
     scale: float = 1.0,
 ) -> Tensor:
     """Compute ``sum kappa / (2 m)`` over layers, of the criterion on a batch."""
-    weights = None if sample_weight is None else full_precision(sample_weight.to(output.device))
-    layers = [record for record in records if record.name in penalised]
+    loss, target, weights = batch.loss, batch.target, batch.weight
+    weights = None if weights is None else full_precision(weights.to(output.device))
     if not layers:
         return _sum([], output)
     for record in layers:
@@ -163,7 +160,7 @@ def batch_flatness(  # noqa: PLR0913
                 "layer; to measure, use relflat_sk.relative_flatness."
             )
     share = scale * _share(loss, output, target.relevant, weights)
-    tail = Tail(loss, output, target, records[-1], full_precision)
+    tail = Tail(loss, output, target, last, full_precision)
     # in a network that is piecewise linear behind some layers only, two ways would cost more
     chosen = choose_curvatures(tail, layers, together=True)
     make = _Terms(tail, explicit, weights, normalize, probes, share)

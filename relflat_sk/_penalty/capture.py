@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ class Plan:
 
     recorded: list[str]
     order: list[str]
-    layers: dict[str, nn.Module]
+    layers: list[str]
     penalised: list[str]
     twice: list[str]
     in_attention: bool
@@ -204,7 +204,7 @@ class Capture:
         return Plan(
             recorded,
             order,
-            {name: self._named[name] for name in names},
+            names,
             penalised,
             twice=twice,
             in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
@@ -216,7 +216,7 @@ class Capture:
         inside = {part for whole in self.parts if is_compiled(whole) for part in whole.modules()}
         return not inside.isdisjoint(self._named[name] for name in names)
 
-    def _without_skipped(self, plan: Plan, recorder: Recorder) -> Plan:
+    def _without_skipped(self, plan: Plan, recorder: Recorder) -> list[str]:
         """Leave out layers that this pass did not call, if passes may skip them at random.
 
         If all layers are asked for, those that it called several times are left out as well.
@@ -241,8 +241,7 @@ class Capture:
                 "numbers. If it skips layers at random, the term of one that it skips is zero. "
                 "If it never calls this one, name another layer."
             )
-        rest = [name for name in plan.penalised if name not in skipped and name not in repeated]
-        return plan if len(rest) == len(plan.penalised) else replace(plan, penalised=rest)
+        return [name for name in plan.penalised if name not in skipped and name not in repeated]
 
     def _may_change(self, record: LayerRecord) -> bool:
         """Return whether a layer that was linear at first, behind a zero, is to be checked."""
@@ -256,8 +255,8 @@ class Capture:
         recorder = self.recorder
         return recorder is not None and not recorder.failed and bool(recorder.calls)
 
-    def finish(self, output: Tensor, *, weighted: bool) -> tuple[Plan, Recorder]:
-        """End the step: return what was recorded, and what is computed of it."""
+    def finish(self, output: Tensor, *, weighted: bool) -> tuple[list[LayerRecord], LayerRecord]:
+        """End the step: return the records of the penalised layers and of the last one."""
         recorder, plan = self.recorder, self.plan
         assert recorder is not None
         if not len(output):
@@ -276,13 +275,13 @@ class Capture:
         self.recorder = None
         if plan is None or (self._asked is None and plan.order != recorder.order):
             plan = self._make_plan(recorder, output)
-        step = self._without_skipped(plan, recorder)
-        records = [recorder[name] for name in step.penalised]
-        records = [record for record in records if record.calls == 1 and record.node is not None]
+        names = self._without_skipped(plan, recorder)
+        penalised = [recorder[name] for name in plan.layers if name in names]
+        records = [record for record in penalised if record.calls == 1 and record.node is not None]
         self._check(records, output)
         self._row_checks.check(output, records, self.explicit, weighted=weighted)
         self.plan = plan
-        return step, recorder
+        return penalised, recorder[plan.layers[-1]]
 
     def _check(self, records: Sequence[LayerRecord], output: Tensor) -> None:
         """Refuse layers at which the penalty is not that of the criterion."""

@@ -321,7 +321,7 @@ class RelativeFlatnessPenalty:
             )
         loss, target, module = batch.loss, batch.target, capture.parts[0]
         with capture.hooks.quiet():
-            plan, recorder = capture.finish(output, weighted=batch.weight is not None)
+            layers, last = capture.finish(output, weighted=batch.weight is not None)
         self._capture = capture
         if self._checked is not loss.criterion:
             warn_unless_mean(loss, output, target.values)
@@ -332,15 +332,13 @@ class RelativeFlatnessPenalty:
             self._checked = loss.criterion
         with capture.hooks.quiet(), without_autocast(output):
             penalty = batch_flatness(
-                loss,
+                batch,
                 output,
-                target,
-                [recorder[name] for name in plan.layers],
-                plan.penalised,
+                layers,
+                last,
                 capture.explicit,
                 probes=self.probes,
                 normalize=self.normalize,
-                sample_weight=batch.weight,
                 scale=self.weight * self.every,
             )
         if self.clip is None:
