@@ -107,9 +107,10 @@ class Capture:
         self._repeated: set[str] = set()  # layers that a pass called several times
 
     def is_of(self, module: nn.Module, asked: tuple[Layer, ...] | None) -> bool:
-        """Return whether this is the network, with the same parts, and the layers are the same."""
+        """Return whether a step has shown these layers of the network, with the same parts."""
         return (
-            module is self.parts[0]
+            self.plan is not None
+            and module is self.parts[0]
             and asked == self._asked
             and [part._modules for part in self.parts] == self._children
         )

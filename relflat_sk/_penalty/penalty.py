@@ -257,9 +257,10 @@ class RelativeFlatnessPenalty:
         """Record a forward pass of a step that has the penalty."""
         compiled = module._modules.get("_orig_mod")  # inside of what `torch.compile` returned
         network = module if compiled is None else compiled
-        if self._capture is None or not self._capture.is_of(network, self.layers):
-            self._capture = Capture(network, self.layers)
-        return self._capture.open(compiled=compiled is not None)
+        capture = self._capture
+        if capture is None or not capture.is_of(network, self.layers):
+            capture = self._capture = Capture(network, self.layers)
+        return capture.open(compiled=compiled is not None)
 
     def quiet(self) -> AbstractContextManager[None]:
         """Call no hooks of the user on gradients."""
