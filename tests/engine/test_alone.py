@@ -77,21 +77,6 @@ def test_chains_of_all_kinds(name, steps):
     assert steps == [np.ndarray] * 16
 
 
-@pytest.mark.parametrize("weights", [None, np.linspace(0.1, 2, 50)], ids=["equal", "weighted"])
-@pytest.mark.parametrize("params", [{}, {"flatness_weight": 10.0}, {"flatness_weight": 0}])
-def test_class_weights_are_those_of_the_samples(weights, params, steps):
-    X, y = data()
-    net = classifier(criterion__weight=torch.tensor([0.2, 1.0, 3.0]).double(), **params)
-    own = by_own_loop(net, X, y, weights)
-    assert not steps
-    assert_same(own, clone(net).fit(X, y, sample_weight=weights))
-    assert steps
-    compare([net, clone(net).set_params(lr=0.02)], X=X, y=y)
-    n_steps = len(steps)
-    net.set_params(criterion__label_smoothing=0.1).fit(X, y)
-    assert len(steps) == n_steps  # whose targets have weights of several classes
-
-
 def wide(n_outputs, activation):
     layers = [nn.Linear(100, 70), activation(), nn.Linear(70, 5), activation()]
     return nn.Sequential(*layers, nn.Dropout(0.0), nn.Linear(5, n_outputs)).double()

@@ -1,5 +1,6 @@
 """Whatever network and settings are, every engine gives the result of a plain torch loop."""
 
+import copy
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -79,7 +80,8 @@ def assert_trained_by_hand(net, X, y, weights):
     order = {"shuffle": net.iterator_train__shuffle, "drop_last": net.iterator_train__drop_last}
     loader = DataLoader(data, net.batch_size, **order)
     criterion = net.criterion_
-    each_of = type(criterion)(**net.get_params_for("criterion"), reduction="none")
+    each_of, class_weight = copy.copy(criterion), getattr(criterion, "weight", None)
+    each_of.reduction = "none"
     losses, terms = [], []
     start = net.flatness_start
     start = start * net.max_epochs if isinstance(start, float) else start
@@ -91,7 +93,8 @@ def assert_trained_by_hand(net, X, y, weights):
             with penalty.capture(module) if penalised else nullcontext():
                 output = module(x)
             each = each_of(output, target).reshape(len(x), -1).mean(dim=1)
-            loss = weight @ each / weight.sum()
+            divisors = weight if class_weight is None else weight * class_weight[target]
+            loss = weight @ each / divisors.sum()
             term = 0 * loss
             if penalised:
                 term = penalty(criterion, output, target, None if weights is None else weight)
@@ -127,6 +130,7 @@ CHOICES = {
     "flatness_start": [0, 0, 1, 0.5],
     "flatness_probes": [1, 2],
     "flatness_normalize": [False, False, False, True],
+    "criterion__weight": [None, None, [0.2, 1.0, 3.0]],
     "batch_size": [7, 1, 16, 64],
     "iterator_train__shuffle": [True, False],
     "iterator_train__drop_last": [False, True],
@@ -136,6 +140,7 @@ EACH = {name: st.sampled_from(values) for name, values in CHOICES.items()}
 FEW = st.lists(st.sampled_from(list(EACH)), max_size=2, unique=True)
 PLAIN = {name: values[0] for name, values in CHOICES.items()}
 NO_BATCH = {"module__widths": [5], "batch_size": 64, "iterator_train__drop_last": True}
+HEAVY = {"criterion__weight": [0.2, 1.0, 3.0], "train_split": ValidSplit(3)}
 PROBED = {"module__widths": [5], "module__activation": nn.Tanh, "flatness_layer": 0}
 
 
@@ -157,6 +162,8 @@ PROBED = {"module__widths": [5], "module__activation": nn.Tanh, "flatness_layer"
 @example("alone", "numpy", "classes", 15, "", 0.0, PLAIN, {})
 # an epoch without a batch
 @example("fleet", "numpy", "classes", 15, "positive", 0.0, PLAIN | NO_BATCH, {"random_state": 1})
+# weights of classes, of samples that are not the first ones
+@example("fleet", "numpy", "classes", 15, "positive", 0.0, PLAIN | HEAVY, {"random_state": 1})
 # numbers of probes that are each net's own
 @example("vmap", "numpy", "classes", 15, "", 0.0, PLAIN | PROBED, {"flatness_probes": 2})
 def test_every_engine_gives_the_result_of_a_plain_torch_loop(
@@ -167,9 +174,10 @@ def test_every_engine_gives_the_result_of_a_plain_torch_loop(
         own = each | OPTIMIZERS[each["optimizer"]]
         own["module__widths"] = [4, *each["module__widths"], N_OUTPUTS[kind]]
         module = NoChain if engine == "vmap" else Chain
-        nets.append(KINDS[kind](module, max_epochs=2, verbose=0, **own))
+        class_weight = own.pop("criterion__weight")
         if kind == "classes":
-            nets[-1].set_params(criterion__label_smoothing=smoothing)
+            own |= {"criterion__label_smoothing": smoothing, "criterion__weight": class_weight}
+        nets.append(KINDS[kind](module, max_epochs=2, verbose=0, **own))
     X, y = task(kind, n)
     weights = (np.arange(n) % 4 + (weighted == "positive")) / 2 if weighted else None
     with own_loop():

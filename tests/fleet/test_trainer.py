@@ -158,7 +158,6 @@ EARLY = [
 ALIKE = {
     "batch norm": ([NORMED] * 3, {}),
     "convolutions": ([{"module": convolution}] * 3, {"X": IMAGES, "y": LABELS}),
-    "weights of classes": ([SHORT | {"criterion__weight": HEAVY_CLASS}] * 3, {}),
     "weights of classes in any network": (
         [NORMED | {"criterion__weight": [1.0, heavy, 1.0]} for heavy in (1.0, 5.0)],
         {},
@@ -182,10 +181,6 @@ ALIKE = {
             for scale in (1.0, 2.0, 1.0)
         ],
         {"fleet": 6},
-    ),
-    "other weights of classes": (
-        [SHORT | {"criterion__weight": [1.0, heavy, 1.0]} for heavy in [1.0, 5.0] * 2],
-        {},
     ),
 }
 
