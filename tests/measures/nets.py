@@ -476,6 +476,13 @@ def regression_on_tokens():
     return Problem(net, X, y, nn.MSELoss(), closed=())
 
 
+def behind_relu(criterion, y):
+    """Losses whose roots are taken, behind a piecewise linear network."""
+    net = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    is_mean = y.is_floating_point()  # without weights of classes
+    return Problem(net, torch.randn(6, 4).double(), y, criterion, is_mean=is_mean)
+
+
 def last_of_a_sequence(net, x):
     return net.out(net.body(x)[0][:, -1])
 
@@ -592,6 +599,11 @@ PROBLEMS = seeded({
         for axis in ("classes second", "mapping")
     },
     "regression on tokens": regression_on_tokens,
+    "squares behind relu": partial(behind_relu, nn.MSELoss(), torch.rand(6, 3).double()),
+    "labels behind relu": partial(behind_relu, nn.BCEWithLogitsLoss(), torch.rand(6, 3).double()),
+    "weights behind relu": partial(
+        behind_relu, nn.CrossEntropyLoss(cases.WEIGHTS[:3]), torch.arange(6) % 3
+    ),
     **PIXELS,
     "lstm": lstm,
     **OF_CRITERIA,
