@@ -351,9 +351,9 @@ def test_coefficients_within_groups_and_pooled():
 
 
 def test_groups_are_resampled_independently():
-    rng = np.random.default_rng(0)
-    x, n_groups, n = rng.normal(size=(16, 12)), 16, 12
-    y = x + rng.normal(size=x.shape)
+    rng, n_groups, n = np.random.default_rng(0), 16, 12
+    x, noise = (np.tile(values, (n_groups, 1)) for values in rng.normal(size=(2, n)))
+    y = x + noise  # the same in each group: equal draws would not average out
     columns = {"relative_flatness": x.ravel(), "generalization_gap": y.ravel()}
     minima = pd.DataFrame({"group": np.repeat(np.arange(n_groups), n), **columns})
     table = correlate_measures(minima, strata="group", random_state=0)
