@@ -170,8 +170,10 @@ def test_a_perfect_fit_of_squared_errors_is_scored():
     names = LAYER_MEASURES.keys() - {"comparable_flatness", "gradient_norm"}
     for name in (*names, "network_flatness"):
         assert FlatnessScorer(name)(model, X, TARGET) < -1e-2 * TARGET.var()
-    # which is no curvature, and may be small
+    # which is no curvature, or not in the unit of the loss, and may be small
     assert FlatnessScorer("gradient_norm")(model, X, TARGET) == pytest.approx(0, abs=1e-4)
+    model = LinearRegression().fit(1e-3 * X, TARGET)
+    assert -1e-4 < FlatnessScorer("hessian_trace")(model, 1e-3 * X, TARGET) < 0
 
 
 def test_a_layer_that_the_loss_ignores_is_not_called_dead():
