@@ -75,13 +75,15 @@ class ChainTerms:
     def _estimate(self, batch: StepBatch, factors: Any, p: Any) -> tuple[Any, EarlierTerm]:
         """Compute an estimate of the penalties."""
         chain, each = self._chain, factors[:, None, None]
-        layers, first = chain.linear, chain.earlier[0]
-        widths = [layers[i].weight.shape[-1] for i in chain.earlier]
-        shapes = [p.shape[1:], *((n_shared(m), m) for m in widths if n_shared(m))]
+        layers, first = chain.linear, min(chain.earlier)
+        widths = {i: layers[i].weight.shape[-1] for i in chain.earlier}
+        shapes = {i: (n_shared(m), m) for i, m in widths.items() if n_shared(m)}
         is_tensor = isinstance(p, Tensor)
-        of_outputs, *shared = (
-            signs if is_tensor else signs.numpy() for signs in self._draw_signs(shapes)
+        of_outputs, *of_layers = (
+            signs if is_tensor else signs.numpy()
+            for signs in self._draw_signs([p.shape[1:], *shapes.values()])
         )
+        shared = dict(zip(shapes, of_layers, strict=True))
         roots = namespace(p).sqrt(batch.shares)[..., None]
         product, pull_root = self._loss.root_product(p, of_outputs * roots)
         pulled = {len(layers) - 1: product}
@@ -97,9 +99,8 @@ class ChainTerms:
                 weights[i] = transposed(pulled[i]) @ slope
                 slope = slope @ transposed(layers[i].weight)
             if i in chain.earlier:
-                has_signs = n_shared(layers[i].weight.shape[-1])
                 squares, of_gradient, of_weight, of_features[i] = _squared_slopes(
-                    layers[i], pulled[i], shared.pop(0) if has_signs else None, each
+                    layers[i], pulled[i], shared.get(i), each
                 )
                 value, slope = value + squares, slope + of_gradient
                 weights[i] = weights.get(i, 0) + of_weight

@@ -50,8 +50,9 @@ class ChainNets:
             names = [layer.name for layer in chain.linear]
             penalised = find_names(job.module, job.penalty.layers, names)
             chain.at_last = names[-1] in penalised
-            chain.earlier = [i for i, name in enumerate(names[:-1]) if name in penalised]
-            if chain.earlier and not chain.is_linear_in_pieces(chain.earlier[0]):
+            # in the order in which they are named, as a net's own loop draws signs
+            chain.earlier = [names.index(name) for name in penalised if name != names[-1]]
+            if chain.earlier and not chain.is_linear_in_pieces(min(chain.earlier)):
                 raise NeedsOwnLoop("its penalty is at layers with smooth functions behind")
         self._chain, self.n_outputs = chain, chain.n_outputs
         job.prepare(self.n_outputs)

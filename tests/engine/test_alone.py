@@ -83,7 +83,7 @@ def wide(n_outputs, activation):
 
 
 @pytest.mark.filterwarnings("ignore::relflat_sk.exceptions.FlatnessWarning")
-@pytest.mark.parametrize("layer", [0, 1, [0, 1], "all"])
+@pytest.mark.parametrize("layer", [0, 1, [1, 0], "all"])
 @pytest.mark.parametrize("kind", [Classifier, Binary, Regressor])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
 def test_penalties_at_earlier_layers(kind, layer, activation, steps):
