@@ -10,17 +10,44 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# method -> function of curvlinops, and the number that its number of products is a multiple of
-DEFLATED = {"Hutch++": ("hutchpp_trace", 3), "XTrace": ("xtrace", 2)}
+CURVLINOPS = "curvlinops Hutchinson"
+# method -> function of curvlinops
+DEFLATED = {"Hutch++": "hutchpp_trace", "XTrace": "xtrace"}
 # numbers of vectors that curvlinops multiplies at once; the fastest is chosen
 WIDTHS = (1, 4, 8)
 
 Batches = Sequence[tuple[Tensor, Tensor]]
+Draw = Callable[[int], list[float]]  # draws a number of probes
+
+
+def probes(
+    module: nn.Module, criterion: nn.Module, layer: str, batches: Batches
+) -> dict[str, Draw]:
+    """Return functions that draw Hutchinson probes of the libraries that are installed."""
+    draws: dict[str, Draw] = {}
+    if find_spec("pyhessian"):
+        if len(batches) > 1:
+            draws["PyHessian"] = _pyhessian(module, criterion, layer, dataloader=batches)
+        # where it keeps the graph of the gradient between probes
+        data = tuple(map(torch.cat, zip(*batches, strict=True)))
+        draws["PyHessian, one batch"] = _pyhessian(module, criterion, layer, data=data)
+    if find_spec("curvlinops"):
+        from curvlinops import hutchinson_trace  # noqa: PLC0415
+
+        operator = curvlinops_operator(module, criterion, layer, batches)
+
+        def draw(n: int) -> list[float]:
+            hutchinson_trace(operator, n)
+            return operator.forms
+
+        draws[CURVLINOPS] = draw
+    return draws
 
 
 def _only(module: nn.Module, layer: str) -> tuple[nn.Module, nn.Parameter]:
@@ -31,29 +58,17 @@ def _only(module: nn.Module, layer: str) -> tuple[nn.Module, nn.Parameter]:
     return module, weight.requires_grad_(True)
 
 
-def pyhessian_probes(
-    module: nn.Module, criterion: nn.Module, layer: str, batches: Batches
-) -> Callable[[int], list[float]]:
-    """Return a function that draws a number of PyHessian's Hutchinson probes.
-
-    A single batch is passed as `data`, where PyHessian keeps the graph of the gradient between
-    probes; several batches are passed as `dataloader`.
-    """
+def _pyhessian(module: nn.Module, criterion: nn.Module, layer: str, **data: Any) -> Draw:
     from pyhessian import hessian  # noqa: PLC0415
 
-    module, _ = _only(module, layer)
-    data = {"data": batches[0]} if len(batches) == 1 else {"dataloader": batches}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of reference cycles
-        operator = hessian(module, criterion, cuda=False, **data)
-
-    def draw(n: int) -> list[float]:
+    def quietly(call: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # without the tolerance it would stop where two means are close by chance
-            return [float(value) for value in operator.trace(maxIter=n, tol=-math.inf)]
+            warnings.simplefilter("ignore")  # torch warns of reference cycles
+            return call(*args, **arguments)
 
-    return draw
+    operator = quietly(hessian, _only(module, layer)[0], criterion, cuda=False, **data)
+    # without the tolerance it would stop where two means are close by chance
+    return lambda n: [*map(float, quietly(operator.trace, maxIter=n, tol=-math.inf))]
 
 
 class Operator:
@@ -75,50 +90,29 @@ class Operator:
 
 
 def curvlinops_operator(
-    module: nn.Module,
-    criterion: nn.Module,
-    layer: str,
-    batches: Batches,
-    width: int | None = None,
+    module: nn.Module, criterion: nn.Module, layer: str, batches: Batches
 ) -> Operator:
-    """Make curvlinops' Hessian in the weight of a layer, of the fastest width if none is given."""
+    """Make curvlinops' Hessian in the weight of a layer, of the width that is fastest."""
     from curvlinops import HessianLinearOperator  # noqa: PLC0415
 
     module, weight = _only(module, layer)
+    of_a_batch, of_all = (
+        HessianLinearOperator(module, criterion, [weight], [*some], check_deterministic=False)
+        for some in (batches[:1], batches)
+    )
 
-    def operator(batches: Batches) -> Any:
-        return HessianLinearOperator(
-            module, criterion, [weight], list(batches), check_deterministic=False
-        )
+    def seconds(width: int) -> float:
+        vectors = torch.randn(of_a_batch.shape[1], width)
+        of_a_batch @ vectors  # a first one that is not timed
+        start = time.perf_counter()
+        of_a_batch @ vectors
+        return (time.perf_counter() - start) / width
 
-    if width is None:
-        of_a_batch = operator(batches[:1])
-        width = min(WIDTHS, key=lambda k: _seconds(of_a_batch, k) / k)
-    return Operator(operator(batches), width)
-
-
-def _seconds(operator: Any, width: int) -> float:
-    """Time one product with `width` vectors, after a first one that is not timed."""
-    vectors = torch.randn(operator.shape[1], width)
-    operator @ vectors
-    start = time.perf_counter()
-    operator @ vectors
-    return time.perf_counter() - start
-
-
-def curvlinops_probes(operator: Operator) -> Callable[[int], list[float]]:
-    """Return a function that draws a number of curvlinops' Hutchinson probes."""
-    from curvlinops import hutchinson_trace  # noqa: PLC0415
-
-    def draw(n: int) -> list[float]:
-        hutchinson_trace(operator, n)
-        return operator.forms
-
-    return draw
+    return Operator(of_all, min(WIDTHS, key=seconds))
 
 
 def deflated_trace(operator: Operator, method: str, n_products: int) -> float:
     """Estimate the trace by "Hutch++" or "XTrace", with a number of products with the Hessian."""
     import curvlinops  # noqa: PLC0415
 
-    return float(getattr(curvlinops, DEFLATED[method][0])(operator, n_products))
+    return float(getattr(curvlinops, DEFLATED[method])(operator, n_products))

@@ -18,21 +18,22 @@ With ``--store FOLDER`` each training is saved, and an interrupted run can be co
 
 import warnings
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from joblib import Memory
 from sklearn.datasets import load_breast_cancer, load_digits, load_wine
-from sklearn.model_selection import train_test_split
-from sklearn.preprocessing import StandardScaler
 from skorch.callbacks import Callback
+from tqdm import tqdm
 
 from benchmarks._harness.data import load_images, mislabel
 from benchmarks._harness.networks import SmallConvNet
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.tasks import Task, from_table
+from benchmarks._harness.timing import environment
 from relflat_sk import (
     MLP,
     FlatnessWarning,
@@ -67,20 +68,21 @@ class Problem:
     network: dict[str, Any]
 
 
-def load_problem(name: str, n_train: int | None = None, images: str | None = None) -> Problem:
+def load_problem(name: str, n_train: int | None, images: str | None, wrong: float) -> Problem:
     """Load half of a table (or n samples), or 1,000 images (or n) of "CIFAR-10", and test data."""
     if name == "CIFAR-10":
         n_train = n_train or 1000
         X, y = (tensor.numpy() for tensor in load_images(n_train + 5000, images))
-        parts = (X[:n_train], y[:n_train]), (X[n_train:], y[n_train:])
-        return Problem(f"{name} {n_train}", *parts, {"module": SmallConvNet})
-    X, y = TABLES[name](return_X_y=True)
-    n_train = n_train or len(y) // 2
-    X, X_test, y, y_test = train_test_split(X, y, train_size=n_train, stratify=y, random_state=0)
-    scaler = StandardScaler().fit(X)
-    X, X_test = (scaler.transform(part).astype(np.float32) for part in (X, X_test))
-    network = {"module": MLP, "module__hidden_layer_sizes": (128, 64)}
-    return Problem(f"{name} {n_train}", (X, y), (X_test, y_test), network)
+        train = X[:n_train], mislabel(y[:n_train], wrong, 0)
+        test, network = (X[n_train:], y[n_train:]), {"module": SmallConvNet}
+    else:
+        n_train = n_train or len(TABLES[name]().target) // 2
+        split = Task(from_table(TABLES[name], n_train, wrong)).split(0)
+        X, y, *others = (tensor.numpy() for tensor in split)
+        train, test = (X, y), tuple(others)
+        network = {"module": MLP, "module__hidden_layer_sizes": (128, 64)}
+    name = f"{name} {n_train}" + (f", {wrong:.0%} wrong labels" if wrong else "")
+    return Problem(name, train, test, network)
 
 
 class FlatnessAtLoss(Callback):
@@ -146,84 +148,77 @@ def train(
 
 
 def main() -> None:
-    """Train, print two lines for each optimizer, learning rate and layer, and the worst cells."""
+    """Train, and print differences and shares by optimizer and learning rate, and the worst."""
     arguments = read_options(
         __doc__, problem="digits", data=IMAGES, n_train=(int, 80), epochs=(30, 2),
-        seeds=(range(3), [0]), optimizers=OPTIMIZERS, layers=LAYERS,
-        weights=(WEIGHTS, [0.1, 1000.0]), loss=0.03, wrong=0.0, clip="1", store=str, every=1,
-        start=0.0,
+        seeds=(range(3), [0]), layers=LAYERS, weights=(WEIGHTS, [0.1, 1000.0]), loss=0.03,
+        wrong=0.0, clip="1", store=str, every=1, start=0.0,
     )  # fmt: skip
-    problem = load_problem(arguments.problem, arguments.n_train, arguments.data)
-    if arguments.wrong:
-        X, y = problem.train
-        name = f"{problem.name}, {arguments.wrong:.0%} wrong labels"
-        problem = replace(problem, name=name, train=(X, mislabel(y, arguments.wrong, 0)))
+    problem = load_problem(arguments.problem, arguments.n_train, arguments.data, arguments.wrong)
     epochs, seeds, loss = arguments.epochs, arguments.seeds, arguments.loss
     rarely = {"flatness_every": arguments.every, "flatness_start": arguments.start}
     clip = None if arguments.clip == "none" else float(arguments.clip)
     fit = Memory(arguments.store, verbose=0).cache(train)
     print(f"{problem.name}, {len(problem.test[1])} to test, {epochs} epochs, {len(seeds)} seeds")
     print(f"flatness_clip={clip}; flatness at a loss of {loss:g}; {environment()}", flush=True)
+    rates = RATES[problem.network["module"].__name__]
+    cells = [
+        (optimizer, rate, layer, weight)
+        for layer in arguments.layers
+        for optimizer, several in rates.items()
+        for rate in several
+        for weight in (0.0, *arguments.weights)
+    ]
+    found = {
+        (*cell, seed): fit(problem, cell, seed, loss, max_epochs=epochs,
+                           flatness_clip=clip if cell[-1] else None, **rarely)
+        for cell in tqdm(cells, desc="settings") for seed in seeds
+    }  # fmt: skip
+    names = pd.MultiIndex.from_tuples(found, names=["optimizer", "rate", "layer", "weight", "seed"])
+    frame = pd.DataFrame([*found.values()], index=names, columns=["accuracy", "flatness"])
+    report(frame.unstack("weight"))
 
-    def found(*cell: Any) -> np.ndarray:
-        penalty = {"flatness_clip": clip, **rarely} if cell[-1] else {"flatness_clip": None}
-        return np.array([
-            fit(problem, cell, seed, loss, max_epochs=epochs, **penalty) for seed in seeds
-        ]).T
 
-    kind = problem.network["module"].__name__
-    rates = [(name, rate) for name in arguments.optimizers for rate in RATES[kind][name]]
-    columns = [f"weight {weight:g}" for weight in arguments.weights]
-    rows = [["optimizer", "learning rate", "layer", "", "no penalty", *columns]]
-    summary = [["layer", "", *columns]]
-    for layer in arguments.layers:
-        shape = len(rates), len(arguments.weights), len(seeds)
-        differences, shares = np.empty(shape), np.empty(shape)
-        for i, (optimizer, rate) in enumerate(rates):
-            plain, of_plain = found(optimizer, rate, layer, 0.0)
-            for j, weight in enumerate(arguments.weights):
-                accuracy, flatness = found(optimizer, rate, layer, weight)
-                differences[i, j], shares[i, j] = accuracy - plain, flatness / of_plain
-            name = [optimizer, f"{rate:.2g}", layer]
-            rows += [
-                [*name, "points", f"{plain.mean():.1f}", *map(_interval, differences[i])],
-                [*name, "flatness", f"{of_plain.mean():.3g}", *map(_geometric_mean, shares[i])],
-            ]
-            print("  ".join(rows[-2]), flush=True)
-            print("  ".join(rows[-1]), flush=True)
-        means = differences.mean(axis=2)
-        cells = zip(means.mean(axis=0), means.min(axis=0), strict=True)
-        summary.append([layer, "points", *(f"{m:+.1f} ({least:+.1f})" for m, least in cells)])
-        every = [_geometric_mean(shares[:, j]) for j in range(shares.shape[1])]
-        largest = [
-            max((_geometric_mean(cell) for cell in shares[:, j]), key=float)
-            for j in range(shares.shape[1])
-        ]
-        cells = zip(every, largest, strict=True)
-        summary.append([layer, "flatness", *(f"{mean} ({most})" for mean, most in cells)])
-    print()
-    print(table(rows))
-    print("\nTest accuracy in percent; with a penalty, the difference to none in points, and its")
-    print(
-        "standard error over seeds. Relative flatness of the penalised layers at equal loss; with"
+def report(frame: pd.DataFrame) -> None:
+    """Print both tables of trainings (rows), with a column for each weight."""
+    of_cell, of_layer = ["layer", "optimizer", "rate"], ["layer"]
+    (accuracy, points), (flatness, shares) = (
+        (values[0.0], values.drop(columns=0.0)) for values in (frame["accuracy"], frame["flatness"])
     )
-    print("a penalty, its share of that without (geometric mean over seeds; nan: the loss was not")
-    print("reached). Mean over optimizers and learning rates (the worst of them):\n")
-    print(table(summary))
+    points, shares = points.sub(accuracy, axis=0), shares.div(flatness, axis=0)
+    by_cell = [
+        points.groupby(of_cell).agg(_interval),
+        shares.groupby(of_cell).agg(_geometric_mean).map("{:.2g}".format),
+    ]
+    for table, plain in zip(by_cell, (accuracy, flatness), strict=True):
+        means = plain.groupby(of_cell).mean()
+        table.insert(0, "no penalty", means.map("{:.3g}".format))
+    print(f"\n{pd.concat(by_cell, keys=['points', 'flatness'], names=['']).to_string()}")
+    print("""
+Test accuracy in percent; with a penalty, the difference to none in points, and its standard error
+over seeds. Relative flatness of the penalised layers at equal loss; with a penalty, its share of
+that without (geometric mean over seeds; nan: the loss was not reached). Mean over optimizers and
+learning rates (the worst of them):
+""")
+    means = points.groupby(of_cell).mean().groupby(of_layer)
+    largest = shares.groupby(of_cell).agg(_geometric_mean).groupby(of_layer).max()
+    every = shares.groupby(of_layer).agg(_geometric_mean)
+    summary = [
+        means.mean().map("{:+.1f}".format) + means.min().map(" ({:+.1f})".format),
+        every.map("{:.2g}".format) + largest.map(" ({:.2g})".format),
+    ]
+    print(pd.concat(summary, keys=["points", "flatness"], names=[""]).to_string())
 
 
-def _geometric_mean(shares: np.ndarray) -> str:
-    """Write the mean over the networks that reached the loss; nan if none did."""
-    reached = shares[np.isfinite(shares)]
-    return f"{np.exp(np.log(reached).mean()):.2g}" if len(reached) else "nan"
+def _geometric_mean(shares: "pd.Series[float]") -> float:
+    """Average over the networks that reached the loss; nan if none did."""
+    return float(np.exp(np.log(shares).mean()))
 
 
-def _interval(differences: np.ndarray) -> str:
+def _interval(differences: "pd.Series[float]") -> str:
     """Write the mean of differences and its standard error."""
-    if len(differences) < 2:
-        return f"{differences.mean():+.1f}"
-    error = differences.std(ddof=1) / np.sqrt(len(differences))
-    return f"{differences.mean():+.1f} +- {error:.1f}"
+    error = f" +- {differences.sem():.1f}" if len(differences) > 1 else ""
+    return f"{differences.mean():+.1f}{error}"
 
 
 if __name__ == "__main__":
