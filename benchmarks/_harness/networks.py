@@ -70,18 +70,6 @@ class LeNet5(nn.Module):
         return self.head(self.features(x))
 
 
-class Head(nn.Module):
-    """The last layer of a `LeNet5`, shared and not copied, as a network that takes features."""
-
-    def __init__(self, network: LeNet5) -> None:
-        super().__init__()
-        self.head = network.head
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Turn (n, 84) features into (n, 10) logits."""
-        return self.head(features)
-
-
 class SmallConvNet(nn.Sequential):
     """Three convolutions and two linear layers, for 3x32x32 images."""
 

@@ -76,17 +76,14 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
     return Ratio(float(value), float(low), float(high))
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Lay out rows of text in columns, the first row as a header with a line under it."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+def compare(times: Times, *bases: str) -> pd.DataFrame:
+    """Return a row for each way: its median, and its ratios to other ways with quartiles."""
+    columns = {
+        f"/ {base} [quartiles]": [str(ratio(seconds, times[base])) for seconds in times.values()]
+        for base in bases
+    }
+    medians = [f"{1000 * np.median(seconds):.4g}" for seconds in times.values()]
+    return pd.DataFrame({"median ms": medians} | columns, index=[*times])
 
 
 def interval(values: "pd.Series[float]") -> str:

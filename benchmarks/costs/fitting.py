@@ -5,7 +5,6 @@ epochs, in shuffled batches of 32 samples and in the dtype of the data. The torc
 written by hand, cuts its batches out of tensors and records nothing.
 """
 
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from torch import nn
 
 from benchmarks._harness.networks import epochs
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from benchmarks._harness.timing import Budget, compare, environment, interleave, ratio, verdict
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
 
 BATCH_SIZE = 32
@@ -139,19 +138,13 @@ def main() -> int:
     torch.set_num_threads(1)
     print(f"Fits with batches of {BATCH_SIZE} samples, {options.rounds} of each method")
     print(environment())
-    header = [f"/ {other} [quartiles]" for other in OTHERS]
-    rows = [["fit", "median ms", "ms per epoch", *header]]
     budgets = []
     problems = load_data()
     measured = [replace(problems[2], epochs=1)] if options.quick else problems
     for data in measured:
         ways = {name: partial(fit, data) for name, fit in METHODS.items()}
         times = interleave(ways, options.rounds)
-        for name, seconds in times.items():
-            median = 1000 * float(np.median(seconds))
-            ratios = [str(ratio(seconds, times[other])) for other in OTHERS]
-            cells = [f"{median:.1f}", f"{median / data.epochs:.2f}", *ratios]
-            rows.append([f"{data.name}, {name}", *cells])
+        print(f"\n{data.name}, {data.epochs} epochs\n{compare(times, *OTHERS).to_string()}")
         budgets += [
             Budget(f"{data.name}, {way} / {other}", ratio(times[way], times[other]).value, limit)
             for way, other, limit in (
@@ -160,10 +153,8 @@ def main() -> int:
                 *((OURS, other, 1.0) for other in OTHERS[1:]),
             )
         ]
-    print()
-    print(table(rows))
     return verdict(budgets, judged=not options.quick)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

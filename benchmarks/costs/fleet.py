@@ -5,7 +5,6 @@ with a fleet and one by one, and a torch loop of a few lines, which only trains.
 number of threads.
 """
 
-import sys
 import time
 import warnings
 from itertools import pairwise
@@ -20,7 +19,7 @@ from torch import nn
 from benchmarks._harness.memory import in_fresh_process, peak_growth, peak_in_fresh_process
 from benchmarks._harness.networks import epochs
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import Budget, environment, ratio, table, verdict
+from benchmarks._harness.timing import Budget, environment, ratio, verdict
 from relflat_sk import (
     FlatMinimaSearch,
     FleetTrainer,
@@ -129,7 +128,6 @@ def main() -> int:
     few = max(2, n // 8)  # nets of the ways that train one by one
     print(f"Minima of {n} nets at a time, {options.rounds} rounds")
     print(environment())
-    rows = [["problem", *(f"{way}, minima per minute" for way in WAYS)]]
     budgets = []
     for problem in list(PROBLEMS)[1:2] if options.quick else PROBLEMS:
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -138,7 +136,8 @@ def main() -> int:
                 number = str(n if way == "fleet" else few)
                 more = ("--way", way, "--problem", problem, "--n", number)
                 times.append(in_fresh_process("benchmarks.costs.fleet", *more))
-        rows.append([problem, *(f"{60 / np.median(times):.1f}" for times in seconds.values())])
+        for way, times in seconds.items():
+            print(f"{problem}, {way}: {60 / np.median(times):.1f} minima per minute")
         faster = ratio(seconds["torch loop"], seconds["fleet"]).value
         least = PROBLEMS[problem][-1]
         budgets.append(Budget(f"{problem}, fleet / torch loop", faster, least, at_least=True))
@@ -147,10 +146,8 @@ def main() -> int:
         budgets.append(
             Budget(f"memory of {n} nets / {n} x one", peaks[0] / (n * peaks[1]), MOST_MEMORY)
         )
-    print()
-    print(table(rows))
     return verdict(budgets, judged=not options.quick)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -7,17 +7,16 @@ needs. That step makes logits, their gradients, and the gradient of the weight, 
 the model.
 """
 
-import math
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import pandas as pd
 import torch
 from torch import nn
 
 from benchmarks._harness.memory import peak_growth, peak_in_fresh_process
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from benchmarks._harness.timing import Budget, compare, environment, interleave, ratio, verdict
 from relflat_sk import RelativeFlatnessPenalty, measure
 
 CRITERION = nn.CrossEntropyLoss()
@@ -114,25 +113,16 @@ def main() -> int:
         for name in ways
         if not options.quick or name in {"relative_flatness", PLAIN}
     }
-    rows = [
-        ["", "median ms", "compared with", "ratio [quartiles]", "MiB above model", "above step"]
-    ]
-    found = {}
-    for name, seconds in times.items():
-        base = PLAIN if "step" in name else FORWARD
-        compared = found[name] = ratio(seconds, times[base])
-        peak = peaks.get(name, math.nan)
-        above = f"{peak - peaks[PLAIN]:.0f}" if base == PLAIN else ""
-        median = f"{1000 * torch.tensor(seconds).median():.1f}"
-        rows.append([name, median, base, str(compared), f"{peak:.0f}", above])
-    print("\n" + table(rows))
+    table = compare(times, FORWARD, PLAIN).assign(**{"MiB above model": pd.Series(peaks).round()})
+    print(f"\n{table.to_string()}")
     value, exact = problem.measure("relative_flatness"), problem.exact()
     print(f"\nrelative flatness {value:.8g}, by sums in float64 {exact:.8g}")
     budgets = [
         Budget("relative_flatness, error in units of 1e-4", abs(value / exact - 1) / 1e-4, 1)
     ]
     for name, limit in MEASURES.items():
-        budgets.append(Budget(f"{name} / forward", found[name].value, limit))
+        found = ratio(times[name], times[FORWARD])
+        budgets.append(Budget(f"{name} / forward", found.value, limit))
         if name in peaks:
             budgets.append(Budget(f"{name}, GiB above the model", peaks[name] / 2**10, 0.6))
     size = problem.head[0].weight.nbytes / 2**20
@@ -149,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

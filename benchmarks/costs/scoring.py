@@ -3,8 +3,8 @@
 On a CUDA device, ResNet-18 is timed next to its forward pass, too, and its budget is 1.2.
 """
 
-import sys
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,9 +13,9 @@ from torch.func import functional_call
 
 from benchmarks._harness.data import load_images
 from benchmarks._harness.memory import peak_growth, peak_in_fresh_process
-from benchmarks._harness.networks import Head, LeNet5, ResNet18
+from benchmarks._harness.networks import LeNet5, ResNet18
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from benchmarks._harness.timing import Budget, compare, environment, interleave, ratio, verdict
 from relflat_sk import relative_flatness
 
 CRITERION = nn.CrossEntropyLoss()
@@ -114,37 +114,26 @@ def _times(options: Namespace) -> list[Budget]:
     with torch.no_grad():
         features = model.features(X[few])
     print("\nThe measure by itself, on the last layer's features, which every way needs")
-    return [*budgets, *_time_dense(Head(model), features, y[few], options)]
+    head = nn.Sequential(OrderedDict(head=model.head))
+    return [*budgets, *_time_dense(head, features, y[few], options)]
 
 
 def _time_forward(
-    network: str,
-    model: nn.Module,
-    X: Tensor,
-    y: Tensor,
-    options: Namespace,
-    limit: float,
+    network: str, model: nn.Module, X: Tensor, y: Tensor, options: Namespace, limit: float
 ) -> Budget:
     """Compare with a forward pass, on a CPU in parts of a few batches.
 
     The load of a machine changes within seconds, so the two passes over a part follow each other. A
     GPU takes a fraction of a second for all parts.
     """
-    ways = ("forward", "scoring")
     n_parts = max(1, len(X) // (5 * BATCH_SIZE)) if X.device.type == "cpu" else 1
-    parts = list(zip(X.chunk(n_parts), y.chunk(n_parts), strict=True))
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for part in parts:
-        calls = {name: lambda way=WAYS[name], part=part: way(model, *part) for name in ways}
+    times: dict[str, list[float]] = {"forward": [], "scoring": []}
+    for part in zip(X.chunk(n_parts), y.chunk(n_parts), strict=True):
+        calls = {name: lambda way=WAYS[name], part=part: way(model, *part) for name in times}
         for name, seconds in interleave(calls, options.rounds).items():
             times[name] += seconds
-    rows = [["time", "seconds in all", "/ forward [quartiles]"]]
-    for name, seconds in times.items():
-        in_all = f"{sum(seconds) / options.rounds:.3f}"
-        rows.append([name, in_all, str(ratio(seconds, times["forward"]))])
     print(f"\n{network}, {len(X):,} images in batches of {BATCH_SIZE}; {n_parts} parts, ", end="")
-    print(f"{options.rounds} rounds\n")
-    print(table(rows))
+    print(f"{options.rounds} rounds\n\n{compare(times, 'forward').to_string()}")
     value = ratio(times["scoring"], times["forward"]).value
     name = "scoring / forward" if network == "LeNet-5" else f"{network}, scoring / forward"
     return Budget(name, value, limit)
@@ -152,36 +141,24 @@ def _time_forward(
 
 def _time_dense(model: nn.Module, X: Tensor, y: Tensor, options: Namespace) -> list[Budget]:
     """Compare with dense Hessians on the same images, without extrapolation."""
-    dense = [name for name in WAYS if "hessian" in name]
     values: dict[str, float] = {}
 
     def run(name: str) -> None:
         values[name] = WAYS[name](model, X, y)
 
-    ways = {name: lambda name=name: run(name) for name in ("forward", "scoring", *dense)}
+    ways = {name: lambda name=name: run(name) for name in WAYS}
     times = interleave(ways, min(options.rounds, 5))
-    rows = [["time", "median s", "/ scoring [quartiles]", "/ forward", "value", "differs by"]]
-    for name, seconds in times.items():
-        if name == "forward":
-            continue
-        off = abs(values[name] / values["scoring"] - 1)
-        if not off <= 1e-4:  # float32
+    dense = [name for name in WAYS if "hessian" in name]
+    for name in dense:
+        if not abs(values[name] / values["scoring"] - 1) <= 1e-4:  # float32
             raise RuntimeError(f"{name} gives {values[name]}, not {values['scoring']}.")
-        median = f"{torch.tensor(seconds).median():.3f}"
-        compared = str(ratio(seconds, times["scoring"]))
-        forwards = f"{ratio(seconds, times['forward']).value:.3g}"
-        rows.append([name, median, compared, forwards, f"{values[name]:.6g}", f"{off:.0e}"])
     print(f"{len(X):,} samples in batches of {BATCH_SIZE}, the same for all\n")
-    print(table(rows))
+    print(compare(times, "scoring", "forward").assign(value=values).to_string())
     return [
-        Budget(
-            f"{name} / scoring, the measure by itself",
-            ratio(times[name], times["scoring"]).value,
-            20,
-            at_least=True,
-        )
+        Budget(f"{name} / scoring, the measure by itself",
+               ratio(times[name], times["scoring"]).value, 20, at_least=True)
         for name in dense
-    ]
+    ]  # fmt: skip
 
 
 def _memory(options: Namespace) -> Budget:
@@ -199,4 +176,4 @@ def _memory(options: Namespace) -> Budget:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

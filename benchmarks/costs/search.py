@@ -1,6 +1,5 @@
 """Time of a search beside its training, and of a choice of the penalty by folds."""
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from sklearn.model_selection import cross_val_score
 from sklearn.preprocessing import scale
 
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from benchmarks._harness.timing import Budget, environment, interleave, ratio, verdict
 from relflat_sk import (
     FlatMinimaSearch,
     RelativeFlatnessPenaltyCV,
@@ -72,7 +71,8 @@ def main() -> int:
     print(environment())
     X, y = load_digits(return_X_y=True)
     X = scale(X).astype(np.float32)
-    rows, budgets = [["storage", "s per trial", "training", "the rest"]], []
+    budgets = []
+    print(f"\n{options.trials} trials each; the rest draws, measures, scores and records")
     for name, storage in STORAGES.items():
         with tempfile.TemporaryDirectory() as folder:
             search = make_search(options.trials, storage(Path(folder)))
@@ -81,13 +81,11 @@ def main() -> int:
             whole = (time.perf_counter() - start) / options.trials
         training = float(search.minima_["seconds"].mean())
         rest = whole - training
-        rows.append([name, *(f"{seconds:.3f}" for seconds in (whole, training, rest))])
+        print(f"{name}: {whole:.3f} s per trial, {training:.3f} training, {rest:.3f} the rest")
         budgets.append(Budget(f"seconds beside the training of a trial, {name}", rest, LIMIT))
-    print(f"\n{options.trials} trials each; the rest draws, measures, scores and records")
-    print(table(rows))
     budgets.append(time_choice(X, y, *((1, 1) if options.quick else (3, 10))))
     return verdict(budgets, judged=not options.quick)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -9,7 +9,6 @@ epoch of ten, trained as in `fit`.
     python -m benchmarks.costs.training --resnet --steps 8
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks._harness.data import load_images
 from benchmarks._harness.networks import LeNet5, ResNet18
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.timing import Budget, environment, interleave, ratio, table, verdict
+from benchmarks._harness.timing import Budget, compare, environment, interleave, ratio, verdict
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, SharpnessAwareMixin
 
 BATCH_SIZE = 128
@@ -69,24 +68,20 @@ def make_net(
     )
 
 
+_LAYERS = {"last layer": -1, "first layer": 0, "all layers": "all"}
 # method -> function that makes its net from a module
 METHODS: dict[str, Callable[..., NeuralNet]] = {
     "plain": partial(make_net, NeuralNetClassifier),
     "no penalty": partial(make_net, OURS, flatness_weight=0.0),
-    "last layer": partial(make_net, OURS, flatness_layer=-1),
-    "first layer": partial(make_net, OURS, flatness_layer=0),
-    "all layers": partial(make_net, OURS, flatness_layer="all"),
-    "last layer, no limit": partial(make_net, OURS, flatness_layer=-1, flatness_clip=None),
-    "first layer, no limit": partial(make_net, OURS, flatness_layer=0, flatness_clip=None),
-    "all layers, no limit": partial(make_net, OURS, flatness_layer="all", flatness_clip=None),
+    **{name: partial(make_net, OURS, flatness_layer=layer) for name, layer in _LAYERS.items()},
+    **{
+        f"{name}, no limit": partial(make_net, OURS, flatness_layer=layer, flatness_clip=None)
+        for name, layer in _LAYERS.items()
+    },
     "SAM": partial(make_net, SharpnessAwareNet),
 }
 IMAGE_MLP_NAME = "MLP 784-256-128-10"
-IMAGE_MLP: dict[str, Any] = {
-    "module__n_features": 784,
-    "module__n_outputs": 10,
-    "module__hidden_layer_sizes": (256, 128),
-}
+IMAGE_MLP = partial(MLP, 784, 10, (256, 128))
 
 
 class Epochs:
@@ -116,17 +111,12 @@ def main() -> int:
     print(f"Training steps of {BATCH_SIZE} samples on {options.device}")
     print(f"{steps} steps of each net, {turn} in an epoch")
     print(environment())
-    rows = [["training step", "median ms", "/ plain [quartiles]", "/ no penalty [quartiles]"]]
     compared = {}
     for network in _networks(images, options):
         times = _time(network, y, steps, turn)
+        print(f"\n{network.name}\n{compare(times, 'plain', 'no penalty').to_string()}")
         for name, seconds in times.items():
-            median = f"{1000 * torch.tensor(seconds).median():.2f}"
-            ratios = [ratio(seconds, times[base]) for base in ("plain", "no penalty")]
-            rows.append([f"{network.name}, {name}", median, *map(str, ratios)])
-            compared[f"{network.name}, {name}"] = ratios[1].value
-    print()
-    print(table(rows))
+            compared[f"{network.name}, {name}"] = ratio(seconds, times["no penalty"]).value
     return verdict(_budgets(compared, options.device), judged=not options.quick)
 
 
@@ -148,7 +138,7 @@ def _networks(images: Tensor, options: Namespace) -> list[Timed]:
     few = [name for name in METHODS if "no limit" not in name]
     networks = [
         Timed("LeNet-5", LeNet5, device, images, list(METHODS)),
-        Timed(IMAGE_MLP_NAME, MLP, IMAGE_MLP | device, pixels, list(METHODS)),
+        Timed(IMAGE_MLP_NAME, IMAGE_MLP, device, pixels, list(METHODS)),
     ]
     if options.resnet:
         networks.append(Timed("ResNet-18", ResNet18, device, images, few))
@@ -202,4 +192,4 @@ def _budgets(compared: dict[str, float], device: str) -> list[Budget]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

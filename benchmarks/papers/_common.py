@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.data import load_images
 from benchmarks._harness.options import IMAGES, read_options
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.timing import environment
 from relflat_sk import correlate_measures, measure
 
 RESULTS = Path(__file__).parents[1] / "results" / "papers"
@@ -210,7 +210,7 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
     minima = minima.assign(fifth=pd.qcut(minima["train_loss"], 5, labels=False))
     gaps = {"nats": "generalization_gap", "errors": "error_gap"}
     gaps = {unit: column for unit, column in gaps.items() if column in minima}
-    rows = [["measure", "minima", *(f"r with the gap in {unit}" for unit in gaps)]]
+    rows = []
     for name in names:
         holds = []
         for column in (name, f"{name}_at_loss"):
@@ -218,28 +218,35 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
                 continue
             groups = {"all": [], "equal loss": ["fifth"]} | ({"one setting": by} if by else {})
             for group, keys in groups.items():
-                cells = []
+                cells = {"measure": column, "minima": group}
                 for unit, gap in gaps.items():
                     part = minima.dropna(subset=[column, gap]).assign(
                         generalization_gap=minima[gap]
                     )
                     part = within(part, column, keys) if keys else part
                     claim = correlation(unit, "> 0", part, column)
-                    cells.append(f"{claim.value:.2f} {claim.interval()}")
+                    r = f"{claim.value:.2f} {claim.interval()}"
+                    cells[f"r with the gap in {unit}"] = r
                     if claim.verdict() == "agrees":
                         holds.append(f"{column}, {group}, in {unit}")
-                rows.append([column, group, *cells])
+                rows.append(cells)
         print(f"{name}: r is positive for {'; '.join(holds) or 'no condition'}")
-    print(f"\n{table(rows)}")
+    print(f"\n{pd.DataFrame(rows).to_string(index=False)}")
 
 
 def finish(arguments: Namespace, claims: Sequence[Claim]) -> int:
     """Print the claims with their verdicts."""
-    header = ["claim", "theirs", "ours", "95% interval", "n", "verdict"]
     rows = [
-        [claim.name, str(claim.theirs), f"{claim.value:.2f}", claim.interval(), str(claim.n),
-         "cannot tell (quick)" if arguments.quick else claim.verdict()]
+        {
+            "claim": claim.name,
+            "theirs": claim.theirs,
+            "ours": f"{claim.value:.2f}",
+            "95% interval": claim.interval(),
+            "n": claim.n,
+            "verdict": "cannot tell (quick)" if arguments.quick else claim.verdict(),
+        }
         for claim in claims
-    ]  # fmt: skip
-    print(f"\n{table([header, *rows])}")
+    ]
+    table = pd.DataFrame(rows).set_index("claim").rename_axis(None)
+    print(f"\n{table.to_string()}")
     return 0

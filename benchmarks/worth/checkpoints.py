@@ -23,9 +23,8 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -36,27 +35,21 @@ from tqdm import tqdm
 
 from benchmarks._harness.networks import epochs
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.timing import environment
 from relflat_sk import FlatnessScorer, FlatnessWarning, rank_minima, rank_models
 
 CRITERION = nn.CrossEntropyLoss()
-WAYS = (
-    "comparable flatness", "relative flatness", "head gradient", "last", "training loss",
-    "held-out loss", "any",
-)  # fmt: skip
+BATCH_SIZE, LEARNING_RATE = 16, 0.01
 
 
-@dataclass(frozen=True)
-class Task:
-    """A network with the data on which it is trained and tested. Shapes: `y` (n,)."""
+class Task(NamedTuple):
+    """A network with the data on which it is trained and tested."""
 
     net: nn.Module
     X: Tensor
     y: Tensor
     X_test: Tensor
     y_test: Tensor
-    lr: float
-    batch_size: int = 16
 
 
 def logits(output: Any) -> Tensor:
@@ -66,11 +59,17 @@ def logits(output: Any) -> Tensor:
 
 
 def train(
-    net: nn.Module, X: Tensor, y: Tensor, lr: float, batch_size: int, n_epochs: int, seed: int
+    net: nn.Module,
+    X: Tensor,
+    y: Tensor,
+    n_epochs: int,
+    seed: int,
+    lr: float = LEARNING_RATE,
+    batch_size: int = BATCH_SIZE,
 ) -> list[dict[str, Tensor]]:
     """Train by Adam, and return the weights after each epoch."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam([one for one in net.parameters() if one.requires_grad], lr=lr)
+    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=lr)
     net.train()
     training = epochs(
         lambda rows: CRITERION(logits(net(X[rows])), y[rows]),
@@ -104,7 +103,7 @@ def mlp(seed: int, share: float) -> Task:
     """Make a network with one hidden layer, and digits with a share of wrong labels."""
     X, y, *test = digits(seed, range(10), 300, (64,))
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    return Task(net, X, with_wrong(y, share, 10, seed), *test, lr=0.01)
+    return Task(net, X, with_wrong(y, share, 10, seed), *test)
 
 
 def convolutions(seed: int) -> Task:
@@ -115,9 +114,9 @@ def convolutions(seed: int) -> Task:
         nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5),
     )  # fmt: skip
     X, y, *_ = digits(seed, range(5), 600, (1, 8, 8))
-    train(net, X, y, 0.005, 16, 5, seed)
+    train(net, X, y, 5, seed, lr=0.005)
     X, y, *test = digits(seed, range(5, 10), 100, (1, 8, 8))
-    return Task(net, X, with_wrong(y, 0.1, 5, seed), *test, lr=0.01)
+    return Task(net, X, with_wrong(y, 0.1, 5, seed), *test)
 
 
 def adapter(seed: int) -> Task:
@@ -135,10 +134,9 @@ def adapter(seed: int) -> Task:
         intermediate_size=64, max_position_embeddings=16, num_labels=3,
     )  # fmt: skip
     base = BertForSequenceClassification(config)
-    train(base, *sequences(2000, 0), 2e-3, 32, 6, seed)
+    train(base, *sequences(2000, 0), 6, seed, lr=2e-3, batch_size=32)
     lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
-    data = [*sequences(100, 3), *sequences(1000, 3)]
-    return Task(get_peft_model(base, lora), *data, lr=0.01)
+    return Task(get_peft_model(base, lora), *sequences(100, 3), *sequences(1000, 3))
 
 
 TASKS: dict[str, Callable[[int], Task]] = {
@@ -152,57 +150,59 @@ TASKS: dict[str, Callable[[int], Task]] = {
 # -- choosing --------------------------------------------------------------------------------------
 
 
-def losses_of(net: nn.Module, saved: list[dict[str, Tensor]], X: Tensor, y: Tensor) -> np.ndarray:
-    """Compute mean loss and accuracy of each checkpoint. Shapes: returns (n_checkpoints, 2)."""
-    rows = []
+def outputs_of(net: nn.Module, saved: list[dict[str, Tensor]], X: Tensor) -> Tensor:
+    """Compute the logits of each checkpoint."""
+    found = []
     for weights in saved:
         net.load_state_dict(weights)
         with torch.no_grad():
-            output = logits(net.eval()(X))
-        accuracy = (output.argmax(1) == y).double().mean()
-        rows.append((float(CRITERION(output, y)), float(accuracy)))
-    return np.array(rows)
+            found.append(logits(net.eval()(X)))
+    return torch.stack(found)  # (checkpoints, n, classes)
 
 
-def reachable_share(net: nn.Module, saved: list[dict[str, Tensor]], X: Tensor, y: Tensor) -> float:
+def loss_of(outputs: Tensor, y: Tensor) -> float:
+    """Return the mean loss of a checkpoint."""
+    return float(CRITERION(outputs, y))
+
+
+def reachable_share(outputs: Tensor, y: Tensor) -> float:
     """Return the share of a constant's loss that half of those that have learned reach, from 0.1.
 
     A network reaches the smallest of its losses at all temperatures.
     """
     counts = torch.bincount(y)
-    constant = float(CRITERION(torch.log(counts / len(y)).expand(len(y), -1), y))
-    shares = []
-    for weights in saved:
-        net.load_state_dict(weights)
-        with torch.no_grad():
-            output = logits(net.eval()(X))
-        losses = [float(CRITERION(beta * output, y)) for beta in (1.0, *np.logspace(-2, 3, 200))]
-        if losses[0] < constant:
-            shares.append(min(losses) / constant)
+    constant = loss_of(torch.log(counts / len(y)).expand(len(y), -1), y)
+    shares = [
+        min(loss_of(beta * z, y) for beta in (1.0, *np.logspace(-2, 3, 200))) / constant
+        for z in outputs
+        if loss_of(z, y) < constant
+    ]
     half = sorted(shares)[(len(shares) - 1) // 2] if shares else 0.0
     return min(max(0.1, math.ceil(100 * half) / 100), 0.99)
 
 
-def run(name: str, seed: int, n_epochs: int) -> dict[str, Any]:
-    """Train once, and return the regret of each way: points of accuracy, and loss."""
+def run(name: str, seed: int, n_epochs: int) -> pd.DataFrame:
+    """Train once, and return the regret of each way (rows): points of accuracy, and loss."""
     torch.manual_seed(seed)
-    task = TASKS[name](seed)
-    start = copy.deepcopy(task.net.state_dict())
-    saved = train(task.net, task.X, task.y, task.lr, task.batch_size, n_epochs, seed)
-    at_loss = reachable_share(task.net, saved, task.X, task.y)
+    net, X, y, X_test, y_test = TASKS[name](seed)
+    start = copy.deepcopy(net.state_dict())
+    saved = train(net, X, y, n_epochs, seed)
+    at_loss = reachable_share(outputs_of(net, saved, X), y)
     comparable = FlatnessScorer("comparable_flatness", measure_params={"at_loss": at_loss})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)  # early checkpoints are no minima
         ranked = rank_models(
-            saved, task.X, task.y, module=task.net, criterion=CRITERION,
+            saved, X, y, module=net, criterion=CRITERION,
             measure=[comparable, "relative_flatness", "gradient_norm"],
         )  # fmt: skip
     along = ranked.sort_values("trial").reset_index(drop=True)
-    test = losses_of(task.net, saved, task.X_test, task.y_test)
-    n = len(task.y) * 4 // 5
-    task.net.load_state_dict(start)
-    parts = train(task.net, task.X[:n], task.y[:n], task.lr, task.batch_size, n_epochs, seed)
-    held_out = losses_of(task.net, parts, task.X[n:], task.y[n:])[:, 0]
+    of_test = outputs_of(net, saved, X_test)
+    losses = np.array([loss_of(z, y_test) for z in of_test])
+    points = 100 * (of_test.argmax(2) == y_test).double().mean(1).numpy()
+    n = len(y) * 4 // 5
+    net.load_state_dict(start)
+    parts = train(net, X[:n], y[:n], n_epochs, seed)
+    held_out = [loss_of(z, y[n:]) for z in outputs_of(net, parts, X[n:])]
     tail = n_epochs * 2 // 3
     picks = {
         "comparable flatness": pick(ranked, "comparable_flatness"),
@@ -210,12 +210,14 @@ def run(name: str, seed: int, n_epochs: int) -> dict[str, Any]:
         "head gradient": tail + int(along["gradient_norm"][tail:].to_numpy().argmin()),
         "last": n_epochs - 1,
         "training loss": int(along["train_loss"].argmin()),
-        "held-out loss": int(held_out.argmin()),
+        "held-out loss": int(np.argmin(held_out)),
     }
-    regret = np.stack([test[:, 0] - test[:, 0].min(), 100 * (test[:, 1].max() - test[:, 1])], 1)
-    found = {way: regret[at] for way, at in picks.items()} | {"any": regret.mean(0)}
-    return {"task": name, "seed": seed, "n_unmeasured": int((~along["converged"]).sum()),
-            "at_loss": at_loss, **found}  # fmt: skip
+    regret = pd.DataFrame({"points": points.max() - points, "loss": losses - losses.min()})
+    found = pd.DataFrame(
+        {way: regret.loc[at] for way, at in picks.items()} | {"any": regret.mean()}
+    )
+    is_measured = along["converged"]
+    return found.T.assign(task=name, seed=seed, unmeasured=(~is_measured).sum(), at_loss=at_loss)
 
 
 def pick(ranked: pd.DataFrame, measure: str) -> int:
@@ -225,36 +227,21 @@ def pick(ranked: pd.DataFrame, measure: str) -> int:
     return int(first["trial"]) if first["comparable"] else len(ranked) - 1
 
 
-def summarize(rows: list[dict[str, Any]]) -> str:
-    """Return a table of mean regrets with standard errors, over all runs and for each task."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    lines = [["regret of the choice", "points, all runs", "loss, all runs", *tasks]]
-    for way in WAYS:
-        regrets = np.array([row[way] for row in rows])
-        error = regrets.std(0, ddof=1) / np.sqrt(len(rows)) if len(rows) > 1 else np.zeros(2)
-        means = regrets.mean(0)
-        of_tasks = [np.mean([row[way][1] for row in rows if row["task"] == one]) for one in tasks]
-        lines.append([
-            way,
-            f"{means[1]:.2f} +- {error[1]:.2f}",
-            f"{means[0]:.3f} +- {error[0]:.3f}",
-            *(f"{one:.2f}" for one in of_tasks),
-        ])
-    return str(table(lines))
-
-
 def main() -> None:
     options = read_options(__doc__, tasks=TASKS, seeds=(5, 1), epochs=(40, 3))
     print(environment())
     runs = list(product(options.tasks, range(options.seeds)))
-    rows = [run(*one, options.epochs) for one in tqdm(runs, desc="runs")]
+    tables = [run(*one, options.epochs) for one in tqdm(runs, desc="runs")]
+    rows = pd.concat(tables).rename_axis("regret of the choice")
+    by_way = rows.groupby(level=0, sort=False)[["points", "loss"]]
     print(
-        f"{len(rows)} runs with {options.epochs} checkpoints each; columns of tasks are in points"
+        f"{len(runs)} runs with {options.epochs} checkpoints each; columns of tasks are in points"
     )
-    print(summarize(rows))
-    for task in dict.fromkeys(row["task"] for row in rows):
-        some = [row for row in rows if row["task"] == task]
-        n, shares = sum(row["n_unmeasured"] for row in some), [row["at_loss"] for row in some]
+    table = by_way.mean().add_suffix(", all runs").join(by_way.sem().add_suffix(", stderr"))
+    of_tasks = rows.pivot_table("points", rows.index, "task", sort=False)
+    print(table.join(of_tasks).to_string(float_format="{:.3f}".format))
+    for task, some in rows.loc["any":"any"].groupby("task", sort=False):
+        n, shares = some["unmeasured"].sum(), some["at_loss"].to_list()
         print(
             f"{task}: {n} checkpoints are not compared, the others at {shares} of a constant's loss"
         )

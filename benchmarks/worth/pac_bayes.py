@@ -10,9 +10,7 @@ below 0.5, the error of a coin: here for at least 95 of 100 seeds, though some t
 """
 
 import copy
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -22,7 +20,7 @@ from torch.func import functional_call
 
 from benchmarks._harness.networks import epochs
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.timing import environment
 from relflat_sk import MLP
 from relflat_sk.theory import PacBayesBound, pac_bayes_bound
 
@@ -34,17 +32,15 @@ SPREAD = 2.0  # of the Gaussians' centres, in units of the Gaussians' own deviat
 CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True)
-class Task:
-    """The centres of the Gaussians of a task, (2 classes, 2 Gaussians, features)."""
-
-    centres: np.ndarray
-
-    def draw(self, n: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Draw n independent samples with their labels."""
-        y, which = rng.integers(2, size=(2, n))
-        X = self.centres[y, which] + rng.normal(size=(n, N_FEATURES))
-        return torch.tensor(X, dtype=torch.float32), torch.tensor(y)
+def draw(
+    centres: np.ndarray,  # (2 classes, 2 Gaussians, features)
+    n: int,
+    rng: np.random.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Draw n independent samples of a task with their labels."""
+    y, which = rng.integers(2, size=(2, n))
+    X = centres[y, which] + rng.normal(size=(n, N_FEATURES))
+    return torch.tensor(X, dtype=torch.float32), torch.tensor(y)
 
 
 def train(net: nn.Module, X: Tensor, y: Tensor) -> nn.Module:
@@ -80,9 +76,9 @@ def judge(seed: int, samples: int) -> dict[str, float]:
     """Draw a task, train a network, and compare its bound with its error."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    task = Task(SPREAD * rng.normal(size=(2, 2, N_FEATURES)))
-    X, y = task.draw(samples, rng)
-    X_new, y_new = task.draw(N_FRESH, rng)
+    centres = SPREAD * rng.normal(size=(2, 2, N_FEATURES))
+    X, y = draw(centres, samples, rng)
+    X_new, y_new = draw(centres, N_FRESH, rng)
     initial = MLP(N_FEATURES, 2, (N_HIDDEN,))
     net = train(initial, X, y)
     found: PacBayesBound = pac_bayes_bound(
@@ -101,17 +97,6 @@ def judge(seed: int, samples: int) -> dict[str, float]:
     }
 
 
-def describe(rows: pd.DataFrame) -> str:
-    """Lay out mean, smallest and largest value over the seeds."""
-    lines = [["", "mean", "smallest", "largest"]]
-    for name, values in rows.items():
-        lines.append([
-            str(name),
-            *(f"{v:.3g}" for v in (values.mean(), values.min(), values.max())),
-        ])
-    return table(lines)
-
-
 def main() -> int:
     arguments = read_options(__doc__, seeds=(100, 3), samples=500)
     seeds = arguments.seeds
@@ -120,7 +105,8 @@ def main() -> int:
     rows = pd.DataFrame([judge(seed, arguments.samples) for seed in range(seeds)])
     holds = rows["bound"] >= rows["error with noise, fresh"]
     useful = rows["bound"] < 0.5
-    print(f"\n{describe(rows)}\n")
+    table = rows.agg(["mean", "min", "max"]).T
+    print(f"\n{table.to_string(float_format='{:.3g}'.format)}\n")
     print(f"the bound is above the true error for {holds.sum()} of {seeds} seeds")
     print(f"the bound is below 0.5 for {useful.sum()} of {seeds} seeds")
     if arguments.quick:
@@ -128,8 +114,8 @@ def main() -> int:
         return 0
     good = min(holds.mean(), useful.mean()) >= CONFIDENCE
     print("good" if good else "too weak")
-    return 0 if good else 1
+    return int(not good)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

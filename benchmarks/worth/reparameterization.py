@@ -9,7 +9,6 @@ correlation of a good measure stays the same, too.
 
 import copy
 import itertools
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +20,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.timing import environment
 from relflat_sk import correlate_measures, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
 
@@ -111,10 +110,9 @@ def find_minima(
 
 def judge(
     before: pd.DataFrame, after: pd.DataFrame, invariant: set[str]
-) -> tuple[list[list[str]], bool]:
+) -> tuple[pd.DataFrame, bool]:
     """Compare the coefficients of each measure with the table of invariances."""
-    rows = [["measure", "kendall", "after", "spearman", "after", "largest change", "verdict"]]
-    fine = True
+    rows, fine = {}, True
     for name in before.index:
         one, other = before.loc[name], after.loc[name]
         change = max(abs(one[c] - other[c]) for c in COEFFICIENTS)
@@ -128,9 +126,12 @@ def judge(
         if name == DESTROYED:
             destroyed = abs(other["kendall"]) < LEFT * abs(one["kendall"])
             verdict, fine = ("destroyed" if destroyed else "NOT DESTROYED"), fine and destroyed
-        numbers = (one["kendall"], other["kendall"], one["spearman"], other["spearman"])
-        rows.append([name, *(f"{n:.3f}" for n in numbers), f"{change:.1e}", verdict])
-    return rows, fine
+        rows[name] = {
+            f"{kind}, {when}": f"{row[kind]:.3f}"
+            for kind in ("kendall", "spearman")
+            for when, row in (("before", one), ("after", other))
+        } | {"largest change": f"{change:.1e}", "verdict": verdict}
+    return pd.DataFrame(rows).T, fine
 
 
 def main() -> int:
@@ -166,8 +167,8 @@ def main() -> int:
         correlate_measures(minima, n_bootstrap=1, random_state=0).set_index("measure").loc[names]
         for minima in (before, after)
     ]
-    rows, fine = judge(*coefficients, invariant)
-    print(table(rows))
+    table, fine = judge(*coefficients, invariant)
+    print(table.to_string())
     if arguments.quick:
         print("\nnot judged (quick)")
         return 0
@@ -176,4 +177,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -15,7 +15,6 @@ measured   the same for the rise that was measured on the part, in place of the 
 passes     seconds of the prediction over those of measuring all layers
 """
 
-import sys
 import time
 
 import numpy as np
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks._harness.networks import epochs
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import environment, table
+from benchmarks._harness.timing import environment
 from relflat_sk import layer_sensitivity
 
 BITS = (8, 6, 4, 3)
@@ -103,7 +102,7 @@ def judge(net: nn.Module, X: Tensor, y: Tensor, seed: int) -> tuple[pd.DataFrame
     return pd.concat(tables), seconds[0] / (seconds[1] - seconds[0])
 
 
-def summarize(found: pd.DataFrame) -> list[str]:
+def summarize(found: pd.DataFrame) -> dict[str, float]:
     """Return the columns of one network and number of bits."""
     taus = [
         [kendalltau(part[way], part["measured"]).statistic for way in ("predicted", "by_trace")]
@@ -115,23 +114,26 @@ def summarize(found: pd.DataFrame) -> list[str]:
         < 2 * np.hypot(found[error], found["elsewhere_stderr"])
         for value, error in (("predicted", "stderr"), ("measured", "measured_stderr"))
     ]
-    largest = found.groupby("layer")["measured"].mean().max()
     tau, trace = np.mean(taus, axis=0)
-    return [
-        str(found["layer"].nunique()), f"{largest:.1e}", f"{tau:.2f}", f"{trace:.2f}",
-        f"{relative.median():.3f}", *(f"{one.mean():.2f}" for one in shares),
-    ]  # fmt: skip
+    return {
+        "layers": found["layer"].nunique(),
+        "largest rise": found.groupby("layer")["measured"].mean().max(),
+        "tau": tau,
+        "trace": trace,
+        "error": relative.median(),
+        "within": shares[0].mean(),
+        "measured": shares[1].mean(),
+    }
 
 
-def main() -> int:
+def main() -> None:
     quick = read_options(__doc__).quick
     print(environment())
     X, y = (torch.as_tensor(one) for one in load_digits(return_X_y=True))
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))
     order = order[: N_PARTS * N_SAMPLES]
     X, y = X[order].float() / 16, y[order]
-    rows = [["network", "loss", "bits", "layers", "largest rise", "tau", "trace", "error", "within",
-             "measured", "passes"]]  # fmt: skip
+    rows = []
     for name, net in make_networks().items():
         loss = train(net, X, y, 1 if quick else 15)
         net.double()
@@ -139,12 +141,10 @@ def main() -> int:
             *(judge(net, X.double(), y, seed) for seed in range(1 if quick else 10)), strict=True
         )
         for bits, found in pd.concat(tables).groupby("bits", sort=False):
-            cells = [*summarize(found), f"{np.median(costs):.2f}"]
-            rows.append([name, f"{loss:.3f}", str(bits), *cells])
-            print(*rows[-1], file=sys.stderr)
-    print(table(rows))
-    return 0
+            cells = summarize(found) | {"passes": np.median(costs)}
+            rows.append({"network": name, "loss": loss, "bits": bits, **cells})
+    print(pd.DataFrame(rows).to_string(index=False, float_format="{:.2g}".format))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
