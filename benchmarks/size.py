@@ -25,14 +25,10 @@ MOST_REFUSALS = 0.07  # of the library's code
 
 def docstring_lines(tree: ast.AST) -> set[int]:
     """Return the numbers of the lines in docstrings."""
-    found: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            value = getattr(first, "value", None)
-            if isinstance(first, ast.Expr) and isinstance(getattr(value, "value", None), str):
-                found.update(range(first.lineno, (first.end_lineno or 0) + 1))
-    return found
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+    docstrings = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
+    return set().union(*map(lines_of, docstrings))
 
 
 def weigh(path: Path) -> dict[str, int]:
@@ -46,11 +42,14 @@ def weigh(path: Path) -> dict[str, int]:
         if number not in docstrings and line.strip() and not line.strip().startswith("#")
     }
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    refusals, checks = refusal_lines(tree), refusal_lines(tree)
-    for function in functions:
-        returns_nothing = getattr(function.returns, "value", function) is None
-        if returns_nothing and refusal_lines(function):
-            checks |= lines_of(function)
+    refusals = refusal_lines(tree)
+    checks = refusals.union(
+        *(
+            lines_of(function)
+            for function in functions
+            if getattr(function.returns, "value", function) is None and refusal_lines(function)
+        )
+    )
     return {
         "modules": 1,
         "lines": len(lines),
@@ -80,27 +79,23 @@ def refusal_lines(tree: ast.AST) -> set[int]:
 def sizes(folder: str) -> pd.DataFrame:
     """Add up the files of each package directly in a folder."""
     root = ROOT / folder
-    rows = []
-    for path in root.rglob("*.py"):
-        package = path.relative_to(root).parts[0]
-        name = "(top)" if package == path.name else package
-        rows.append({"package": name, **weigh(path)})
-    table = pd.DataFrame(rows).groupby("package").sum().sort_index()
+    files = {path: weigh(path) for path in root.rglob("*.py")}
+    packages = ["(top)" if path.parent == root else path.relative_to(root).parts[0]
+                for path in files]  # fmt: skip
+    table = pd.DataFrame([*files.values()], index=packages).groupby(level=0).sum()
     table.loc["all"] = table.sum()
     return table
 
 
 def count_parameters() -> "pd.Series[int]":
     """Count the parameters of each public function and class, the most first."""
-    found = {name: getattr(relflat_sk, name) for name in relflat_sk.__all__}
-    own = {n: one for n, one in found.items() if callable(one) and not is_exception(one)}
-    counts = {name: len(inspect.signature(one).parameters) for name, one in own.items()}
+    public = {name: getattr(relflat_sk, name) for name in relflat_sk.__all__}
+    counts = {
+        name: len(inspect.signature(value).parameters)
+        for name, value in public.items()
+        if callable(value) and not (isinstance(value, type) and issubclass(value, Exception))
+    }
     return pd.Series(counts).sort_values(ascending=False, kind="stable")
-
-
-def is_exception(value: object) -> bool:
-    """Return whether a value is a class of exceptions or warnings."""
-    return isinstance(value, type) and issubclass(value, Exception)
 
 
 def main() -> None:
@@ -111,11 +106,10 @@ def main() -> None:
             found = int(table.loc["all", what])
             print(f"{what}: {found:,}, at most {most:,}: {'ok' if found <= most else 'OVER'}")
         if folder == "relflat_sk":
-            refusals, checks = (table.loc["all", what] / table.loc["all", "code"]
-                                for what in ("refusals", "checks"))  # fmt: skip
-            verdict = "ok" if refusals <= MOST_REFUSALS else "OVER"
-            print(f"refusals: {refusals:.1%} of the code, at most {MOST_REFUSALS:.0%}: {verdict};")
-            print(f"with the functions that only check: {checks:.1%}")
+            shares = table.loc["all", ["refusals", "checks"]] / table.loc["all", "code"]
+            verdict = "ok" if shares["refusals"] <= MOST_REFUSALS else "OVER"
+            print(f"refusals: {shares['refusals']:.1%} of the code, at most {MOST_REFUSALS:.0%}: ")
+            print(f"{verdict}; with the functions that only check: {shares['checks']:.1%}")
         print()
     counts = count_parameters()
     print(f"{len(relflat_sk.__all__)} public names, {counts.sum()} parameters; the most have")

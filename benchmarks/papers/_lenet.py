@@ -1,6 +1,5 @@
 """Minima of LeNet-5, with the measures of P19's Figures 2 to 4 and of P21's Figure 5."""
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
-from benchmarks._harness.stored import Run, completed
-from benchmarks.papers._common import Arrays, at_equal_loss, gaps_of, init, load
+from benchmarks._harness.stored import Run
+from benchmarks.papers._common import Arrays, Figure, at_equal_loss, gaps_of, init
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
@@ -38,7 +37,7 @@ class InitializedLeNet5(LeNet5):
 
 
 def complete(
-    arguments: Namespace,
+    figure: Figure,
     runs: Sequence[Run],
     lr: Callable[[Run], float],
     goal: float,
@@ -48,13 +47,13 @@ def complete(
 
     Large batches come first: their epochs have the fewest steps.
     """
-    n, n_test = (50_000, 10_000) if arguments.full else (5000 if arguments.data else 1000, 1000)
-    data = load(arguments, 48 if arguments.quick else n, n_test, images=True)
+    n, n_test = (50_000, 10_000) if figure.full else (5000 if figure.data else 1000, 1000)
+    data = figure.load(48 if figure.quick else n, n_test, images=True)
     size = 1
-    if arguments.full or arguments.device != "cpu":
+    if figure.full or figure.device != "cpu":
         runs = sorted(runs, key=lambda run: (-run["param_batch_size"], run.get("param_optimizer")))
         size = 36
-    return completed(arguments, runs, train_rows, lr, data, goal, measures, arguments, size=size)
+    return figure.complete(runs, train_rows, lr, data, goal, measures, figure, size=size)
 
 
 def train_rows(
@@ -63,18 +62,18 @@ def train_rows(
     data: Arrays,
     goal: float,
     measures: Measures,
-    arguments: Namespace,
+    figure: Figure,
 ) -> list[Run]:
     """Train LeNet-5s together until their losses are the goal, and measure them."""
     X, y, *_ = data
-    max_epochs = 8 if arguments.quick else 100 if arguments.full else 400
+    max_epochs = 8 if figure.quick else 100 if figure.full else 400
     nets = [
         RelativeFlatnessRegularizedClassifier(
             InitializedLeNet5, module__kind=run["param_init"], flatness_weight=0, lr=lr(run),
             batch_size=run["param_batch_size"],
             optimizer=getattr(torch.optim, run.get("param_optimizer", "SGD")),
             optimizer__weight_decay=run.get("param_decay", 0.0), max_epochs=max_epochs,
-            callbacks=[StopAtLoss(goal)], device=arguments.device,
+            callbacks=[StopAtLoss(goal)], device=figure.device,
             random_state=run["param_seed"], verbose=0,
         )
         for run in runs

@@ -14,8 +14,7 @@ import numpy as np
 import pandas as pd
 
 from benchmarks._harness.networks import SmallConvNet
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import Arrays, finish, load, losses_of, mean, read_arguments
+from benchmarks.papers._common import Arrays, Figure, losses_of, mean
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier
 
 WEIGHTS = {"plain": 0.0, "against flatness": -1.0}
@@ -63,17 +62,17 @@ def differences(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("against_flatness", __doc__, argv)
-    images = bool(arguments.data)
-    n = 60 if arguments.quick else 2000 if images else 600
-    data = load(arguments, n, 1000, images=images)
+    figure = Figure("against_flatness", __doc__, argv)
+    images = bool(figure.data)
+    n = 60 if figure.quick else 2000 if images else 600
+    data = figure.load(n, 1000, images=images)
     runs = [
         {"param_arm": arm, "param_seed": seed}
-        for seed in range(2 if arguments.quick else 20)
+        for seed in range(2 if figure.quick else 20)
         for arm in WEIGHTS
     ]
-    epochs = STOPS if arguments.quick else 60
-    frame = completed(arguments, runs, train_row, data, epochs)
+    epochs = STOPS if figure.quick else 60
+    frame = figure.complete(runs, train_row, data, epochs)
     values = differences(frame)
     signs = ("> 0", "< 0", "< 0", "> 0", "> -1")
     claims = [
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("relative_flatness", "test_accuracy"):
             medians = rows.filter(like=name).median()
             print(f"{arm}, {name}: {' '.join(f'{value:.3g}' for value in medians)}")
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks._harness.networks import SmallConvNet
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import Arrays, finish, load, losses_of, mean, read_arguments
+from benchmarks.papers._common import Arrays, Figure, losses_of, mean
 from relflat_sk import MLP, RelativeFlatnessRegularizedClassifier, relative_flatness
 
 STEPS = 30
@@ -67,15 +66,14 @@ def along(net: Any, X: np.ndarray, y: np.ndarray, size: float) -> dict[str, floa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("along_attacks", __doc__, argv)
-    images = bool(arguments.data)
-    n, n_test = (100, 50) if arguments.quick else (2000, 500) if images else (800, 900)
-    data = load(arguments, n, n_test, images=images)
-    runs = [{"param_seed": seed} for seed in range(3 if arguments.quick else 20)]
+    figure = Figure("along_attacks", __doc__, argv)
+    images = bool(figure.data)
+    n, n_test = (100, 50) if figure.quick else (2000, 500) if images else (800, 900)
+    data = figure.load(n, n_test, images=images)
+    runs = [{"param_seed": seed} for seed in range(3 if figure.quick else 20)]
     # of pixels between 0 and 1, or of a standard deviation
-    frame = completed(
-        arguments, runs, train_row, data, 15 if images else 30, 0.005 if images else 0.01
-    )
+    epochs, step = (15, 0.005) if images else (30, 0.01)
+    frame = figure.complete(runs, train_row, data, epochs, step)
     claims = [
         mean("log10 flatness at the flip minus before", "> 0", frame["rise"]),
         mean("log10 flatness at the last step minus at the flip", "< 0", frame["fall"]),
@@ -83,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     print(f"\nmean flatness {-AROUND[0]} steps before the flip to {AROUND[-1]} steps after it")
     print(" ".join(f"{frame[f'kappa_{step}'].mean():.3g}" for step in AROUND))
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,7 @@ import torch
 from skorch.callbacks import LRScheduler
 
 from benchmarks._harness.networks import SharpnessAwareClassifier, SmallConvNet
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import Arrays, finish, load, losses_of, mean, read_arguments
+from benchmarks.papers._common import Arrays, Figure, losses_of, mean
 from relflat_sk import MLP, FleetTrainer, RelativeFlatnessRegularizedClassifier, WeightAverage
 
 RATES = (0.05, 0.15)
@@ -77,18 +76,18 @@ def chosen(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("equal_terms", __doc__, argv)
-    images = bool(arguments.data)
-    n = 60 if arguments.quick else 2000 if images else 400
-    data = load(arguments, n, 1000, images=images)
+    figure = Figure("equal_terms", __doc__, argv)
+    images = bool(figure.data)
+    n = 60 if figure.quick else 2000 if images else 400
+    data = figure.load(n, 1000, images=images)
     runs = [
         {"param_arm": arm, "param_setting": setting, "param_seed": seed}
         for arm, settings in SETTINGS.items()
-        for setting in range(2 if arguments.quick else len(settings))
-        for seed in range(2 if arguments.quick else 10)
+        for setting in range(2 if figure.quick else len(settings))
+        for seed in range(2 if figure.quick else 10)
     ]
-    epochs = 2 if arguments.quick else 40
-    accuracy = chosen(completed(arguments, runs, train_rows, data, epochs, size=10))
+    epochs = 2 if figure.quick else 40
+    accuracy = chosen(figure.complete(runs, train_rows, data, epochs, size=10))
     print(f"\nmean test accuracy\n{accuracy.mean().round(2).to_string()}")
     accuracy = accuracy.reindex(columns=[*STRENGTHS])
     pairs = [(arm, "plain") for arm in STRENGTHS if arm != "plain"]
@@ -97,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for arm, other in pairs:
         gains = (accuracy[arm] - accuracy[other]).dropna()
         claims.append(mean(f"points of test accuracy, {arm} minus {other}", "> 0", gains, of=2))
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import Arrays, correlation, finish, gaps_of, load, read_arguments
+from benchmarks.papers._common import Arrays, Figure, correlation, gaps_of
 from relflat_sk import (
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
@@ -48,11 +47,11 @@ def train_rows(runs: Sequence[dict[str, Any]], data: Arrays, epochs: int) -> lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("hundred_networks", __doc__, argv)
-    data = load(arguments, 100 if arguments.quick else 600, 5000, images=False)
-    runs = [{"param_seed": seed} for seed in range(4 if arguments.quick else 100)]
-    epochs = 60 if arguments.quick else 30
-    frame = completed(arguments, runs, train_rows, data, epochs, size=100)
+    figure = Figure("hundred_networks", __doc__, argv)
+    data = figure.load(100 if figure.quick else 600, 5000, images=False)
+    runs = [{"param_seed": seed} for seed in range(4 if figure.quick else 100)]
+    epochs = 60 if figure.quick else 30
+    frame = figure.complete(runs, train_rows, data, epochs, size=100)
     of_errors = frame.assign(generalization_gap=frame["test_error"])
     names = ["disagreement", "train_loss", *NAMES]
     claims = [correlation(name, "> 0.37", of_errors, name, "spearman") for name in names]
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         correlation(f"sign of {name}", "< 0", of_errors, name, "spearman")
         for name in ("relative_flatness", "hessian_trace")
     ]
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import finish, load, mean, read_arguments
+from benchmarks.papers._common import Figure, mean
 from relflat_sk import MLP, sharpness_conditions
 
 DEPTH = 10
@@ -57,11 +56,11 @@ def train_row(width: int, seed: int, X: np.ndarray, y: np.ndarray, quick: bool) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("n17_figure_5", __doc__, argv)
-    X, y, _, _ = load(arguments, 100 if arguments.quick else 1000, 100, images=False)
-    widths, n = ((20,), 3) if arguments.quick else (WIDTHS, 20)
+    figure = Figure("n17_figure_5", __doc__, argv)
+    X, y, _, _ = figure.load(100 if figure.quick else 1000, 100, images=False)
+    widths, n = ((20,), 3) if figure.quick else (WIDTHS, 20)
     runs = [{"param_width": width, "param_seed": seed} for width in widths for seed in range(n)]
-    every = completed(arguments, runs, train_row, X, y, arguments.quick)
+    every = figure.complete(runs, train_row, X, y, figure.quick)
     frame = every[every["param_width"] == widths[0]]
     limits = {"C1": "> 0.25", "C2": "< 5", "C3": "< 3"}  # mu, C_2 and C_3
     claims = [
@@ -85,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name, theirs in {"C2_of_sizes": "< 5", "C1_ratio": 1.0, "C2_ratio": 1.0}.items()
             if len(rows)
         ]
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import (
-    Arrays,
-    Statistic,
-    bootstrap,
-    finish,
-    load,
-    rank,
-    read_arguments,
-)
+from benchmarks.papers._common import Arrays, Figure, Statistic, bootstrap, rank
 from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, flatness_report, measure
 
 NORMS = ["frobenius_product", "l1_path_norm", "l2_path_norm", "spectral_product"]
@@ -100,30 +91,30 @@ def growth(name: str) -> Statistic:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("n17_figures_1_to_4", __doc__, argv)
-    data = load(arguments, 200 if arguments.quick else 1200, 1000, images=False)
+    figure = Figure("n17_figures_1_to_4", __doc__, argv)
+    data = figure.load(200 if figure.quick else 1200, 1000, images=False)
     sizes = {"labels": [100, 200, 400, 800], "confusion": [0, 100, 200, 400, 800],
              "width": [8, 16, 32, 128, 512]}  # fmt: skip
     runs = [
         {"param_what": what, "param_size": size, "param_kind": kind, "param_seed": seed}
-        for seed in range(1 if arguments.quick else 5)
+        for seed in range(1 if figure.quick else 5)
         for what, several in sizes.items()
-        for size in (several[:2] if arguments.quick else several)
+        for size in (several[:2] if figure.quick else several)
         for kind in (["true", "random"] if what == "labels" else ["true"])
     ]
-    every = completed(arguments, runs, train_row, data, arguments.quick)
+    every = figure.complete(runs, train_row, data, figure.quick)
     labels, confusion, width = (every[every["param_what"] == what] for what in sizes)
     # the paper plots the spectral norm without the number of units
     width = width.assign(spectral_product=width["spectral_product"] / width["param_size"])
     few, many = min(sizes["labels"]), max(sizes["labels"])
     claims = []
     for name in [*NORMS, "kl"]:
-        figure = "Figure 2" if name == "kl" else "Figure 1"
+        number = 2 if name == "kl" else 1
         claims += [
             bootstrap(
-                f"{figure}: log {name}, random - true", "> 0", labels, random_over_true(name)
+                f"Figure {number}: log {name}, random - true", "> 0", labels, random_over_true(name)
             ),
-            bootstrap(f"{figure}: growth of it, random - true", "> 0", labels, growth(name)),
+            bootstrap(f"Figure {number}: growth of it, random - true", "> 0", labels, growth(name)),
         ]
     sharp = "keskar_sharpness"
     claims += [
@@ -149,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank(f"Figure 4: {name} with the width, from 128", sign, wide, size, name)
         for name, sign in zip(NORMS[:3], ("> 0", "> 0", "< 0"), strict=True)
     ]
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

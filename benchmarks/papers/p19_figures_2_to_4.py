@@ -12,14 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from benchmarks.papers._common import (
-    bootstrap,
-    conditions,
-    correlation,
-    finish,
-    mean,
-    read_arguments,
-)
+from benchmarks.papers._common import Figure, bootstrap, conditions, correlation, mean
 from benchmarks.papers._lenet import DELTA, complete, of_layer
 
 RATES = {4: 0.001, 32: 0.008, 64: 0.02, 512: 0.1}
@@ -37,16 +30,16 @@ def seed_share(gaps: pd.DataFrame) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("p19_figures_2_to_4", __doc__, argv, full=False)
+    figure = Figure("p19_figures_2_to_4", __doc__, argv, full=False)
     runs = [
         {"param_batch_size": size, "param_init": kind, "param_seed": seed}
-        for seed in range(1 if arguments.quick else 9)
+        for seed in range(1 if figure.quick else 9)
         for kind in INITS
-        for size in (RATES if not arguments.quick else (32,))
+        for size in (RATES if not figure.quick else (32,))
     ]
-    rates = dict.fromkeys(RATES, 0.1) if arguments.quick else RATES
-    every = complete(arguments, runs, lambda run: rates[run["param_batch_size"]], GOAL, of_layer)
-    frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
+    rates = dict.fromkeys(RATES, 0.1) if figure.quick else RATES
+    every = complete(figure, runs, lambda run: rates[run["param_batch_size"]], GOAL, of_layer)
+    frame = every[every["train_loss"] <= (9 if figure.quick else 0.1)]
     inside = frame["robustness"] <= DELTA**2 / 2 * frame["eigenvalue_flatness"]
 
     def r(rows: pd.DataFrame, name: str) -> float:
@@ -74,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mean("Figure 4: share of minima below the bound", "> 0.9", inside.astype(float)),
     ]  # fmt: skip
     conditions(frame, ["trace_flatness"], ["param_batch_size"])  # which has one rate
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

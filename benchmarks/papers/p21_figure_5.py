@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 
-from benchmarks.papers._common import bootstrap, conditions, correlation, finish, read_arguments
+from benchmarks.papers._common import Figure, bootstrap, conditions, correlation
 from benchmarks.papers._lenet import FIVE, complete, of_network
 
 GOAL = 0.1
@@ -22,23 +22,23 @@ RATES = {"SGD": 0.02, "Adam": 0.001, "RMSprop": 0.0005}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("p21_figure_5", __doc__, argv, full=False)
-    decays = [{"param_decay": decay} for decay in (0.0, 5e-4)] if arguments.full else [{}]
+    figure = Figure("p21_figure_5", __doc__, argv, full=False)
+    decays = [{"param_decay": decay} for decay in (0.0, 5e-4)] if figure.full else [{}]
     runs = [
         {"param_optimizer": name, "param_batch_size": size, "param_faster": faster,
          "param_init": kind, **decay, "param_seed": seed}
-        for seed in range(1 if arguments.quick else 3)
+        for seed in range(1 if figure.quick else 3)
         for decay in decays
         for kind in ("xavier_normal", "kaiming_uniform", "uniform")
-        for size in ((32, 128, 512) if arguments.full else (32, 128))
+        for size in ((32, 128, 512) if figure.full else (32, 128))
         for faster in (1, 2)
-        for name in (RATES if not arguments.quick else ["Adam"])
+        for name in (RATES if not figure.quick else ["Adam"])
     ]  # fmt: skip
     every = complete(
-        arguments, runs[: 4 if arguments.quick else None],
+        figure, runs[: 4 if figure.quick else None],
         lambda run: RATES[run["param_optimizer"]] * run["param_faster"], GOAL, of_network,
     )  # fmt: skip
-    frame = every[every["train_loss"] <= (9 if arguments.quick else 1.5 * GOAL)]
+    frame = every[every["train_loss"] <= (9 if figure.quick else 1.5 * GOAL)]
 
     def lead(other: str) -> Callable[[pd.DataFrame], float]:
         def of(rows: pd.DataFrame) -> float:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     setting = ["param_optimizer", "param_faster", "param_batch_size"]
     conditions(frame, ["relative_flatness", "hessian_trace", "pac_bayes_flatness"], setting)
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

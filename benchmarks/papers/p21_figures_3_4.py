@@ -24,17 +24,7 @@ from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import cross_val_score
 from torch import Tensor, nn
 
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import (
-    Claim,
-    bootstrap,
-    conditions,
-    correlation,
-    finish,
-    mean,
-    rank,
-    read_arguments,
-)
+from benchmarks.papers._common import Claim, Figure, bootstrap, conditions, correlation, mean, rank
 from relflat_sk import generalization_bound, label_constancy, relative_flatness
 
 SEPARATIONS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
@@ -118,15 +108,15 @@ def draw_row(kind: str, separation: float, seed: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("p21_figures_3_4", __doc__, argv, "gaussians")
-    separations = (0.5, 3.0) if arguments.quick else SEPARATIONS
+    figure = Figure("p21_figures_3_4", __doc__, argv, "gaussians")
+    separations = (0.5, 3.0) if figure.quick else SEPARATIONS
     runs = [
         {"param_kind": kind, "param_separation": separation, "param_seed": seed}
-        for seed in range(5 if arguments.quick else 100)
+        for seed in range(5 if figure.quick else 100)
         for kind in ("mixed", "round", "ridge")
         for separation in separations
     ]
-    frame = completed(arguments, runs, draw_row)
+    frame = figure.complete(runs, draw_row)
     first, last = min(separations), max(separations)
 
     def r(rows: pd.DataFrame, separation: float) -> float:
@@ -161,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank("Figure 4: rank correlation of bound and separation", "< 0", bounds, "bound",
              "param_separation"),
     ]  # fmt: skip
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks._harness.networks import SharpnessAwareClassifier, SmallConvNet
-from benchmarks._harness.stored import completed
-from benchmarks.papers._common import (
-    Arrays,
-    Claim,
-    bootstrap,
-    finish,
-    load,
-    losses_of,
-    mean,
-    rank,
-    read_arguments,
-)
+from benchmarks.papers._common import Arrays, Claim, Figure, bootstrap, losses_of, mean, rank
 from relflat_sk import RelativeFlatnessRegularizedClassifier, StopAtLoss, relative_flatness
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -107,19 +96,19 @@ def rank_within(rows: pd.DataFrame, name: str = "relative_flatness_-1") -> float
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = read_arguments("regularised", __doc__, argv)
-    n = 2000 if arguments.data else 400
-    data = load(arguments, 48 if arguments.quick else n, 1000, images=True)
+    figure = Figure("regularised", __doc__, argv)
+    n = 2000 if figure.data else 400
+    data = figure.load(48 if figure.quick else n, 1000, images=True)
     runs = [
         {"param_method": method, "param_batch_size": size, "param_seed": seed}
-        for seed in range(1 if arguments.quick else 5)
-        for size in ((32,) if arguments.quick else (32, 128))
+        for seed in range(1 if figure.quick else 5)
+        for size in ((32,) if figure.quick else (32, 128))
         for method in METHODS
     ]
-    epochs = 5 if arguments.quick else 100
-    every = completed(arguments, runs, train_row, data, epochs, bool(arguments.data))
+    epochs = 5 if figure.quick else 100
+    every = figure.complete(runs, train_row, data, epochs, bool(figure.data))
     # augmented data are not fitted within 100 epochs of small batches
-    frame = every[every["train_loss"] <= (9 if arguments.quick else 0.1)]
+    frame = every[every["train_loss"] <= (9 if figure.quick else 0.1)]
     logs = np.log(frame[["relative_flatness_-1", "train_loss"]])
     frame = frame.assign(
         log_flatness=logs.iloc[:, 0], log_flatness_over_loss=logs.iloc[:, 0] - logs.iloc[:, 1]
@@ -147,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
              "relative_flatness_-1", "test_error"),
         bootstrap("the same within methods", "> 0", frame, rank_within),
     ]  # fmt: skip
-    return finish(arguments, claims)
+    return figure.finish(claims)
 
 
 if __name__ == "__main__":

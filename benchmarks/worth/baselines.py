@@ -117,19 +117,24 @@ def scores(rows: pd.DataFrame) -> pd.DataFrame:
     flattest = rows[rows["param_method"] == SEARCH].set_index(["param_data", "param_split"])
     values[FLATTEST] = flattest["flattest"]
     values = values.reindex(columns=[*NEURAL, *OTHERS])
-    return values.dropna(axis=1, how="all").dropna(how="any")  # what all methods have
+    values = values.dropna(axis=1, how="all")
+    return values.dropna(subset=values.columns.drop(BAYESIAN, errors="ignore"))
 
 
-def compare(means: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
-    """Compare the methods (rows) over data sets; means has a row for each, seconds for a method."""
-    leads = -means.sub(means[SEARCH], axis=0)
+def compare(values: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
+    """Compare the methods (rows) over data sets, of the splits that each has."""
+    means, leads = (
+        table.groupby("param_data").mean()
+        for table in (values, -values.sub(values[SEARCH], axis=0))
+    )
     seconds = seconds.reindex([*METHODS, FLATTEST])
     # one net of the search
     seconds.loc[FLATTEST] = [seconds.loc[SEARCH].iloc[0], seconds.loc[OURS[0]].iloc[1]]
     neural = means[means.columns.intersection(NEURAL)].rank(axis=1, ascending=False).mean()
     return pd.DataFrame({
+        "splits": values.count(),
         "mean": means.mean().map("{:.1f}".format),
-        "search's lead": leads.apply(interval),
+        "search's lead": leads.apply(lambda column: interval(column.dropna())),
         "largest lead over it": (-leads.min()).map("{:+.1f}".format),
         "rank": means.rank(axis=1, ascending=False).mean().map("{:.1f}".format),
         "neural": neural.map("{:.1f}".format),
@@ -140,7 +145,8 @@ def compare(means: pd.DataFrame, seconds: pd.DataFrame) -> pd.DataFrame:
 
 def report(rows: pd.DataFrame) -> None:
     """Print the scores of each data set, and the comparisons of both kinds of tasks."""
-    by_data = scores(rows).rename_axis(columns=None).groupby("param_data", sort=False)
+    values = scores(rows).rename_axis(columns=None)
+    by_data = values.groupby("param_data", sort=False)
     means = by_data.mean()
     print("\nAccuracy or R2 on the test data, in percent, mean of the splits\n")
     print(means.assign(splits=by_data.size()).to_string(float_format="{:.1f}".format))
@@ -154,11 +160,12 @@ def report(rows: pd.DataFrame) -> None:
     for title, is_in in groups.items():
         if not is_in.any() or SEARCH not in means:
             continue
-        part = rows[rows["param_data"].isin(means.index[is_in])].groupby("param_method")
+        names = means.index[is_in]
+        part = rows[rows["param_data"].isin(names)].groupby("param_method")
         seconds = part[["fit_seconds", "predict_seconds"]].median()
         print(f"\n{title}: {is_in.sum()} data sets. The lead of the search's mean has a 95%")
         print("interval over data sets; processor seconds are medians\n")
-        print(compare(means[is_in], seconds).to_string())
+        print(compare(values.loc[names], seconds).to_string())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,8 +186,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names
         for method in arguments.methods
     ]
-    if arguments.report:
-        arguments.limit = 0
     report(completed(arguments, runs, judge, arguments.data))
     return 0
 

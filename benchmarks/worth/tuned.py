@@ -288,8 +288,6 @@ def main() -> None:
         __doc__, data=IMAGES, tasks=TASKS, seeds=(10, 1), folds=(5, 2), epochs=(EPOCHS, 2),
         results=Path, report=False, limit=int, jobs=1,
     )  # fmt: skip
-    if options.report:
-        options.limit = 0
     tasks = ["wine", "wine, 20% wrong"] if options.quick else options.tasks
     tasks = [name for name in tasks if options.data or not TASKS[name].needs_images]
     print(f"{options.folds} folds, {options.epochs} epochs, hidden layers {WIDTHS}")
