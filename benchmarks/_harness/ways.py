@@ -62,10 +62,9 @@ class Way:
     """A way to choose: scores of the candidates, small is good, and what is taken of them."""
 
     scores: Floats  # (k,), nan for candidates that it cannot judge: they rank last, at random
-    cost: float  # training, in fits of all candidates to all training data
-    outputs: list[Floats]  # of the fits that it takes, on the test data
-    errors: Floats  # of these
     size: int = 1  # number of fits whose predictions are averaged
+    cost: float = 1.0  # training, in fits of all candidates to all training data
+    outputs: list[Floats] | None = None  # on the test data, of fits to less than all training data
 
 
 # -- what a choice is worth -----------------------------------------------------------------
@@ -96,11 +95,13 @@ def _finite_first(scores: Floats) -> Floats:
 def judge(way: Way, fits: Fits, best: float, rng: np.random.Generator) -> dict[str, float]:
     """Return error, regret, regret of the five best, tau with the test error, and cost."""
     usable = np.flatnonzero(fits.converged)
-    scores, errors = _finite_first(way.scores[usable]), way.errors[usable]
+    outputs = fits.test_outputs if way.outputs is None else way.outputs
+    errors = test_errors(outputs, fits.y_test)[usable]
+    scores = _finite_first(way.scores[usable])
     if way.size == 1:
         found = errors[scores == scores.min()].mean()
     else:
-        parts = np.array([predictions(way.outputs[i], fits.y) for i in usable])
+        parts = np.array([predictions(outputs[i], fits.y) for i in usable])
         last = np.sort(scores)[min(way.size, len(scores)) - 1]
         orders = N_ORDERS if (scores <= last).sum() > way.size else 1
         found = np.mean([
@@ -234,58 +235,47 @@ def _masked(fits: Fits, scores: Floats) -> Floats:
 
 def ways(fits: Fits) -> dict[str, Way]:
     """Return all ways that the fits at hand allow, by name; see the parts of the study."""
-    k, n, full = len(fits.losses), int(fits.converged.sum()), fits.test_outputs
-    errors, same = test_errors(full, fits.y_test), np.zeros(k)
+    k, half = len(fits.losses), int(fits.converged.sum()) // 2
     scores = all_scores(fits)
     flat = scores.get(f"{FORM} at {SHARE:g}", np.full(k, np.inf))
-    found = {name: Way(values, 1.0, full, errors) for name, values in scores.items()}
+    found = {name: Way(values) for name, values in scores.items()}
     found |= {
-        "5 flattest": Way(flat, 1.0, full, errors, FEW),
-        "5 lowest training loss": Way(scores["training loss"], 1.0, full, errors, FEW),
-        "random": Way(same, 1.0, full, errors),
-        "5 random": Way(same, 1.0, full, errors, FEW),
-        "flatter half": Way(flat, 1.0, full, errors, n // 2),
+        "5 flattest": Way(flat, FEW),
+        "5 lowest training loss": Way(scores["training loss"], FEW),
+        "random": Way(np.zeros(k)),
+        "5 random": Way(np.zeros(k), FEW),
+        "flatter half": Way(flat, half),
     }
     found |= {
-        f"half of lowest {name}": Way(scores[name], 1.0, full, errors, n // 2)
-        for name in HALVES
-        if name in scores
+        f"half of lowest {name}": Way(scores[name], half) for name in HALVES if name in scores
     }
     found |= {
-        name: Way(np.where(kept, 0.0, np.inf), 1.0, full, errors, int(kept.sum()))
+        name: Way(np.where(kept, 0.0, np.inf), int(kept.sum()))
         for name, kept in averages(fits).items()
         if kept.any()
     }
+    # whose fits cost a share of those to all data
     for part, share in (("20%", 0.8), ("5%", 0.95), ("5-fold", 4.0), ("10-fold", 9.0)):
-        if part in fits.held_out:
-            found |= _held_out_ways(fits, part, share, flat)
+        if part not in fits.held_out:
+            continue
+        losses, misses, rest = fits.held_out[part]
+        losses, misses = _masked(fits, losses), _masked(fits, misses)
+        found |= {
+            f"{part}, log loss, refit": Way(losses, 1, share + 1 / k),
+            f"{part}, accuracy, refit": Way(misses, 1, share + 1 / k),
+            f"5 best of {part}, refit": Way(losses, FEW, share + FEW / k),
+            f"better half of {part}, refit": Way(losses, half, share + half / k),
+        }
+        if rest is not None:
+            few, ranks = best_of_few(losses, flat, FEW), rankdata(losses) + rankdata(flat)
+            found |= {
+                f"{part}, log loss": Way(losses, 1, share, rest),
+                f"{part}, accuracy": Way(misses, 1, share, rest),
+                f"5 best of {part}": Way(losses, FEW, share, rest),
+                f"flattest of 5 best of {part}": Way(few, 1, share + FEW / k),
+                f"mean rank of flatness and {part}": Way(ranks, 1, share + 1.0),
+            }
     return found
-
-
-def _held_out_ways(fits: Fits, part: str, share: float, flat: Floats) -> dict[str, Way]:
-    """Return the ways that use held-out data, whose fits cost a share of those to all data."""
-    full, (losses, misses, rest) = fits.test_outputs, fits.held_out[part]
-    losses, misses = _masked(fits, losses), _masked(fits, misses)
-    errors, k = test_errors(full, fits.y_test), len(losses)
-    half = int(fits.converged.sum()) // 2
-    found = {
-        f"{part}, log loss, refit": Way(losses, share + 1 / k, full, errors),
-        f"{part}, accuracy, refit": Way(misses, share + 1 / k, full, errors),
-        f"5 best of {part}, refit": Way(losses, share + FEW / k, full, errors, FEW),
-        f"better half of {part}, refit": Way(losses, share + half / k, full, errors, half),
-    }
-    if rest is None:
-        return found
-    rest_errors = test_errors(rest, fits.y_test)
-    few = best_of_few(losses, flat, FEW)
-    ranks = rankdata(losses) + rankdata(flat)
-    return found | {
-        f"{part}, log loss": Way(losses, share, rest, rest_errors),
-        f"{part}, accuracy": Way(misses, share, rest, rest_errors),
-        f"5 best of {part}": Way(losses, share, rest, rest_errors, FEW),
-        f"flattest of 5 best of {part}": Way(few, share + FEW / k, full, errors),
-        f"mean rank of flatness and {part}": Way(ranks, share + 1.0, full, errors),
-    }
 
 
 def judge_all(fits: Fits, seed: int) -> Mapping[str, dict[str, float]]:

@@ -71,11 +71,9 @@ class Network(MLP):
 def fit_sklearn(data: Data) -> None:
     """Fit scikit-learn's MLP, without stopping early."""
     net = MLPClassifier(
-        batch_size=BATCH_SIZE,
-        learning_rate_init=LEARNING_RATE,
-        max_iter=data.epochs,
+        batch_size=BATCH_SIZE, learning_rate_init=LEARNING_RATE, max_iter=data.epochs,
         n_iter_no_change=data.epochs + 1,
-    )
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         net.fit(data.X, data.y)
@@ -98,25 +96,16 @@ def fit_skorch(data: Data) -> None:
     """Fit skorch's own classifier."""
     NeuralNetClassifier(
         partial(Network, torch.from_numpy(data.X).dtype, **_sizes(data)),
-        criterion=nn.CrossEntropyLoss,
-        optimizer=torch.optim.Adam,
-        lr=LEARNING_RATE,
-        batch_size=BATCH_SIZE,
-        max_epochs=data.epochs,
-        iterator_train__shuffle=True,
-        train_split=None,
-        verbose=0,
-    ).fit(data.X, data.y)
+        criterion=nn.CrossEntropyLoss, optimizer=torch.optim.Adam, lr=LEARNING_RATE,
+        batch_size=BATCH_SIZE, max_epochs=data.epochs, iterator_train__shuffle=True,
+        train_split=None, verbose=0,
+    ).fit(data.X, data.y)  # fmt: skip
 
 
 def fit_ours(data: Data, **arguments: object) -> None:
     """Fit our classifier with its defaults."""
     RelativeFlatnessRegularizedClassifier(
-        lr=LEARNING_RATE,
-        batch_size=BATCH_SIZE,
-        max_epochs=data.epochs,
-        verbose=0,
-        **arguments,
+        lr=LEARNING_RATE, batch_size=BATCH_SIZE, max_epochs=data.epochs, verbose=0, **arguments
     ).fit(data.X, data.y)
 
 

@@ -7,7 +7,6 @@ number of threads.
 
 import time
 import warnings
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from benchmarks._harness.networks import epochs
 from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import Budget, environment, ratio, verdict
 from relflat_sk import (
+    MLP,
     FlatMinimaSearch,
     FleetTrainer,
     RelativeFlatnessRegularizedClassifier,
@@ -53,13 +53,9 @@ def search(problem: str, n: int, **arguments: Any) -> None:
     """Find minima by a search over seeds and learning rates, without a penalty."""
     hidden, size, _ = PROBLEMS[problem]
     net = RelativeFlatnessRegularizedClassifier(
-        module__hidden_layer_sizes=hidden,
-        flatness_weight=0,
-        batch_size=size,
-        max_epochs=EPOCHS,
-        callbacks=[StopAtLoss(GOAL)],
-        verbose=0,
-    )
+        module__hidden_layer_sizes=hidden, flatness_weight=0, batch_size=size, max_epochs=EPOCHS,
+        callbacks=[StopAtLoss(GOAL)], verbose=0,
+    )  # fmt: skip
     space = {"lr": [0.001, 0.002], "random_state": list(range(n // 2))}
     FlatMinimaSearch(net, space, refit=False, random_state=0, **arguments).fit(*load(problem))
 
@@ -71,10 +67,7 @@ def loop(problem: str, n: int) -> None:
     cross_entropy = nn.functional.cross_entropy
     for seed in range(n):
         torch.manual_seed(seed // 2)
-        layers: list[nn.Module] = []
-        for n_in, n_out in pairwise([X.shape[1], *hidden, 10]):
-            layers += [nn.Linear(n_in, n_out), nn.ReLU()]
-        net = nn.Sequential(*layers[:-1])
+        net = MLP(X.shape[1], 10, hidden)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.001 * (1 + seed % 2), fused=True)
         training = epochs(
             lambda rows, net=net: cross_entropy(net(X[rows]), y[rows]), optimizer, len(X), size
@@ -104,11 +97,9 @@ def seconds_of(way: str, problem: str, n: int) -> float:
 def peak_of(n: int) -> int:
     """Return the bytes that nets with large layers need at most, a single one without a fleet."""
     net = RelativeFlatnessRegularizedClassifier(
-        module__hidden_layer_sizes=(500, 500),
-        max_epochs=2,
+        module__hidden_layer_sizes=(500, 500), max_epochs=2, verbose=0,
         callbacks=[StopAtLoss(0.1)],  # checked on all data, and not reached
-        verbose=0,
-    )
+    )  # fmt: skip
     X, y = load("64")
     net.set_params(max_epochs=1).fit(X[:64], y[:64])  # what the first fit loads counts for none
     nets = [clone(net).set_params(random_state=seed) for seed in range(n)]

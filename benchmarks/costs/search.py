@@ -35,13 +35,9 @@ STORAGES: dict[str, Callable[[Path], Any]] = {
 def make_search(n_trials: int, storage: Any) -> FlatMinimaSearch:
     """Make a search over batch sizes and learning rates, without refit."""
     net = RelativeFlatnessRegularizedClassifier(
-        flatness_weight=0,
-        module__hidden_layer_sizes=(32,),
-        batch_size=64,
-        max_epochs=20,
-        callbacks=[StopAtLoss(0.3)],
-        verbose=0,
-    )
+        flatness_weight=0, module__hidden_layer_sizes=(32,), batch_size=64, max_epochs=20,
+        callbacks=[StopAtLoss(0.3)], verbose=0,
+    )  # fmt: skip
     space = {"batch_size": [32, 64], "lr": FloatDistribution(0.003, 0.03, log=True)}
     return FlatMinimaSearch(
         net, space, n_trials=n_trials, storage=storage, study_name="costs", refit=False,

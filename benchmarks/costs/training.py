@@ -11,9 +11,8 @@ epoch of ten, trained as in `fit`.
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from skorch import NeuralNet, NeuralNetClassifier
@@ -55,17 +54,11 @@ def make_net(
     if mixed:
         estimator = type(f"Mixed{estimator.__name__}", (MixedPrecision, estimator), {})
     return estimator(
-        module,
-        criterion=nn.CrossEntropyLoss,
-        optimizer=torch.optim.SGD,
-        optimizer__momentum=0.9,
-        lr=0.01,
-        batch_size=BATCH_SIZE,
-        train_split=None,
+        module, criterion=nn.CrossEntropyLoss, optimizer=torch.optim.SGD, lr=0.01,
+        optimizer__momentum=0.9, batch_size=BATCH_SIZE, train_split=None, verbose=0,
         max_epochs=1,  # of the single batch that initialises the net
-        verbose=0,
         **arguments,
-    )
+    )  # fmt: skip
 
 
 _LAYERS = {"last layer": -1, "first layer": 0, "all layers": "all"}
@@ -120,8 +113,7 @@ def main() -> int:
     return verdict(_budgets(compared, options.device), judged=not options.quick)
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """A network to time, with its settings, its inputs, and the methods."""
 
     name: str
@@ -144,13 +136,8 @@ def _networks(images: Tensor, options: Namespace) -> list[Timed]:
         networks.append(Timed("ResNet-18", ResNet18, device, images, few))
     if options.mixed:
         networks += [
-            replace(
-                network,
-                name=f"{network.name} in bfloat16",
-                settings=network.settings | {"mixed": True},
-                methods=few,
-            )
-            for network in networks
+            Timed(f"{name} in bfloat16", module, device | {"mixed": True}, X, few)
+            for name, module, _, X, _ in networks
         ]
     return networks
 

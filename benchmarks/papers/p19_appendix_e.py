@@ -45,17 +45,11 @@ GOALS = (0.07, 0.01)
 def net(share: int, goal: float, seed: int, n: int) -> RelativeFlatnessRegularizedClassifier:
     """Make a network that trains with batches of a share of the sample, to a training loss."""
     return RelativeFlatnessRegularizedClassifier(
-        module__hidden_layer_sizes=(50, 50, 50, 30),
-        module__init="xavier_normal",
-        flatness_weight=0,
-        optimizer=torch.optim.SGD,
-        lr=0.05 * 60 / share,
-        batch_size=max(1, round(n / share)),
-        max_epochs=300,
-        callbacks=[StopAtLoss(goal)],
-        random_state=seed,
-        verbose=0,
-    )
+        module__hidden_layer_sizes=(50, 50, 50, 30), module__init="xavier_normal",
+        flatness_weight=0, optimizer=torch.optim.SGD, lr=0.05 * 60 / share,
+        batch_size=max(1, round(n / share)), max_epochs=300, callbacks=[StopAtLoss(goal)],
+        random_state=seed, verbose=0,
+    )  # fmt: skip
 
 
 def measures(model: Any, X: np.ndarray, y: np.ndarray) -> dict[str, float]:

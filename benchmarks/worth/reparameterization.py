@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import environment
-from relflat_sk import correlate_measures, flatness_report, get_measure_names, reparameterize
+from relflat_sk import (
+    MLP,
+    correlate_measures,
+    flatness_report,
+    get_measure_names,
+    reparameterize,
+)
 from relflat_sk.exceptions import FlatnessWarning
 
 BATCH_SIZES = (8, 16, 32, 64, 128)
@@ -47,10 +53,7 @@ def load_data(n_train: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def train(X: Tensor, y: Tensor, batch_size: int, seed: int, max_epochs: int) -> nn.Module | None:
     """Train by SGD until the mean loss on X is at most `LOSS`; None if it never is."""
     torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for narrow, wide in itertools.pairwise(WIDTHS):
-        layers += [nn.Linear(narrow, wide), nn.ReLU()]
-    net = nn.Sequential(*layers[:-1])
+    net = MLP(WIDTHS[0], WIDTHS[-1], WIDTHS[1:-1])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(max_epochs):
         for step, rows in enumerate(torch.randperm(len(X)).split(batch_size)):
@@ -98,14 +101,8 @@ def find_minima(
         # in float64 factors of several hundred change nothing but the last digits
         net = copy.deepcopy(net).double()
         losses = mean_loss(net, X.double(), y), mean_loss(net, X_test.double(), y_test)
-        row = {
-            "param_batch_size": batch_size,
-            "param_seed": seed,
-            "train_loss": losses[0],
-            "test_loss": losses[1],
-            "generalization_gap": losses[1] - losses[0],
-        }
-        yield net, row
+        key = {"param_batch_size": batch_size, "param_seed": seed}
+        yield net, key | {"train_loss": losses[0], "generalization_gap": losses[1] - losses[0]}
 
 
 def judge(

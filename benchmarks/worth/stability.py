@@ -130,16 +130,10 @@ def train(
     optimizer, rate, layer, weight = cell
     flatness = FlatnessAtLoss(problem.train, LAYERS[layer], loss)
     net = RelativeFlatnessRegularizedClassifier(
-        **problem.network,
-        **OPTIMIZERS[optimizer],
-        **params,
-        lr=rate,
-        flatness_layer=LAYERS[layer],
-        flatness_weight=weight,
+        **problem.network, **OPTIMIZERS[optimizer], **params, lr=rate, random_state=seed, verbose=0,
+        flatness_layer=LAYERS[layer], flatness_weight=weight,
         callbacks=[("flatness_at_loss", flatness)],
-        random_state=seed,
-        verbose=0,
-    )
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)  # ruined networks count as results
         net.fit(*problem.train)

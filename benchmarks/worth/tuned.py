@@ -19,7 +19,7 @@ apart.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -94,38 +94,38 @@ CHOSEN_ON = ("digits", "breast cancer", "wine", "clusters")
 
 EPOCHS, WIDTHS = 50, (64, 64)
 PLAIN: Params = {"flatness_weight": 0.0}
-WEIGHTS = {-1: (1, 3, 10), 0: (1, 3, 10), "all": (0.1, 0.3, 1, 3, 10)}
-_LAYERS = {-1: "last", 0: "first", "all": "all"}
-_PENALTIES = {
-    f"{_LAYERS[layer]} {weight:g}": {"flatness_layer": layer, "flatness_weight": float(weight)}
-    for layer, weights in WEIGHTS.items()
-    for weight in weights
+# kind of regulariser -> its strengths, the weakest first, and the parameters of a strength
+_KINDS: dict[str, tuple[tuple[float, ...], Callable[[Any], Params]]] = {
+    "epochs": ((30, 20, 12, 8, 4), lambda n: {"max_epochs": n}),
+    "decay": ((0.3, 1, 3, 10, 30), lambda decay: {"optimizer__weight_decay": float(decay)}),
+    "dropout": ((0.1, 0.2, 0.3, 0.5, 0.7), lambda p: {"module": Dropout, "module__dropout": p}),
+    "SAM": ((0.05, 0.1, 0.2, 0.5, 1.0), lambda radius: {"sharpness_radius": radius}),
+    "ASAM": (
+        (0.5, 1.0, 2.0, 4.0, 8.0),
+        lambda radius: {"sharpness_radius": radius, "sharpness_adaptive": True},
+    ),
+    "average": (
+        (0.9, 0.75, 0.5, 0.25, 0.1),
+        lambda start: {"callbacks": [("average", WeightAverage(start=start))]},
+    ),
+    "last": ((1, 3, 10), lambda weight: _penalty(-1, weight)),
+    "first": ((1, 3, 10), lambda weight: _penalty(0, weight)),
+    "all": ((0.1, 0.3, 1, 3, 10), lambda weight: _penalty("all", weight)),
 }
-_DECAYS = {
-    f"decay {decay:g}": {"optimizer__weight_decay": float(decay)} for decay in (0.3, 1, 3, 10, 30)
-}
+
+
+def _penalty(layer: Any, weight: float) -> Params:
+    return {"flatness_layer": layer, "flatness_weight": float(weight)}
+
+
 _BOTH = [("all 1", "decay 1"), ("all 3", "decay 1"), ("all 1", "decay 3"), ("last 10", "decay 3")]
 # what is not said is that of the first setting
-SETTINGS: dict[str, Params] = {
-    "none": {},
-    **{f"epochs {n}": {"max_epochs": n} for n in (4, 8, 12, 20, 30)},
-    **_DECAYS,
-    **{
-        f"dropout {p:g}": {"module": Dropout, "module__dropout": p}
-        for p in (0.1, 0.2, 0.3, 0.5, 0.7)
-    },
-    **{f"SAM {radius:g}": {"sharpness_radius": radius} for radius in (0.05, 0.1, 0.2, 0.5, 1.0)},
-    **{
-        f"ASAM {radius:g}": {"sharpness_radius": radius, "sharpness_adaptive": True}
-        for radius in (0.5, 1.0, 2.0, 4.0, 8.0)
-    },
-    **{
-        f"average {start:g}": {"callbacks": [("average", WeightAverage(start=start))]}
-        for start in (0.9, 0.75, 0.5, 0.25, 0.1)
-    },
-    **_PENALTIES,
-    **{f"{penalty}, {decay}": _PENALTIES[penalty] | _DECAYS[decay] for penalty, decay in _BOTH},
+SETTINGS: dict[str, Params] = {"none": {}} | {
+    f"{kind} {strength:g}": make(strength)
+    for kind, (strengths, make) in _KINDS.items()
+    for strength in strengths
 }
+SETTINGS |= {f"{first}, {second}": SETTINGS[first] | SETTINGS[second] for first, second in _BOTH}
 TOOL = [
     "none", "last 1", "last 10", "first 1", "all 0.1", "all 0.3", "all 1", "all 3",
     "decay 1", "decay 3", "all 1, decay 1",
@@ -133,13 +133,12 @@ TOOL = [
 METHODS = {
     "plain": ["none"],
     **{
-        kind: ["none", *(name for name in SETTINGS if name.startswith(f"{kind} "))]
+        kind: ["none", *(f"{kind} {strength:g}" for strength in _KINDS[kind][0])]
         for kind in ("epochs", "decay", "dropout", "SAM", "ASAM", "average")
     },
     "penalty": ["none", "last 1", "last 10", "all 0.3", "all 1", "all 3"],
     "tool": TOOL,
 }
-METHODS["epochs"][1:] = METHODS["epochs"][:0:-1]  # the weakest first
 PEERS = {
     "forest": RandomForestClassifier,
     "boosting": HistGradientBoostingClassifier,

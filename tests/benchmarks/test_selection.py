@@ -135,7 +135,7 @@ def made_up(errors, n=100):
 
 def judged(fits, scores, size=1):
     errors = ways.test_errors(fits.test_outputs, fits.y_test)
-    way = ways.Way(np.array(scores, dtype=float), 1.0, fits.test_outputs, errors, size)
+    way = ways.Way(np.array(scores, dtype=float), size)
     return ways.judge(way, fits, errors[fits.converged].min(), np.random.default_rng(0))
 
 
