@@ -5,13 +5,13 @@ nothing is downloaded. The file is an .npz of JPEGs (see `benchmarks/README.md`)
 once, into the user's cache folder outside the repository.
 """
 
-import hashlib
 import io
 import os
 from pathlib import Path
 
 import numpy as np
 import torch
+from joblib import Memory
 from torch import Tensor
 
 
@@ -24,7 +24,9 @@ def load_images(n: int, path: str | Path | None = None) -> tuple[Tensor, Tensor]
     """Load images (n, 3, 32, 32), each channel with mean 0 and deviation 1, and their classes."""
     if path is None:
         return _random_images(n)
-    images, classes = _decoded(Path(path))
+    stat = Path(path).stat()
+    decode = Memory(cache_folder(), verbose=0).cache(_decode)
+    images, classes = decode(Path(path).resolve(), (stat.st_size, stat.st_mtime_ns))
     if n > len(images):
         raise ValueError(f"{path} has {len(images)} images, but {n} are asked for.")
     X = torch.from_numpy(images[:n].transpose(0, 3, 1, 2).astype(np.float32))
@@ -43,24 +45,10 @@ def _random_images(n: int) -> tuple[Tensor, Tensor]:
     return X, y
 
 
-def _decoded(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return images (n, 32, 32, 3) and classes (n,) from the cache, which is filled if need be."""
-    stat = path.stat()
-    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    name = f"cifar10_all_{hashlib.sha256(key.encode()).hexdigest()[:12]}.npz"
-    cached = cache_folder() / name
-    if not cached.exists():
-        images, classes = _decode(path)
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        partial = cached.with_name(f"{os.getpid()}_{name}")
-        np.savez(partial, images=images, classes=classes)
-        # renaming is atomic: no process reads half a file, even if two decode at once
-        partial.replace(cached)
-    with np.load(cached) as data:
-        return data["images"], data["classes"]
-
-
-def _decode(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _decode(
+    path: Path,
+    version: tuple[int, int],  # size and time of the file: another one is decoded anew
+) -> tuple[np.ndarray, np.ndarray]:
     """Decode the images of the file, those of the training set first."""
     from PIL import Image  # noqa: PLC0415  (not a dependency)
 

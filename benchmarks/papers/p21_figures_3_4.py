@@ -15,6 +15,7 @@ curvature.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -84,14 +85,13 @@ def draw_row(kind: str, separation: float, seed: int) -> dict[str, float]:
     errors = [(head.predict(phi[part]) != y[part]).mean() for part in (train, test)]
     outputs = torch.from_numpy(head.decision_function(phi[train]))[:, None]
     assert np.isclose(losses[0], loss(outputs, target[train]).item())
+    measured = partial(relative_flatness, model, X[train], target[train], criterion=loss)
     row = {
         "train_loss": losses[0],
         "generalization_gap": losses[1] - losses[0],
         "error_gap": errors[1] - errors[0],
-        "relative_flatness": relative_flatness(model, X[train], target[train], criterion=loss),
-        "relative_flatness_at_loss": relative_flatness(
-            model, X[train], target[train], criterion=loss, at_loss=AT_LOSS
-        ),
+        "relative_flatness": measured(),
+        "relative_flatness_at_loss": measured(at_loss=AT_LOSS),
         "squared_weight": float((head.coef_**2).sum()),
         "label_constancy": label_constancy(model, X[train], y[train]),
         "bound": np.nan,

@@ -36,8 +36,8 @@ def test_images_come_from_a_file_and_are_decoded_once(tmp_path, monkeypatch):
         assert X.shape == (4, 3, 32, 32)
         assert y.tolist() == [0, 1, 3, 4]
         assert round(abs(X.mean().item()), 3) == 0
-        monkeypatch.delattr(data, "_decode", raising=False)  # the second time from the cache
-    assert len(list((tmp_path / "cache" / "relflat_sk").iterdir())) == 1
+        monkeypatch.delattr(image, "open", raising=False)  # the second time from the cache
+    assert len(list((tmp_path / "cache" / "relflat_sk").rglob("output.pkl"))) == 1
 
 
 def test_every_way_has_its_turn_in_each_round_in_changing_orders(monkeypatch):
