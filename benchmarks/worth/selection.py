@@ -39,18 +39,10 @@ import torch
 from joblib import Parallel, delayed
 from sklearn.model_selection import KFold, StratifiedKFold
 
+from benchmarks._harness import stacked
 from benchmarks._harness.data import cache_folder
 from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.rivals import RIVALS
-from benchmarks._harness.stacked import (
-    Candidate,
-    Weights,
-    criterion_of,
-    mean_losses,
-    outputs,
-    to_module,
-    train,
-)
 from benchmarks._harness.tasks import SPACES, TASKS, Split, candidates, constant_loss
 from benchmarks._harness.timing import environment
 from benchmarks._harness.ways import FORMS, SHARES, Fits, judge_all, test_errors
@@ -118,7 +110,7 @@ class Unit:
         return TASKS[self.data].split(self.number, self.images)
 
     @cached_property
-    def candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[stacked.Candidate]:
         """The settings of all candidates."""
         goal = TASKS[self.data].goal * constant_loss(self.split.y)
         return candidates(self.space, self.number, goal)[: self.n_candidates]
@@ -142,7 +134,7 @@ class Unit:
 
     # -- training and measuring -----------------------------------------------------------
 
-    def outcome(self, part: str, nets: list[Weights] | None = None) -> Any:
+    def outcome(self, part: str, nets: list[stacked.Weights] | None = None) -> Any:
         """Return what training gives, of `nets` if these are given.
 
         Of "all" training data these are the networks; of folds, the sums of held-out losses and
@@ -150,12 +142,12 @@ class Unit:
         """
 
         def compute() -> Any:
-            trained = train(*self.fits(part)) if nets is None else nets
+            trained = stacked.train(*self.fits(part)) if nets is None else nets
             return trained if part == "all" else self._hold_out(part, trained)
 
         return self.load(part, compute)
 
-    def fits(self, part: str, device: str = "cpu") -> tuple[list[Candidate], list[Any]]:
+    def fits(self, part: str, device: str = "cpu") -> tuple[list[stacked.Candidate], list[Any]]:
         """Return what is trained for a part of the work: candidates, and the data of each."""
         X, y = self.split.X.to(device), self.split.y.to(device)
         if part == "all":
@@ -173,14 +165,14 @@ class Unit:
             cv = kind(n, shuffle=True, random_state=self.number).split(self.split.X, y)
             return [tuple(map(torch.as_tensor, rows)) for rows in cv][first:last]
 
-    def _hold_out(self, part: str, nets: list[Weights]) -> dict[str, Any]:
+    def _hold_out(self, part: str, nets: list[stacked.Weights]) -> dict[str, Any]:
         """Judge the networks of all folds in turn on what they have not seen."""
         (X, y), k, folds = (self.split.X, self.split.y), len(self.candidates), self.folds(part)
         losses, errors, count = np.zeros(k), np.zeros(k), 0
         for i, (_, rows) in enumerate(folds):
             for j, weights in enumerate(nets[i * k : (i + 1) * k]):
                 z = apply(weights, X[rows])
-                losses[j] += len(rows) * mean_losses(z[None], y[rows][None]).item()
+                losses[j] += len(rows) * stacked.mean_losses(z[None], y[rows][None]).item()
                 wrong = (z[:, 0] - y[rows]).square() if y.is_floating_point() else (
                     z.argmax(1) != y[rows])  # fmt: skip
                 errors[j] += wrong.sum().item()
@@ -210,9 +202,9 @@ class Unit:
             report = pd.DataFrame({"measure": names, "value": np.nan})
             if apply(weights, self.split.X).abs().max() < 1e30:  # it has not diverged
                 report = flatness_report(
-                    to_module(weights), self.split.X, self.split.y,
+                    stacked.to_module(weights), self.split.X, self.split.y,
                     measures=[RIVALS.get(name, name) for name in names],
-                    layers=-1, criterion=criterion_of(self.split.y), at_loss=at_loss,
+                    layers=-1, criterion=stacked.criterion_of(self.split.y), at_loss=at_loss,
                 )  # fmt: skip
             rows.append(dict(zip(report["measure"], report["value"], strict=True)))
         return pd.DataFrame(rows)
@@ -223,7 +215,7 @@ class Unit:
         """Judge all ways that the stored parts allow."""
         split, nets = self.split, self.outcome("all")
         z = [apply(weights, split.X) for weights in nets]
-        losses = np.array([mean_losses(one[None], split.y[None]).item() for one in z])
+        losses = np.array([stacked.mean_losses(one[None], split.y[None]).item() for one in z])
         constant = constant_loss(split.y)
         limit = TASKS[self.data].goal * 1.001 if self.space == "equal" else TASKS[self.data].worst
         of_test = [array(apply(weights, split.X_test)) for weights in nets]
@@ -277,9 +269,9 @@ class Unit:
             return self.rows()
 
 
-def apply(weights: Weights, X: torch.Tensor) -> torch.Tensor:
+def apply(weights: stacked.Weights, X: torch.Tensor) -> torch.Tensor:
     """Return the outputs of one network."""
-    return outputs([part[None] for part in weights], X[None])[0]
+    return stacked.outputs([part[None] for part in weights], X[None])[0]
 
 
 def array(tensor: torch.Tensor) -> Any:
@@ -336,7 +328,7 @@ def train_together(units: Sequence[Unit], parts: Sequence[str], device: str) -> 
         if not missing:
             continue
         candidates, data = zip(*(unit.fits(part, device) for unit in missing), strict=True)
-        nets = iter(train([*chain(*candidates)], [*chain(*data)]))
+        nets = iter(stacked.train([*chain(*candidates)], [*chain(*data)]))
         for unit, own in zip(missing, candidates, strict=True):
             unit.outcome(part, [*islice(nets, len(own))])
         print(f"{units[0].data}, {units[0].space}, {part}: {len(missing)} splits", flush=True)

@@ -3,9 +3,10 @@
 import io
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 from importlib.util import find_spec
-from itertools import permutations
+from itertools import cycle, permutations
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from benchmarks import gpu, paths, size
 from benchmarks._harness import data, timing
 from benchmarks._harness.networks import LeNet5
-from benchmarks.costs import training
+from benchmarks.costs import layers, training
 from tests.benchmarks.commands import run
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,20 @@ def test_quick_run_prints_ratios_and_budgets(module, ratio):
 def test_parts_that_quick_runs_leave_out(module, arguments):
     """Each of them runs in a process of its own, and prints a number."""
     assert float(run(f"benchmarks.costs.{module}", *arguments)) > 0
+
+
+@pytest.mark.parametrize(("most", "found", "is_enough"), [(192, 48, True), (36, 36, False)])
+def test_the_least_products_with_a_spread_of_a_hundredth_are_found(
+    most, found, is_enough, monkeypatch
+):
+    signs = cycle([-1, 1])
+    monkeypatch.setattr(
+        layers.peers, "deflated_trace", lambda _, method, n: 1 + next(signs) * 0.3 / n
+    )
+    options = Namespace(quick=True, most=most)
+    estimates, n = layers.products(Namespace(shape=(1000, 1000)), "XTrace", options)
+    assert n == found  # of two estimates the deviation is 0.42 / n
+    assert (layers.n_needed(estimates) == 1) == is_enough
 
 
 @pytest.mark.slow
