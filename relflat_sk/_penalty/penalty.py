@@ -251,20 +251,7 @@ class RelativeFlatnessPenalty:
         if self._limits is None:
             self._limits = WeakKeyDictionary({network: self.limit})
         self.limit = self._limits.setdefault(network, PenaltyLimit())
-        return nullcontext() if self.limit.is_resting(self.every) else self.record(module)
-
-    def record(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Record a forward pass of a step that has the penalty."""
-        compiled = module._modules.get("_orig_mod")  # inside of what `torch.compile` returned
-        network = module if compiled is None else compiled
-        capture = self._capture
-        if capture is None or not capture.is_of(network, self.layers):
-            capture = self._capture = Capture(network, self.layers)
-        return capture.open(compiled=compiled is not None)
-
-    def quiet(self) -> AbstractContextManager[None]:
-        """Call no hooks of the user on gradients."""
-        return nullcontext() if self._capture is None else self._capture.hooks.quiet()
+        return nullcontext() if self.limit.is_resting(self.every) else record_step(self, module)
 
     @property
     def layers(self) -> tuple[Layer, ...] | None:
@@ -301,62 +288,83 @@ class RelativeFlatnessPenalty:
         target = loss.read_target(output, y)
         weight = None if sample_weight is None else sample_weight.to(output)
         batch = BatchLoss(loss, target, weight)
-        penalty, share = self.of_batch(batch, output, batch(output))
-        return penalty if share is None else share * penalty
+        term, share = penalise_batch(self, batch, output, batch(output))
+        return term if share is None else share * term
 
-    @_refusing_checkpoints()
-    def of_batch(
-        self, batch: BatchLoss, output: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the penalty of a checked batch, and the share that the limit leaves of it.
 
-        The share is a constant in the differentiation, and None without a limit. `value` is the
-        batch's loss.
-        """
-        capture, self._capture = self._capture, None  # if this fails, the next step begins anew
-        if capture is None or not capture.has_recorded:
-            raise RuntimeError(
-                "the penalty has recorded no forward pass. Call the network inside `with "
-                "penalty.capture(module):` before each call of the penalty. If the network is "
-                "compiled by torch.compile, capture the compiled module."
-            )
-        loss, target, module = batch.loss, batch.target, capture.parts[0]
-        with capture.hooks.quiet():
-            layers, last = capture.finish(output, weighted=batch.weight is not None)
-        self._capture = capture
-        if self._checked is not loss.criterion:
-            warn_unless_mean(loss, output, target.values)
-            if loss.row is None:
-                with requiring_grad(module.parameters()):
-                    read = batch(output)
-                warn_of_weights(loss, read, output, module)
-            self._checked = loss.criterion
-        with capture.hooks.quiet(), without_autocast(output):
-            penalty = batch_flatness(
-                batch,
-                output,
-                layers,
-                last,
-                capture.explicit,
-                probes=self.probes,
-                normalize=self.normalize,
-                scale=self.weight * self.every,
-            )
-        if self.clip is None:
-            return penalty, None
-        of_constant = constant_loss(batch, output, batch.counts(output))
-        measured = None
-        if self.limit.needs_measurement:
-            parameters = [p for p in module.parameters() if p.requires_grad]
-            with without_autocast(output), capture.hooks.quiet(), without_hooks(parameters):
-                norms = _gradient_norm(value, parameters), _gradient_norm(penalty, parameters)
-            weights = torch.cat([p.detach().flatten().to(value) for p in parameters])
-            measured = Measured(*norms, weights)
-        with without_autocast(output):
-            share: Tensor = self.limit.share(
-                value.detach(), of_constant, penalty.detach(), self.clip, measured
-            )
-        return penalty, share
+# -- what nets do in their steps as well ----------------------------------------------------
+
+
+def record_step(
+    penalty: RelativeFlatnessPenalty, module: nn.Module
+) -> AbstractContextManager[None]:
+    """Record a forward pass of a step that has the penalty."""
+    compiled = module._modules.get("_orig_mod")  # inside of what `torch.compile` returned
+    network = module if compiled is None else compiled
+    capture = penalty._capture
+    if capture is None or not capture.is_of(network, penalty.layers):
+        capture = penalty._capture = Capture(network, penalty.layers)
+    return capture.open(compiled=compiled is not None)
+
+
+def quiet_hooks(penalty: RelativeFlatnessPenalty) -> AbstractContextManager[None]:
+    """Call no hooks of the user on gradients."""
+    return nullcontext() if penalty._capture is None else penalty._capture.hooks.quiet()
+
+
+@_refusing_checkpoints()
+def penalise_batch(
+    penalty: RelativeFlatnessPenalty, batch: BatchLoss, output: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the penalty of a checked batch, and the share that the limit leaves of it.
+
+    The share is a constant in the differentiation, and None without a limit. `value` is the
+    batch's loss.
+    """
+    capture, penalty._capture = penalty._capture, None  # if this fails, the next step begins anew
+    if capture is None or not capture.has_recorded:
+        raise RuntimeError(
+            "the penalty has recorded no forward pass. Call the network inside `with "
+            "penalty.capture(module):` before each call of the penalty. If the network is "
+            "compiled by torch.compile, capture the compiled module."
+        )
+    loss, target, module = batch.loss, batch.target, capture.parts[0]
+    with capture.hooks.quiet():
+        layers, last = capture.finish(output, weighted=batch.weight is not None)
+    penalty._capture = capture
+    if penalty._checked is not loss.criterion:
+        warn_unless_mean(loss, output, target.values)
+        if loss.row is None:
+            with requiring_grad(module.parameters()):
+                read = batch(output)
+            warn_of_weights(loss, read, output, module)
+        penalty._checked = loss.criterion
+    with capture.hooks.quiet(), without_autocast(output):
+        term = batch_flatness(
+            batch,
+            output,
+            layers,
+            last,
+            capture.explicit,
+            probes=penalty.probes,
+            normalize=penalty.normalize,
+            scale=penalty.weight * penalty.every,
+        )
+    if penalty.clip is None:
+        return term, None
+    of_constant = constant_loss(batch, output, batch.counts(output))
+    measured = None
+    if penalty.limit.needs_measurement:
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        with without_autocast(output), capture.hooks.quiet(), without_hooks(parameters):
+            norms = _gradient_norm(value, parameters), _gradient_norm(term, parameters)
+        weights = torch.cat([p.detach().flatten().to(value) for p in parameters])
+        measured = Measured(*norms, weights)
+    with without_autocast(output):
+        share: Tensor = penalty.limit.share(
+            value.detach(), of_constant, term.detach(), penalty.clip, measured
+        )
+    return term, share
 
 
 def _gradient_norm(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import joblib
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from relflat_sk._checks import warn
 
@@ -57,7 +58,9 @@ def _describe(value: Any, depth: int) -> str:  # noqa: C901, PLR0911
     elif hasattr(value, "shape") or not getattr(value, "__dict__", None):
         return f"{type(value).__name__} {getattr(value, 'shape', '')} {_hash(value)}"
     else:
-        held = {name: x for name, x in vars(value).items() if not name.startswith("_")}
+        # data may be in private attributes, where others hold what they have computed
+        is_data = isinstance(value, Dataset)
+        held = {n: x for n, x in vars(value).items() if is_data or not n.startswith("_")}
     return _describe_code(type(value)) + (describe(held, depth + 1) if held else "")
 
 

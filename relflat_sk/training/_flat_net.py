@@ -43,7 +43,12 @@ from relflat_sk._network.network import Network, check_part, primary_output
 from relflat_sk._network.recording import find_ending
 from relflat_sk._numerics import full_precision
 from relflat_sk._penalty.limit import PenaltyLimit
-from relflat_sk._penalty.penalty import SETTINGS, RelativeFlatnessPenalty, check_settings
+from relflat_sk._penalty.penalty import (
+    SETTINGS,
+    RelativeFlatnessPenalty,
+    check_settings,
+    record_step,
+)
 from relflat_sk._random import alone, draw_seed, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.measures._minimum import ConstantComparison
 from relflat_sk.training._after_fit import Record, checksum, record_outcome
@@ -130,7 +135,7 @@ def _recording(infer: Callable[..., Any]) -> Callable[..., Any]:
         state = net._state()
         state.in_infer = True  # that of a base class records nothing else
         try:
-            with uncompiled(net.module_), penalty.record(unwrapped(net.module_)):
+            with uncompiled(net.module_), record_step(penalty, unwrapped(net.module_)):
                 output = infer(net, x, **fit_params)
         finally:
             state.in_infer = False

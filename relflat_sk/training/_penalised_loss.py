@@ -17,6 +17,7 @@ from relflat_sk._losses.loss import BatchLoss, Loss, multiple_of
 from relflat_sk._losses.table import Target
 from relflat_sk._network.network import REFUSALS, primary_output
 from relflat_sk._numerics import full_precision
+from relflat_sk._penalty.penalty import penalise_batch, quiet_hooks
 
 Method = Callable[..., Any]
 
@@ -128,7 +129,7 @@ def _with_penalty(
     If the loss is the criterion's times a factor, as for gradients that accumulate, the penalty
     is the criterion's times this factor, and the history gets the loss without it.
     """
-    with nullcontext() if penalty is None else penalty.quiet():
+    with nullcontext() if penalty is None else quiet_hooks(penalty):
         reading = own.read_criterion(loss, y_true)
     factor = 1.0 if reading is None else reading.factor
     terms = [loss.detach() if factor == 1 else loss.detach() / factor]
@@ -140,7 +141,7 @@ def _with_penalty(
     first = own.net._state().terms if "_in_second_pass" in vars(own.net) else None
     if first is not None:  # the second pass of SAM has the limit of the first
         penalty.clip = None
-    added, share = penalty.of_batch(reading.batch, full_precision(own.part), reading.value)
+    added, share = penalise_batch(penalty, reading.batch, full_precision(own.part), reading.value)
     if first is not None and len(first) > 2:
         share = first[2]
     terms += [term.detach() for term in (added, share) if term is not None]

@@ -19,6 +19,7 @@ from sklearn.preprocessing import StandardScaler
 from skorch.dataset import Dataset as SkorchDataset
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import Dataset as TorchDataset
 
 from relflat_sk import FlatnessScorer, FlatnessWarning, MinimaObjective, StopAtLoss, rank_minima
 from relflat_sk.search._describe import describe
@@ -34,6 +35,16 @@ class Linear(nn.Module):
 
     def forward(self, x):
         return self.layer(x)
+
+
+class OwnRows(TorchDataset):
+    """Holds its data in a private attribute."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def __len__(self):
+        return len(self._rows)
 
 
 def of_nets(space=None, **parameters):
@@ -255,6 +266,7 @@ VALUES = {
     "subset": lambda n: Subset(tensors(n), range(75)),
     "loader": lambda n: DataLoader(tensors(n), batch_size=75),
     "skorch": lambda n: SkorchDataset(X + n, Y),
+    "own": lambda n: OwnRows(X + n),
 }
 
 
