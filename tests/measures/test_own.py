@@ -109,7 +109,9 @@ class Norm:
         return size_of_weights(model, X, y, order=order)
 
 
-@pytest.mark.parametrize("callable_", [partial(size_of_weights, order=1), Norm()], ids=str)
+@pytest.mark.parametrize(
+    "callable_", [partial(size_of_weights, order=1), Norm()], ids=["partial", "instance"]
+)
 def test_what_can_be_called_is_a_measure_and_needs_a_name_in_tables_only(callable_):
     expected = measure(size_of_weights, MODEL, X, Y, order=1)
     assert measure(callable_, MODEL, X, Y) == expected

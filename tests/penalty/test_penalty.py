@@ -106,7 +106,9 @@ FUNCTIONS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*L1Loss has no curvature")
-@pytest.mark.parametrize(("function", "module", "case"), FUNCTIONS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("function", "module", "case"), FUNCTIONS, ids=[case[0].__name__ for case in FUNCTIONS]
+)
 def test_functions_of_torch_are_known_as_their_modules(function, module, case):
     net, _, X, y = make(case)
     parameters, found = list(net.parameters()), []

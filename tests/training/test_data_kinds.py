@@ -360,7 +360,7 @@ LOADED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "batch_size", "order"), LOADED, ids=str)
+@pytest.mark.parametrize(("name", "batch_size", "order"), LOADED)
 def test_batches_are_those_of_torchs_loader(name, batch_size, order):
     dataset, arguments = (CUT | BY_TORCH)[name], {"batch_size": batch_size, **order}
     ours, theirs = make_loader(dataset, **arguments), DataLoader(dataset, **arguments)
