@@ -28,7 +28,6 @@ References
    Sections 2.1 to 2.3.
 """
 
-import inspect
 import math
 import sys
 from collections import defaultdict, deque
@@ -372,9 +371,9 @@ def _sum_from(network: Network, layers: Sequence[AffineLayer], power: int, start
     calls: dict[str, deque[AffineLayer]] = defaultdict(deque)
     for layer in layers:
         calls[layer.name].append(layer)
-    inputs = _first_inputs(network, start)
+    inputs, named = _first_inputs(network, start)
     # the steps between layers start at what layers put out, and end at what they receive
-    starts: list[Any] = [x.grad_fn for x in inputs.values() if isinstance(x, Tensor)]
+    starts: list[Any] = [x.grad_fn for x in (*inputs, *named.values()) if isinstance(x, Tensor)]
     ends: list[Tensor] = []
     outputs: list[Tensor] = []
 
@@ -396,7 +395,7 @@ def _sum_from(network: Network, layers: Sequence[AffineLayer], power: int, start
     forwards |= dict.fromkeys((*prelus, *norms), lambda x: x)
     replaced = ((modules[name], forward) for name, forward in forwards.items())
     with torch.enable_grad(), ReplacedForwards(replaced):
-        output = primary_output(network.module(**inputs))
+        output = primary_output(network.module(*inputs, **named))
     if outputs and find_link(output, starts[-1]) is not None:
         output = outputs[-1]  # the norms are of the network up to its logits
     if any(calls.values()):
@@ -408,24 +407,27 @@ def _sum_from(network: Network, layers: Sequence[AffineLayer], power: int, start
     return float(output.detach().sum())
 
 
-def _first_inputs(network: Network, value: float) -> dict[str, Any]:
+def _first_inputs(network: Network, value: float) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of the module's call for one sample, with a number in place of each."""
-    signature = inspect.signature(network.module.forward)
-    inputs: dict[str, Any] = {}
+    call: dict[str, Any] = {}
 
     def keep_arguments(module: nn.Module, args: Any, kwargs: Any) -> None:
-        inputs.update(signature.bind(*args, **kwargs).arguments)
+        call.update(args=args, kwargs=kwargs)
 
     keeping = network.module.register_forward_pre_hook(keep_arguments, with_kwargs=True)
     with torch.no_grad(), keeping:
         network(next(network.batches()).x)
-    for name, x in inputs.items():
-        if isinstance(x, Tensor) and not x.is_floating_point():
-            raise _refusal(f"it takes {name!r} of {x.dtype}, as for an embedding")
-        if isinstance(x, Tensor):
-            ones = torch.full_like(x[:1], value, dtype=torch.float64, requires_grad=True)
-            inputs[name] = ones * 1  # a layer may change it in place
-    return inputs
+
+    def of_number(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if not x.is_floating_point():
+            raise _refusal(f"it takes an input of {x.dtype}, as for an embedding")
+        ones = torch.full_like(x[:1], value, dtype=torch.float64, requires_grad=True)
+        return ones * 1  # a layer may change it in place
+
+    named = {name: of_number(x) for name, x in call["kwargs"].items()}
+    return [of_number(x) for x in call["args"]], named
 
 
 # -- the table: each measure takes a network, and keyword arguments of its own ------------------

@@ -443,7 +443,7 @@ def test_weights_of_other_kinds_count_in_the_l2_norm_only():
     for name in PRODUCTS:
         with pytest.raises(ValueError, match=f"{name} is a product .* other weights: 0.weight"):
             value(name, net, X)
-    with pytest.raises(ValueError, match=r"takes 'input' of torch.int64, as for an embedding"):
+    with pytest.raises(ValueError, match=r"takes an input of torch.int64, as for an embedding"):
         value("l1_path_norm", net, X)
 
 
