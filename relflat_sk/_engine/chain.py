@@ -6,6 +6,7 @@ networks, and the second one that of the samples.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -151,7 +152,9 @@ class Chain:
         self.dropout = [layer for layer in layers if isinstance(layer, _Dropout)]
         self.linear = [layer for layer in layers if isinstance(layer, _Linear)]
         self.last: _Linear = self.linear[-1]
-        self._first = layers.index(self.linear[0])
+        places = [layers.index(layer) for layer in self.linear]
+        # the functions behind each linear layer but the last, the last function first
+        self._behind = [layers[end - 1 : start : -1] for start, end in pairwise(places)]
         # the numbers of the penalised layers before the last one, and whether that is penalised
         self.earlier: list[int] = []
         self.at_last = True
@@ -161,20 +164,14 @@ class Chain:
         """The names of the layers' weights and biases."""
         return set().union(*(layer.names for layer in self.linear))
 
-    def _behind(self, i: int) -> list[Any]:
-        """List the functions between a linear layer and the next."""
-        start = self._layers.index(self.linear[i]) + 1
-        return self._layers[start : self._layers.index(self.linear[i + 1])]
-
     def is_linear_in_pieces(self, i: int) -> bool:
         """Return whether outputs are piecewise linear in the output of a linear layer."""
-        layers = self._layers[self._layers.index(self.linear[i]) :]
-        return all(isinstance(layer, _Linear) or layer.in_pieces for layer in layers)
+        return all(function.in_pieces for functions in self._behind[i:] for function in functions)
 
     def pull(self, outer: Any, i: int) -> Any:
         """Multiply gradients by the slopes of the functions between a linear layer and the next."""
-        for layer in reversed(self._behind(i)):
-            outer = layer.backward(outer)
+        for function in self._behind[i]:
+            outer = function.backward(outer)
         return outer
 
     def is_small(self, n_samples: int) -> bool:
@@ -198,14 +195,15 @@ class Chain:
 
     def backward(self, z: Any, phi: Any = None, weight: Any = None, *others: Any) -> None:
         """Compute the gradients of the weights, see `Body`; of an `EarlierTerm` as well."""
-        of_weights, of_features = dict[int, Any](), dict[int, Any]()
+        of_weights: dict[int, Any] = {}
+        of_features: dict[int, Any] = {}
         for term, share in others:
             each = share[:, None, None]
             z = z + each * term.z
             of_weights = {i: each * array for i, array in term.weights.items()}
             of_features = {i: each * array for i, array in term.of_features.items()}
-        outer, last = z, len(self.linear) - 1
-        for i in reversed(range(len(self.linear))):
+        last, outer = len(self._behind), z
+        for i in range(last, -1, -1):
             layer = self.linear[i]
             layer.backward(outer)
             if i in of_weights:
