@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,22 +77,31 @@ def blame_storage(study: Any) -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until a block ends, so that a result is stored as a whole or not at all.
+    """Hold Ctrl-C back until a block ends, so that a result is stored as a whole or not at all."""
+    pressed: list[bool] = []
+    try:
+        with on_ctrl_c(lambda: pressed.append(True)):
+            yield
+    finally:
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def on_ctrl_c(call: Callable[[], None]) -> Iterator[None]:
+    """Let Ctrl-C call a function until a block ends.
 
     Only the main thread gets signals, and only handlers of Python can be put back.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is None:
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    signal.signal(signal.SIGINT, lambda number, frame: call())
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
 
 
 def root_of(error: BaseException) -> str:

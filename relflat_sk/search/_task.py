@@ -1,7 +1,6 @@
 """Train and measure one candidate. Nothing here knows of Optuna, of a study or of its storage."""
 
 import re
-import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._minimum import Minimum
 from relflat_sk.search._data import TrainingData, scale_lr, split_params, vary_data
 from relflat_sk.search._measure import Measuring, add_goal, assess, missing_layer
-from relflat_sk.search._storage import CallError
+from relflat_sk.search._storage import CallError, on_ctrl_c
 from relflat_sk.training._after_fit import measured_later
 
 STOPPED = "stopped by the pruner"
@@ -244,21 +243,14 @@ def fit(
 @contextmanager
 def _interruptible() -> Iterator[None]:
     """Let Ctrl-C end the search: skorch would end only the training of one net."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
-    pressed = []
+    pressed: list[bool] = []
 
-    def remember(number: int, frame: Any) -> None:
-        pressed.append(number)
+    def remember() -> None:
+        pressed.append(True)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, remember)
-    try:
+    with on_ctrl_c(remember):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)
     if pressed:
         raise KeyboardInterrupt
 
