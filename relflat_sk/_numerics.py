@@ -72,9 +72,10 @@ def inverse_spread(spread: Tensor) -> Tensor:
     return torch.where(spread > 0, spread, torch.inf).reciprocal()
 
 
-def safe_root(array: Tensor) -> Tensor:
-    """Take square roots whose slope at 0 is 0 instead of infinite."""
-    return array.clamp_min(torch.finfo(array.dtype).tiny).sqrt()
+def safe_root(array: Any) -> Any:
+    """Take square roots of an array of NumPy or torch, whose slope at 0 is 0, not infinite."""
+    xp = torch if isinstance(array, Tensor) else np
+    return xp.sqrt(array.clip(xp.finfo(array.dtype).tiny))
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -157,15 +157,16 @@ class CrossEntropy(ArrayLoss):
         return TraceTerm(value, weighted * (slope - forms), forms * scale, of_weight)
 
     def root_product(self, p: Any, vectors: Any) -> tuple[Any, Callable[[Any], Any]]:
-        # see `Softmax.root_product`
-        xp, roots = namespace(p), p**0.5
+        # With r = sqrt(p), diag(r) (I - r r^T) is a root of B. Here, it is multiplied by the
+        # reflection that maps r to minus the top class, whose column is 0 then: products with
+        # random signs have less variance, and none between two classes. That is good for one draw,
+        # as penalties take; few draws may coincide, so that their spread tells no standard error.
+        xp, roots = namespace(p), safe_root(p)
         top = p.argmax(-1)[..., None]
-        is_top = xp.zeros_like(p, dtype=bool)
-        is_top = (
-            is_top.scatter(-1, top, True)
-            if isinstance(p, Tensor)
-            else top == np.arange(p.shape[-1])
-        )
+        if isinstance(p, Tensor):
+            is_top: Any = torch.zeros_like(p, dtype=torch.bool).scatter(-1, top, True)
+        else:
+            is_top = top == np.arange(p.shape[-1])
         divisor = 1 + xp.where(is_top, roots, 0 * roots).sum(-1)[..., None]
         common = xp.where(is_top, p + roots, p) / divisor
         parts = xp.where(is_top, 0 * roots, roots * vectors)
@@ -199,7 +200,7 @@ class _OutputLoss(ArrayLoss):
 
     def root_product(self, p: Any, vectors: Any) -> tuple[Any, Callable[[Any], Any]]:
         second, third = self.derivatives(p)
-        roots = (second + namespace(p).finfo(p.dtype).tiny) ** 0.5
+        roots = safe_root(second)
         return roots * vectors, lambda outer: outer * vectors * (third / (2 * roots))
 
 
@@ -389,7 +390,8 @@ class Diagonal(ClosedForm):
         return torch.diag_embed(self.beta.sqrt())
 
     def root_product(self, vectors: Tensor) -> Tensor:
-        return safe_root(self.beta) * vectors
+        products: Tensor = safe_root(self.beta) * vectors
+        return products
 
 
 # -- softmax cross-entropy, exact for confident predictions too --------------------------
@@ -485,15 +487,7 @@ class Softmax(ClosedForm):
         return root if self.scale is None else root * self.scale.sqrt()[:, None, None]
 
     def root_product(self, vectors: Tensor) -> Tensor:
-        # With r = sqrt(p), diag(r) (I - r r^T) is the root above. Here, it is multiplied by the
-        # reflection that maps r to minus the top class, whose column is 0 then: products with
-        # random signs have less variance, and none between two classes. That is good for one draw,
-        # as penalties take; few draws may coincide, so that their spread tells no standard error.
-        roots, highest = safe_root(self.p), self.p.gather(1, self._top)
-        of_top = roots.gather(1, self._top)
-        common = self.p.scatter(1, self._top, highest + of_top) / (1 + of_top)
-        parts = roots.scatter(1, self._top, 0.0) * vectors
-        products = parts - common * parts.sum(dim=1, keepdim=True)
+        products: Tensor = CrossEntropy().root_product(self.p, vectors)[0]
         return products if self.scale is None else products * self.scale.sqrt()[:, None]
 
     def total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:

@@ -305,7 +305,8 @@ class _Terms:
             rows = torch.where(weights[:, None] > 0, rows, mean)
         low, high = rows.detach().aminmax(dim=0)
         moves = varies(low, high, torch.finfo(rows.dtype).eps)
-        return safe_root(variance) * moves
+        spread: Tensor = safe_root(variance) * moves
+        return spread
 
     def _weights_of(self, rows: Tensor) -> Tensor | None:
         """Return the weights of rows of features: those of the samples, for each position."""
