@@ -193,15 +193,10 @@ class Chain:
             x = layer.forward(x)
         return x, self.last.x, self.last.weight
 
-    def backward(self, z: Any, phi: Any = None, weight: Any = None, *others: Any) -> None:
-        """Compute the gradients of the weights, see `Body`; of an `EarlierTerm` as well."""
-        of_weights: dict[int, Any] = {}
-        of_features: dict[int, Any] = {}
-        for term, share in others:
-            each = share[:, None, None]
-            z = z + each * term.z
-            of_weights = {i: each * array for i, array in term.weights.items()}
-            of_features = {i: each * array for i, array in term.of_features.items()}
+    def backward(self, z: Any, phi: Any = None, weight: Any = None, earlier: Any = None) -> None:
+        """Compute the gradients of the weights, see `Body`."""
+        of_weights = {} if earlier is None else earlier.weights
+        of_features = {} if earlier is None else earlier.of_features
         last, outer = len(self._behind), z
         for i in range(last, -1, -1):
             layer = self.linear[i]

@@ -2,26 +2,18 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from relflat_sk._engine.chain import Chain
 from relflat_sk._engine.job import Job
-from relflat_sk._engine.step import StepBatch
+from relflat_sk._engine.step import EarlierTerm, StepBatch
 from relflat_sk._losses.curvature import ArrayLoss, namespace
 from relflat_sk._numerics import dots, transposed
 from relflat_sk._penalty.batch_flatness import n_shared
 from relflat_sk._random import draw_words, n_words, signs_of
-
-
-class EarlierTerm(NamedTuple):
-    """A penalty at earlier layers by its partial derivatives, each times the networks' factors."""
-
-    z: Any  # (k, n, d), in the outputs
-    weights: dict[int, Any]  # (k, d, m), in the weights of layers
-    of_features: dict[int, Any]  # (k, n, 1); the derivative in a layer's input is that times it
 
 
 class ChainTerms:

@@ -88,17 +88,32 @@ class Body(Protocol):
     def forward(self, x: Any) -> tuple[Any, Any, Any]:
         """Compute outputs, and return them with the features and the weight of the last layer."""
 
-    def backward(self, z: Any, phi: Any = None, weight: Any = None, *others: Any) -> None:
-        """Compute the gradients of the weights, from that in the output.
+    def backward(
+        self, z: Any, phi: Any = None, weight: Any = None, earlier: "EarlierTerm | None" = None
+    ) -> None:
+        """Compute the gradients of the weights, from the whole gradient in the output.
 
-        `phi` and `weight` are added to the gradients in features and weight of the last layer.
-        `others` are pairs of what `EarlierTerms` return and the gradients in the penalties.
+        `phi` and `weight` are added to the gradients in features and weight of the last layer, and
+        those of `earlier` to the gradients in its layers.
         """
 
 
-# from a batch, the networks' factors, (k,), and what outputs predict, to penalties, (k,), and what
-# a `Body` differentiates them by
-EarlierTerms = Callable[[StepBatch, Any, Any], tuple[Any, Any]]
+class EarlierTerm(NamedTuple):
+    """A penalty at earlier layers by its partial derivatives, each times the networks' factors."""
+
+    z: Any  # (k, n, d), in the outputs
+    weights: dict[int, Any]  # (k, d, m), in the weights of layers
+    of_features: dict[int, Any]  # (k, n, 1); the derivative in a layer's input is that times it
+
+    def times(self, shares: Any) -> "EarlierTerm":
+        """Multiply by numbers of the networks, (k,)."""
+        each = shares[:, None, None]
+        weights, of_features = ({i: each * x for i, x in part.items()} for part in self[1:])
+        return EarlierTerm(each * self.z, weights, of_features)
+
+
+# from a batch, the networks' factors, (k,), and what outputs predict, to penalties, (k,)
+EarlierTerms = Callable[[StepBatch, Any, Any], tuple[Any, EarlierTerm]]
 
 
 class Step:
@@ -124,11 +139,11 @@ class Step:
             body.backward(of_z)
             return (loss,)
         factors = settings.factors / self._loss.divisor(z.shape[-1])
-        term = graph = None
+        term = of_earlier = None
         penalty = 0 * loss
         if self._earlier is not None:
-            of_earlier, graph = self._earlier(batch, factors, p)
-            penalty = penalty + of_earlier
+            value, of_earlier = self._earlier(batch, factors, p)
+            penalty = penalty + value
         if self._at_last:
             factors = factors / (2 * phi.shape[-1])
             term = self._loss.trace_term(p, phi, weight, batch.shares[..., None])
@@ -136,13 +151,15 @@ class Step:
 
         def differentiate(of_z: Any, shares: Any) -> None:
             """Write the gradients of losses, given those in outputs, and of shares of penalties."""
-            others = [] if graph is None else [(graph, shares)]
+            earlier = None if of_earlier is None else of_earlier.times(shares)
+            if earlier is not None:
+                of_z = of_z + earlier.z
             if term is None:
-                body.backward(of_z, None, None, *others)
+                body.backward(of_z, earlier=earlier)
                 return
             each = (shares * factors)[:, None, None]
             of_phi = (each * term.of_phi) * phi
-            body.backward(of_z + each * term.z, of_phi, each * term.weight, *others)
+            body.backward(of_z + each * term.z, of_phi, each * term.weight, earlier)
 
         limit, measured = settings.limit, None
         if settings.clips is None:

@@ -124,7 +124,7 @@ class VmappedNets:
         weight = self.weights[f"{self._last}.weight"] if self._last else None
         return self._z.detach(), self._phi.detach(), weight
 
-    def backward(self, z: Tensor, phi: Any = None, weight: Any = None, *others: Any) -> None:
+    def backward(self, z: Tensor, phi: Any = None, weight: Any = None, earlier: Any = None) -> None:
         """Compute the gradients of the weights, see `Body`; keep the graph."""
         pairs = [(self._z, z)] if phi is None else [(self._z, z), (self._phi, phi)]
         pairs = [(tensor, outer) for tensor, outer in pairs if tensor.requires_grad]
