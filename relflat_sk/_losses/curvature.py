@@ -157,10 +157,7 @@ class CrossEntropy(ArrayLoss):
         return TraceTerm(value, weighted * (slope - forms), forms * scale, of_weight)
 
     def root_product(self, p: Any, vectors: Any) -> tuple[Any, Callable[[Any], Any]]:
-        # With r = sqrt(p), diag(r) (I - r r^T) is a root of B. Here, it is multiplied by the
-        # reflection that maps r to minus the top class, whose column is 0 then: products with
-        # random signs have less variance, and none between two classes. That is good for one draw,
-        # as penalties take; few draws may coincide, so that their spread tells no standard error.
+        # see `Softmax.root_product`, which has fewer operations for a device and autograd
         xp, roots = namespace(p), safe_root(p)
         top = p.argmax(-1)[..., None]
         if isinstance(p, Tensor):
@@ -487,7 +484,15 @@ class Softmax(ClosedForm):
         return root if self.scale is None else root * self.scale.sqrt()[:, None, None]
 
     def root_product(self, vectors: Tensor) -> Tensor:
-        products: Tensor = CrossEntropy().root_product(self.p, vectors)[0]
+        # With r = sqrt(p), diag(r) (I - r r^T) is the root above. Here, it is multiplied by the
+        # reflection that maps r to minus the top class, whose column is 0 then: products with
+        # random signs have less variance, and none between two classes. That is good for one draw,
+        # as penalties take; few draws may coincide, so that their spread tells no standard error.
+        roots, highest = safe_root(self.p), self.p.gather(1, self._top)
+        of_top = roots.gather(1, self._top)
+        common = self.p.scatter(1, self._top, highest + of_top) / (1 + of_top)
+        parts = roots.scatter(1, self._top, 0.0) * vectors
+        products: Tensor = parts - common * parts.sum(dim=1, keepdim=True)
         return products if self.scale is None else products * self.scale.sqrt()[:, None]
 
     def total(self, factor: Tensor, features: Tensor, each: float | Tensor) -> Tensor:
