@@ -16,7 +16,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from skorch.callbacks import EpochScoring, EpochTimer
 from skorch.utils import to_numpy, to_tensor
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, check_number, warn
@@ -105,7 +105,6 @@ class _Training:
     labels_encoded: bool = False  # in `fit`, the net's own data sets hold targets
     dataset: Any = None
     penalty: RelativeFlatnessPenalty | None = None
-    output_shape: Size | None = None
     output_checked: bool = False
     # for a class that replaces parts of the step, see `_penalised_loss`
     in_infer: bool = False
@@ -280,7 +279,6 @@ class FlatNet(SkorchNet):
         try:
             with self._own_random_state(restart=restart):
                 yield tuple(data)
-                self._learn_from_outputs()
                 record_outcome(self, self._training.dataset, since=since)
         finally:
             self._training = None
@@ -549,12 +547,6 @@ class FlatNet(SkorchNet):
             callbacks.append(("valid_acc", accuracy))
         return [*callbacks, ("print_log", QuietPrintLog())]
 
-    def _learn_from_outputs(self) -> None:
-        """After training on a Dataset, learn the classes from the number of outputs."""
-        shape = self._state().output_shape
-        if shape is not None and len(shape) <= 1:
-            self._task.learn_from_outputs(self, shape.numel())
-
     def _gets_targets(self) -> bool:
         """Return whether labels come as targets: in training, its own data sets hold targets."""
         return self._training is not None and self._training.labels_encoded
@@ -760,7 +752,8 @@ class FlatNet(SkorchNet):
         """Refuse outputs of another size than the labels need; at first, of another kind too."""
         state, n_outputs = self._state(), self._n_outputs
         if n_outputs is None:
-            state.output_shape = y_pred.shape[1:]
+            if not state.output_checked and y_pred.ndim <= 2:
+                self._task.learn_from_outputs(self, y_pred.shape[1:].numel())
         elif y_pred.shape[1:].numel() != n_outputs:
             raise ValueError(
                 f"y has {describe_labels(self)}, which takes {n_outputs} output(s) for each "

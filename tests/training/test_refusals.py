@@ -234,9 +234,11 @@ def test_predicting_and_measuring_check_the_data(kind):
         relative_flatness(net, kind(X), ["w"] * 42)
 
 
-def test_what_a_data_set_shows_late_is_refused_late():
+def test_what_a_data_set_shows_is_refused_when_it_is_seen():
+    net = make(classes=["x", "y"], **SIZES)
     with pytest.raises(ValueError, match="3 outputs"):
-        make(classes=["x", "y"], **SIZES).fit(dataset())
+        net.fit(dataset())
+    assert len(net.history) == 1  # in the first batch
     held_out = predefined_split(Dataset(X, NAMES))
     message = r"labels of a batch are no numbers, got .*'[xyz]'.* classes_"
     with pytest.raises(TypeError, match=message):
