@@ -484,4 +484,6 @@ def check_real(module: nn.Module) -> None:
 def find_non_finite(module: nn.Module) -> str | None:
     """Return the name of the first parameter or buffer that contains nan or an infinite number."""
     tensors = (*module.named_parameters(), *module.named_buffers())
-    return next((name for name, tensor in tensors if not bool(tensor.isfinite().all())), None)
+    return next(
+        (name for name, tensor in tensors if not bool(tensor.to_dense().isfinite().all())), None
+    )

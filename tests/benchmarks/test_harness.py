@@ -1,44 +1,19 @@
 """The parts that benchmarks share, the costs, the script for a GPU, sizes and paths."""
 
-import io
 import subprocess
 import sys
-from argparse import Namespace
 from functools import partial
 from importlib.util import find_spec
-from itertools import cycle, permutations
+from itertools import permutations
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
 from benchmarks import gpu, paths, size
-from benchmarks._harness import data, timing
-from benchmarks._harness.networks import LeNet5
-from benchmarks.costs import layers, training
+from benchmarks._harness import timing
 from tests.benchmarks.commands import run
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_images_come_from_a_file_and_are_decoded_once(tmp_path, monkeypatch):
-    image, files = pytest.importorskip("PIL.Image"), []
-    for pixels in np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8):
-        file = io.BytesIO()
-        image.fromarray(pixels).save(file, "JPEG")
-        files.append(np.frombuffer(file.getvalue(), dtype=np.uint8))
-    offsets, classes = np.cumsum([0, *map(len, files)]), np.arange(6, dtype=np.uint8)
-    arrays = {"jpeg": np.concatenate(files), "offsets": offsets, "y": classes}
-    np.savez(tmp_path / "cifar.npz", **arrays, is_train=classes != 2)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for _ in range(2):
-        X, y = data.load_images(4, tmp_path / "cifar.npz")
-        assert X.shape == (4, 3, 32, 32)
-        assert y.tolist() == [0, 1, 3, 4]
-        assert round(abs(X.mean().item()), 3) == 0
-        monkeypatch.delattr(image, "open", raising=False)  # the second time from the cache
-    assert len(list((tmp_path / "cache" / "relflat_sk").rglob("output.pkl"))) == 1
 
 
 def test_every_way_has_its_turn_in_each_round_in_changing_orders(monkeypatch):
@@ -99,32 +74,6 @@ def test_parts_that_quick_runs_leave_out(module, arguments):
     assert float(run(f"benchmarks.costs.{module}", *arguments)) > 0
 
 
-@pytest.mark.parametrize(("most", "found", "is_enough"), [(192, 48, True), (36, 36, False)])
-def test_the_least_products_with_a_spread_of_a_hundredth_are_found(
-    most, found, is_enough, monkeypatch
-):
-    signs = cycle([-1, 1])
-    monkeypatch.setattr(
-        layers.peers, "deflated_trace", lambda _, method, n: 1 + next(signs) * 0.3 / n
-    )
-    options = Namespace(quick=True, most=most)
-    estimates, n = layers.products(Namespace(shape=(1000, 1000)), "XTrace", options)
-    assert n == found  # of two estimates the deviation is 0.42 / n
-    assert (layers.n_needed(estimates) == 1) == is_enough
-
-
-@pytest.mark.slow
-def test_training_steps_in_mixed_precision():
-    X, y = torch.randn(128, 3, 32, 32), torch.arange(128) % 10
-    losses = []
-    for mixed in (False, True):
-        net = training.METHODS["last layer"](LeNet5, mixed=mixed)
-        training.Epochs(net, X, y)()
-        losses.append(net.history[-1]["batches"][0]["train_loss"])
-    assert losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
-
-
 # -- the script for a GPU: parts end in time, and leave what they have printed --------------------
 
 SLEEP = "print('begun', flush=True); __import__('time').sleep(60)"
@@ -134,17 +83,6 @@ def test_a_part_that_takes_too_long_is_stopped_and_leaves_what_it_printed(tmp_pa
     end = gpu.run(["timeit", "-n1", "-r1", SLEEP], "cpu", tmp_path / "part.txt", 5)
     assert end.startswith("was stopped")
     assert (tmp_path / "part.txt").read_text().startswith("begun")
-
-
-@pytest.mark.parametrize(("part", "code"), [("heads", 0), ("p21", 1)])
-def test_minutes_and_images_decide_what_runs(part, code, tmp_path, monkeypatch, capsys):
-    ran = []
-    monkeypatch.setattr(gpu, "IMAGES", str)
-    monkeypatch.setattr(gpu, "run", lambda *args: ran.append(args) or "ended with code 0")
-    assert gpu.main(["--part", part, "--folder", str(tmp_path)]) == code
-    assert len(ran) == 1 - code
-    assert ("needs --data" in capsys.readouterr().out) == bool(code)
-    assert gpu.main(["--part", part, "--folder", str(tmp_path), "--minutes", "0"]) == 1
 
 
 @pytest.mark.parametrize("name", gpu.PARTS)

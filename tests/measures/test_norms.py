@@ -72,34 +72,40 @@ def test_products_over_the_layers_of_a_chain(name, arguments, of_layer):
     assert value(name, net, *data(net), **arguments) == pytest.approx(expected, rel=1e-12)
 
 
-CHAINS = {  # by the number of inputs
-    3: (
-        nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.LeakyReLU(), nn.Dropout(),
-        nn.Linear(3, 2), nn.Softmax(dim=1),
-    ),
-    9: (
+def residual(net, x):
+    h = F.relu(x + F.relu(net.layer(x)))
+    return net.two(torch.cat([h, x], dim=1)[:, :3].view(x.size(0), -1))
+
+
+HOMOGENEOUS = {  # networks, with their numbers of inputs
+    "activations": (3, nn.Sequential(
+        nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.LeakyReLU(), nn.Dropout(), nn.Linear(3, 2),
+    )),
+    "maximum": (9, nn.Sequential(
         nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 2, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(2, 2),
-    ),
-    12: (
+    )),
+    "mean": (12, nn.Sequential(
         nn.Unflatten(1, (2, 2, 3)), nn.Conv2d(2, 2, 2, stride=2, padding=1, groups=2),
         nn.AvgPool2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(2, 3),
-    ),
+    )),
+    "branches": (3, Net(residual, layer=nn.Linear(3, 3), two=nn.Linear(3, 2))),
 }  # fmt: skip
-SHAPED = nn.Linear | nn.Conv2d | nn.MaxPool2d | nn.AvgPool2d | nn.Flatten | nn.Unflatten
 
 
-@pytest.mark.parametrize("m", CHAINS)
-def test_path_norms_add_up_along_a_chain(m):
-    """Absolute values to a power pass on the sums over paths; activations have no weights."""
-    net = nn.Sequential(*CHAINS[m]).double().eval()
-    for name, power, finish in [("l1_path_norm", 1, 2), ("l2_path_norm", 2, 1)]:
-        plain = copy.deepcopy(nn.Sequential(*(step for step in net if isinstance(step, SHAPED))))
-        with torch.no_grad():
+@pytest.mark.parametrize("kind", HOMOGENEOUS)
+def test_path_norms_are_outputs_for_ones_of_a_network_of_positive_weights(kind):
+    """Absolute values to a power pass on the sums over paths, and no activation changes them."""
+    m, net = HOMOGENEOUS[kind]
+    net, X = net.double().eval(), torch.randn(5, m).double()
+    for tail in (nn.Identity(), nn.Softmax(dim=1)):
+        for name, power, finish in [("l1_path_norm", 1, 2), ("l2_path_norm", 2, 1)]:
+            plain = copy.deepcopy(net)
             for parameter in plain.parameters():
-                parameter.copy_(parameter.abs() ** power)
-        expected = plain(torch.ones(1, m).double()).sum().item() ** finish
-        assert value(name, net, torch.randn(5, m).double()) == pytest.approx(expected, rel=EXACT)
+                parameter.data = parameter.abs() ** power
+            expected = plain(torch.ones(1, m).double()).sum().item() ** finish
+            found = value(name, nn.Sequential(net, tail), X)
+            assert found == pytest.approx(expected, rel=EXACT)
 
 
 def test_path_norms_are_sums_over_all_paths():
@@ -116,21 +122,6 @@ def test_path_norms_are_sums_over_all_paths():
 def own(ways):
     """A layer in a forward pass that is given as a function."""
     return Net(ways, layer=nn.Linear(3, 3))
-
-
-def residual(net, x):
-    h = F.relu(x + F.relu(net.layer(x)))
-    return net.two(torch.cat([h, x], dim=1)[:, :3].view(x.size(0), -1))
-
-
-def test_branches_of_a_residual_network_add_up():
-    net = Net(residual, layer=nn.Linear(3, 3), two=nn.Linear(3, 2)).double()
-    A, a, B, b = (parameter.detach() for parameter in net.parameters())
-    X = torch.randn(4, 3).double()
-    for name, power, finish in [("l1_path_norm", 1, 2), ("l2_path_norm", 2, 1)]:
-        W, v, V, w = (t.abs() ** power for t in (A, a, B, b))
-        expected = (V @ (torch.ones(3).double() + W.sum(1) + v) + w).sum() ** finish
-        assert value(name, net, X) == pytest.approx(expected.item(), rel=EXACT)
 
 
 def used(module):

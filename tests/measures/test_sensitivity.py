@@ -130,14 +130,6 @@ def test_a_narrow_screen_shows_the_rise_and_its_error(names):
     assert names | {"predicted", "stderr"} <= {*header}
 
 
-def test_numbers_of_bits_are_any_sequence_and_count_once():
-    net, X, y = make("mlp tanh")
-    options = {"criterion": CE, "random_state": 0}
-    expected = layer_sensitivity(net, X, y, bits=[6, 3], **options)
-    for bits in (np.array([6, 3]), (6, 3, 6), iter([6, 3])):
-        assert layer_sensitivity(net, X, y, bits=bits, **options).equals(expected)
-
-
 def test_weights_of_zeros_have_no_error_and_nan_no_prediction():
     net, X, y = make("mlp tanh")
     net[0].weight.data.zero_()

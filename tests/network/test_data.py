@@ -20,7 +20,6 @@ from relflat_sk import (
 from relflat_sk._network.batches import (
     cast_inputs,
     copy_rows,
-    mapped_file,
 )
 from tests.cases import Net
 from tests.data_kinds import Stream, memmap
@@ -283,15 +282,6 @@ def test_columns_of_numbers_of_any_type_are_trained_on():
     net = RelativeFlatnessRegularizedClassifier(verbose=0, max_epochs=1, random_state=0)
     assert net.fit(frame, Y).n_features_in_ == 7
     assert relative_flatness(net, frame, Y) == pytest.approx(net.relative_flatness_, rel=FLOAT32)
-
-
-def test_a_view_of_a_mapped_file_is_recognised(tmp_path):
-    mapped = memmap(tmp_path, X)
-    view = np.asarray(mapped)[10:, None]
-    assert mapped_file(view) is not None
-    assert mapped_file(X) is None
-    assert mapped_file(mapped[[1, 2]]) is None  # a copy in memory
-    assert_array_equal(copy_rows(view, slice(2)), X[10:12, None])
 
 
 @pytest.mark.parametrize("mode", ["c", "r+"], ids=["private", "shared"])

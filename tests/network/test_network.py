@@ -1,7 +1,7 @@
 """Losses of a network with its data, and that the network is given back as it was."""
 
-import copy
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from relflat_sk._losses.loss import Loss
 from relflat_sk._network.batches import make_batches
 from relflat_sk._network.network import Network, mean_loss
 from tests import oracles
+from tests.cases import Net
 
 CE = nn.CrossEntropyLoss()
 LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
@@ -36,6 +37,8 @@ class Rude(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("last", torch.zeros(()))
         self.register_buffer("nothing", None)
+        sparse = torch.eye(3).to_sparse()  # cannot be compared
+        self.register_buffer("graph", sparse, persistent=False)
 
     def forward(self, x):
         self.calls += 1
@@ -58,6 +61,7 @@ def state_of(net):
         [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()],
         ["forward" in vars(m) for m in net.modules()],
         torch.is_grad_enabled(),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         [id(buffer) for buffer in net.buffers()],
     ]
     return {name: None if one is None else one.clone() for name, one in tensors.items()}, others
@@ -106,14 +110,6 @@ def test_the_caller_s_mixed_precision_does_not_reach_measures(compute):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert repr(compute(net, X, y, criterion=CE)) == repr(expected)
         assert net(X).dtype == torch.bfloat16
-
-
-def test_statistics_come_back_after_a_measure_that_trains():
-    net, X, y = prepared()
-    net.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)  # cannot be compared
-    before = state_of(net)
-    measure(lambda model, X, y: model.train()(X).sum().item(), net, X, y, criterion=CE)
-    same(state_of(net), before)
 
 
 def test_the_user_s_criterion_is_not_moved():
@@ -255,6 +251,8 @@ KINDS = {
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 6)),
     "renormalised": lambda: Renormalised(sparse=False),
     "renormalised, sparse": lambda: Renormalised(sparse=True),
+    # holds a second list of its weights, beside the parameters
+    "recurrent": lambda: Net(lambda net, x: net.body(x[:, None])[0][:, 0], body=nn.LSTM(5, 6)),
 }
 
 
@@ -275,9 +273,14 @@ def named_tensors(net):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("modes", ["training", "head in evaluation", "first in evaluation"])
-@pytest.mark.parametrize("name", ["relative_flatness", "expected_sharpness"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *product(KINDS, ["relative_flatness", "expected_sharpness"]),
+        ("recurrent", "fisher_rao_norm"),
+    ],
+)
 def test_every_kind_of_module_comes_back_as_it_was(kind, modes, name):
     net, (X, y) = with_head(KINDS[kind]()), data()
     if modes != "training":
@@ -285,6 +288,7 @@ def test_every_kind_of_module_comes_back_as_it_was(kind, modes, name):
     before, of_parts = named_tensors(net), [part.training for part in net.modules()]
     measure(name, net, X, y, criterion=CE)
     after = named_tensors(net)
+    assert torch.backends.mkldnn.enabled
     assert list(after) == list(before)
     assert [part.training for part in net.modules()] == of_parts
     for key, (tensor, version, memory, numbers) in before.items():
@@ -308,6 +312,12 @@ def test_the_weight_of_evaluation_mode_is_measured():
     expected = oracles.relative_flatness(merged, "0", CE, X, y)
     found = relative_flatness(net, X, y, criterion=CE, layer=0)
     assert found == pytest.approx(expected, rel=1e-9)
+    for name in ("fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness"):
+        found, expected = (
+            measure(name, net.train(mode), X, y, criterion=CE, random_state=0)
+            for mode in (True, False)
+        )
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_modules_that_switch_come_back_after_an_exception():
@@ -318,25 +328,3 @@ def test_modules_that_switch_come_back_after_an_exception():
         relative_flatness(net, X[:, :4], y, criterion=CE)
     assert (net.training, net.merged) == (True, False)
     assert torch.equal(net.weight, before)
-
-
-def test_mixed_precision_comes_back_after_an_exception():
-    net, X, y = prepared(fails=True)
-    with torch.autocast("cpu", dtype=torch.float16):
-        with pytest.raises(RuntimeError, match="in the middle"):
-            relative_flatness(net, X, y, criterion=CE, batch_size=4)
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") == torch.float16
-    assert not torch.is_autocast_enabled("cpu")
-
-
-@pytest.mark.parametrize(
-    "name", ["fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness"]
-)
-def test_the_mode_of_a_network_that_merges_weights_does_not_matter(name):
-    net, (X, y) = with_head(LowRank(5, 6).double()), data()
-    found = [
-        measure(name, module, X.double(), y, criterion=CE, random_state=0)
-        for module in (net.train(), copy.deepcopy(net).eval())
-    ]
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
