@@ -24,6 +24,30 @@ from tests.measures.nets import CE, dense, evaluate, make, reached
 pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
 
 
+@pytest.mark.parametrize(("seed", "random_state"), [(1, 0), (16, 2), (49, 1)])
+def test_the_second_eigenvalue_is_not_taken_for_the_largest(seed, random_state):
+    torch.manual_seed(seed)
+    X, y = torch.randn(40, 5), torch.randn(40, 2)
+    net, criterion = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)), nn.MSELoss()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    for _ in range(30):
+        optimizer.zero_grad()
+        criterion(net(X), y).backward()
+        optimizer.step()
+    report = flatness_report(
+        net, X, y, measures="hessian_max_eigenvalue", layers=0, criterion=criterion,
+        random_state=random_state,
+    )  # fmt: skip
+
+    def loss(weight):
+        outputs = torch.func.functional_call(net.double(), {"0.weight": weight}, X.double())
+        return criterion(outputs, y.double())
+
+    weight = net[0].weight.detach().double()
+    hessian = torch.func.hessian(loss)(weight).reshape(30, 30)
+    assert report["value"].item() == pytest.approx(torch.linalg.eigvalsh(hessian)[-1].item(), 0.01)
+
+
 def test_eigenvalue_error_bound_holds():
     net, X, y = make("conv")
     H, _ = dense(net, "0", X, y)
