@@ -39,11 +39,12 @@ def test_the_second_eigenvalue_is_not_taken_for_the_largest(seed, random_state):
         random_state=random_state,
     )  # fmt: skip
 
-    def loss(weight):
-        outputs = torch.func.functional_call(net.double(), {"0.weight": weight}, X.double())
-        return criterion(outputs, y.double())
+    net, X, y = net.double(), X.double(), y.double()
 
-    weight = net[0].weight.detach().double()
+    def loss(weight):
+        return criterion(torch.func.functional_call(net, {"0.weight": weight}, X), y)
+
+    weight = net[0].weight.detach()
     hessian = torch.func.hessian(loss)(weight).reshape(30, 30)
     assert report["value"].item() == pytest.approx(torch.linalg.eigvalsh(hessian)[-1].item(), 0.01)
 
