@@ -15,7 +15,7 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import kendalltau, rankdata
 
 from relflat_sk import rank_minima
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 from relflat_sk.search._results import is_averaged
 
 Floats = NDArray[np.float64]

@@ -15,14 +15,12 @@ from relflat_sk._losses.curvature import ArrayLoss, find_array_loss
 from relflat_sk._losses.loss import Loss, name_criterion
 from relflat_sk._losses.many_classes import MANY
 from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
-from relflat_sk._penalty.quiet import has_forward_hooks, has_hooks
 
 # optimizers that treat every number alike, and need no second pass through the network
 _OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-# where torch keeps code of others that all modules would call, and all steps
-_OF_ALL = [
-    f"_global_{kind}_hooks" for kind in ("backward", "backward_pre", "forward", "forward_pre")
-]
+# where torch keeps code of others that a module calls, all modules, and all steps
+_OF_MODULES = [f"_{kind}_hooks" for kind in ("backward", "backward_pre", "forward", "forward_pre")]
+_OF_ALL = [f"_global{name}" for name in _OF_MODULES]
 _OF_STEPS = ("pre_hooks", "post_hooks")
 
 
@@ -195,7 +193,7 @@ def _runs_hooks(parts: Parts) -> bool:
     """Return whether passes through modules, or gradients of parameters, run code of others."""
     return (
         any(
-            "forward" in vars(part) or has_forward_hooks(part) or has_hooks(part)
+            "forward" in vars(part) or any(getattr(part, name) for name in _OF_MODULES)
             for _, part in parts.modules
         )
         or any(getattr(of_all_modules, name) for name in _OF_ALL)

@@ -42,7 +42,7 @@ from relflat_sk._network.tail import (
     why_used_elsewhere,
 )
 from relflat_sk._numerics import without_autocast
-from relflat_sk._penalty.quiet import QuietHooks, has_forward_hooks
+from relflat_sk._penalty.quiet import QuietHooks
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,14 @@ class Capture:
         self.recorder = None  # if the forward pass fails, nothing of an earlier one is used
         module, plan = self.parts[0], self.plan
         # the first pass shows whether the network itself registers hooks of activations
-        has_hooks = plan is None or self.hooks.registers or any(map(has_forward_hooks, self.parts))
+        may_register = plan is None or self.hooks.registers
+        may_register |= any(part._forward_hooks or part._forward_pre_hooks for part in self.parts)
         with (
             eagerly() if compiled or plan is None or plan.eager else nullcontext(),
             explicit_attention(module) if plan is None or plan.in_attention else nullcontext(),
             ExplicitLayers(self._norms if plan is None or plan.twice else []) as self.explicit,
             self._record_all() if plan is None else self._record(plan) as self.recorder,
-            self.hooks.guarded(self.parts, activations=has_hooks),
+            self.hooks.guarded(self.parts, activations=may_register),
         ):
             yield
 

@@ -102,13 +102,3 @@ class _OfActivations(TorchFunctionMode):
             self._hooks.registers = True
             self._hooks.retained.append(weakref.ref(args[0]))
         return func(*args, **kwargs)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has backward hooks."""
-    return any(getattr(module, name) for name in _OF_MODULES)
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has forward hooks, which may register hooks of activations."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)

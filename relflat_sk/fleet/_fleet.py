@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from itertools import count
 from typing import Any
 
@@ -51,7 +50,6 @@ class Routine:
         self.outcome: Any = None  # what came of it
 
     def _run(self) -> None:
-        CURRENT.set(self)
         IN_TURN.set(True)
         try:
             self.result = self._function()
@@ -125,16 +123,6 @@ class Routine:
             self._switch()
 
 
-# the routine whose function runs in this thread
-CURRENT: ContextVar[Routine | None] = ContextVar("CURRENT", default=None)
-
-
-def seconds_used() -> float:
-    """Return the time of a clock that runs while this routine does."""
-    routine, now = CURRENT.get(), time.perf_counter()
-    return now if routine is None else routine.seconds + now - routine.resumed
-
-
 def _random_states() -> list[Tensor]:
     """Return torch's random states, of the CPU and of the current CUDA device if it is in use."""
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -149,13 +137,11 @@ _AT_MOST = 64
 _MANY_NUMBERS = 2**21
 
 
-def fleet_size(fleet: Any) -> int | None:
+def fleet_size(fleet: Any) -> int:
     """Return how many nets to train at a time."""
-    if fleet is None:
-        return None
     if isinstance(fleet, str) and fleet == "auto":
         return _AT_MOST
-    check_integer("fleet", fleet, minimum=1, reason="'auto' and None are possible as well")
+    check_integer("fleet", fleet, minimum=1, reason="'auto' is possible as well")
     return int(fleet)
 
 
@@ -172,7 +158,8 @@ class Fleet:
         # how nets with a key are stacked, or the reason why they are not
         self._kinds: dict[Any, ChainNets | VmappedNets | str] = {}
         self._reasons: set[str] = set()
-        self._routines: list[Routine] = []  # that have begun; all but the running one pause
+        self._routines: list[Routine] = []  # that have begun
+        self._running: Routine  # the one that does not pause
         with fork_rng(None):  # what draws from seeds of its own leaves torch's state as it is
             self._seeds = count(int(torch.randint(2**62, ())))
 
@@ -197,6 +184,7 @@ class Fleet:
 
     def _has_ended(self, routine: Routine) -> bool:
         """Let a routine go on, and return whether it has ended."""
+        self._running = routine
         if routine.resume():
             return False
         self._routines.remove(routine)
@@ -207,6 +195,7 @@ class Fleet:
     def end(self) -> None:
         """End all trainings that have begun."""
         for routine in self._routines:
+            self._running = routine
             routine.cancel()
         self._routines.clear()
 
@@ -214,12 +203,15 @@ class Fleet:
         EPOCH_TRAINER.set(self)  # in the routine's own thread
         return train()
 
-    # -- called by nets, in their routines, where they wait for the others --------------------
+    # -- called in routines, by nets, which wait for the others --------------------------------
+
+    def seconds_used(self) -> float:
+        """Return the time of a clock that runs while this routine does."""
+        return self._running.seconds + time.perf_counter() - self._running.resumed
 
     def train_epoch(self, job: Job) -> Epoch:
         """Train a network for an epoch together with others."""
-        routine, before = CURRENT.get(), torch.get_rng_state()
-        assert routine is not None
+        routine, before = self._running, torch.get_rng_state()
         job.key = key_of(job)
         kind = self._kinds.get(job.key)
         if isinstance(kind, str):

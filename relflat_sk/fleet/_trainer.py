@@ -11,7 +11,6 @@ from joblib import Parallel, delayed, parallel_config
 from joblib.parallel import FallbackToBackend, ParallelBackendBase, SequentialBackend
 from sklearn.base import BaseEstimator, clone
 
-from relflat_sk._checks import check_integer
 from relflat_sk.fleet._fleet import Fleet, fleet_size
 
 
@@ -162,8 +161,6 @@ def fleet_training(fleet: int | str = "auto") -> Iterator[None]:
     True
     """
     size = fleet_size(fleet)
-    check_integer("fleet", size, minimum=1)
-    assert size is not None
     with parallel_config(backend=_InTurns(size, auto=fleet == "auto"), n_jobs=size):
         yield
 

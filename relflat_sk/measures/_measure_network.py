@@ -35,9 +35,8 @@ from relflat_sk.measures._network_measure import NetworkMeasure, NotApplicableEr
 from relflat_sk.measures._norms import NORM_MEASURES
 from relflat_sk.measures._scan import Measured, Passes, Results, scan
 from relflat_sk.measures._sharpness import SHARPNESS_MEASURES
-from relflat_sk.minima._minimum import is_reserved
 from relflat_sk.minima._ranking import AT_EQUAL_LOSS
-from relflat_sk.minima._table import column_of
+from relflat_sk.minima._table import column_of, is_reserved
 
 # the name of a measure, or a function of model, X and y
 Measure = str | Callable[..., Any]

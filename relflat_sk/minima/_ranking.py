@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from relflat_sk._checks import is_number
 from relflat_sk._network.network import LossRange
-from relflat_sk.minima._minimum import SCORES
 from relflat_sk.minima._table import (
+    SCORES,
     is_comparable,
     is_complete,
     is_minimum,

@@ -33,9 +33,8 @@ from relflat_sk.measures._measure_network import (
 from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
 from relflat_sk.measures._scan import Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
-from relflat_sk.minima._minimum import Minimum
 from relflat_sk.minima._ranking import depth_of, find_depth_band
-from relflat_sk.minima._table import column_of
+from relflat_sk.minima._table import Minimum, column_of
 from relflat_sk.search._data import TrainingData
 from relflat_sk.search._storage import KEPT, CallError, blame_call
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss

@@ -6,7 +6,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 from relflat_sk.search._measure import AUTO
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._storage import check_store

@@ -21,13 +21,17 @@ from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._random import draw_seed, seed_from, seeded
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._minimum import PARAM_PREFIX, Minimum
-from relflat_sk.minima._table import list_reasons, parameter_columns, table_of_rows
+from relflat_sk.minima._table import (
+    PARAM_PREFIX,
+    Minimum,
+    list_reasons,
+    parameter_columns,
+    table_of_rows,
+)
 from relflat_sk.search._data import TrainingData, check_held_out
-from relflat_sk.search._describe import PLAIN
 from relflat_sk.search._measure import Measuring, assess
 from relflat_sk.search._results import warn_if_few_fit
-from relflat_sk.search._space import label_of
+from relflat_sk.search._space import PLAIN, label_of
 from relflat_sk.search._storage import KEPT, CallError
 
 _SAME_LOSS = 1e-3  # up to which share losses of a constant are those of one criterion

@@ -22,12 +22,10 @@ from sklearn.pipeline import Pipeline
 from relflat_sk._checks import check_integer, check_kind, warn
 from relflat_sk._models.network_of import DataOptions, last_prefix, to_network
 from relflat_sk._random import draw_seed
-from relflat_sk.minima._minimum import Minimum
-from relflat_sk.minima._table import UNITS, remeasured_key
+from relflat_sk.minima._table import UNITS, Minimum, remeasured_key
 from relflat_sk.search._data import LR_SCALING, check_fit_params, check_held_out
-from relflat_sk.search._describe import describe
 from relflat_sk.search._measure import TRAIN_LOSS, Measuring, find_objectives, record_held_out
-from relflat_sk.search._space import Space, labels_of
+from relflat_sk.search._space import Space, describe, labels_of
 from relflat_sk.search._storage import (
     DamagedWeightsError,
     as_store,

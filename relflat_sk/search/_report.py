@@ -25,9 +25,9 @@ from relflat_sk.plots import (
     TrainingCurvesDisplay,
 )
 from relflat_sk.plots._base import color_column, require_matplotlib
-from relflat_sk.search._describe import plain_repr
 from relflat_sk.search._measure import listed
 from relflat_sk.search._results import trial_at
+from relflat_sk.search._space import plain_repr
 from relflat_sk.search._storage import without_password
 
 LIBRARIES = ("relflat_sk", "torch", "skorch", "scikit-learn", "optuna", "numpy", "pandas")

@@ -16,10 +16,11 @@ from torch import Tensor, as_tensor
 
 from relflat_sk._checks import warn
 from relflat_sk._models.network_of import describe, final_estimator, last_prefix
-from relflat_sk.minima._minimum import PARAM_PREFIX, Minimum
 from relflat_sk.minima._ranking import mark_depth_band
 from relflat_sk.minima._table import (
+    PARAM_PREFIX,
     STATES,
+    Minimum,
     is_complete,
     list_reasons,
     shorten_parameters,

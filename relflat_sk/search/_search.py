@@ -26,7 +26,7 @@ from relflat_sk._checks import check_integer, check_kind, check_number, warn
 from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 from relflat_sk.search._measure import Measuring
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._report import render, render_short
@@ -64,7 +64,8 @@ _PREDICTORS = ("best_estimator_", "ensemble_")
 def check_arguments(search: Any) -> None:
     """Refuse arguments of a search that are not valid, before anything is trained."""
     check_integer("n_trials", search.n_trials, minimum=1, optional=True)
-    fleet_size(search.fleet)
+    if search.fleet is not None:
+        fleet_size(search.fleet)
     if not isinstance(search.refit, bool | np.bool_) and search.refit not in (MEAN, NEAREST):
         raise ValueError(f"refit must be True, False, 'mean' or 'nearest', got {search.refit!r}.")
     for name, kind in (

@@ -31,7 +31,7 @@ from optuna.trial import FrozenTrial
 from torch import Tensor
 
 from relflat_sk._checks import check_kind
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 
 Weights = Mapping[str, Tensor]
 

@@ -32,7 +32,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from relflat_sk._checks import check_kind, is_integer
 from relflat_sk.fleet._fleet import Fleet, fleet_size
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._space import labels_of
 from relflat_sk.search._storage import CallError, StorageFailedError, blame_storage
@@ -345,12 +345,12 @@ def _train_together(
         on_trained(candidate, *result)
         return True
 
-    size, nets = fleet_size(fleet), nets_of(task.estimator)
-    if size is not None and any(isinstance(x, RelativeFlatnessRegularizedNet) for x in nets):
+    nets = nets_of(task.estimator)
+    if fleet and any(isinstance(x, RelativeFlatnessRegularizedNet) for x in nets):
         with isolated(task.n_threads):
-            Fleet(size, auto=fleet == "auto").run(train_next)
+            Fleet(fleet_size(fleet), auto=fleet == "auto").run(train_next)
         return
-    if size is not None:
+    if fleet:
         level = logging.INFO if fleet == "auto" else logging.WARNING
         kind = type(task.estimator).__name__
         _LOG.log(level, f"trained one by one: {kind} holds no net of relflat_sk")
@@ -409,7 +409,8 @@ class _Workers:
         task = candidates.recipe.task
         self.task = replace(task, X=None, y=None, X_test=None, y_test=None)
         self.data = task.X, task.y, task.X_test, task.y_test
-        self.at_a_time = min(fleet_size(fleet) or 1, -(-candidates.n_candidates // n_jobs)) or 1
+        size = fleet_size(fleet) if fleet else 1
+        self.at_a_time = min(size, -(-candidates.n_candidates // n_jobs)) or 1
         self.n_finished = 0
         self.in_training: dict[int, Candidate] = {}
 

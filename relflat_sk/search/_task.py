@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,10 +28,10 @@ from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.layers import find_layer
 from relflat_sk._random import IN_TURN, seeded
 from relflat_sk.exceptions import LayerNotFoundError
-from relflat_sk.fleet._fleet import Fleet, seconds_used
+from relflat_sk.fleet._fleet import Fleet
 from relflat_sk.measures._scan import Measured
 from relflat_sk.measures._scorer import flatness_columns
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 from relflat_sk.search._data import TrainingData, scale_lr, split_params, vary_data
 from relflat_sk.search._measure import Measuring, add_goal, assess, missing_layer
 from relflat_sk.search._storage import CallError, on_ctrl_c
@@ -223,7 +224,9 @@ def fit(
     on_epoch: OnEpoch | None = None,
 ) -> None:
     """Fit an estimator, and note how long it took and how its losses went."""
-    started = seconds_used()
+    fleet = EPOCH_TRAINER.get()
+    clock = time.perf_counter if fleet is None else fleet.seconds_used
+    started = clock()
     try:
         with _interruptible(), seeded(seed), _watched(estimator, layers, on_epoch):
             estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
@@ -236,7 +239,7 @@ def fit(
             "it monitor the training loss, such as EarlyStopping('train_loss')."
         ) from error
     finally:
-        minimum.seconds = seconds_used() - started
+        minimum.seconds = clock() - started
     minimum.curves = _curves(estimator)
 
 

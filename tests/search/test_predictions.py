@@ -13,7 +13,7 @@ from sklearn.model_selection import FixedThresholdClassifier
 from sklearn.neural_network import MLPClassifier
 
 from relflat_sk import FlatnessWarning
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 from relflat_sk.search._results import average, is_averaged
 from tests.search.examples import (
     LABELS,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from relflat_sk import FlatnessScorer, FlatnessWarning, MinimaObjective, StopAtLoss, rank_minima
-from relflat_sk.search._describe import describe
+from relflat_sk.search._space import describe
 from relflat_sk.search._storage import open_storage
 from tests.search import examples
 from tests.search.examples import NO_MINIMA, X_TEST, Y_TEST, X, Y, load, make_search

@@ -21,7 +21,7 @@ from skorch.dataset import ValidSplit
 from torch import nn
 
 from relflat_sk import MinimaObjective, StopAtLoss, relative_flatness
-from relflat_sk.minima._minimum import Minimum
+from relflat_sk.minima._table import Minimum
 from relflat_sk.search._data import scale_lr, vary_data
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
