@@ -15,13 +15,7 @@ from skorch.callbacks import Callback
 from torch import nn
 
 from benchmarks._harness.networks import LeNet5
-from relflat_sk import (
-    MLP,
-    FleetTrainer,
-    RelativeFlatnessPenalty,
-    StopAtLoss,
-    measure,
-)
+from relflat_sk import MLP, FleetTrainer, RelativeFlatnessPenalty, StopAtLoss, measure
 from tests.devices.simulated import DEVICE, active_counts, count, simulated_device
 from tests.penalty.every_draw import train
 from tests.training.common import Classifier, make

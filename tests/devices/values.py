@@ -222,18 +222,8 @@ REFUSED = {
     "class": (CRITERION, Z, torch.tensor([0, 1, 7, 2]), "indices from 0 to 2, .*from 2 to 7"),
     "fraction": (CRITERION, Z, torch.tensor([0.0, 1, 0.5, 2]), "got fractions such as 0.5"),
     "share": (nn.BCEWithLogitsLoss(), Z, torch.tensor([[0.0, 1, 3]] * 4), "got values from 0 to 3"),
-    "nan": (
-        CRITERION,
-        Z.sub(Z.max()).log(),
-        torch.tensor([0, 1, 2, 0]),
-        "X contains NaN",
-    ),
-    "inf": (
-        CRITERION,
-        Z / 0,
-        torch.tensor([0, 1, 2, 0]),
-        "X contains NaN",
-    ),
+    "nan": (CRITERION, Z.sub(Z.max()).log(), torch.tensor([0, 1, 2, 0]), "X contains NaN"),
+    "inf": (CRITERION, Z / 0, torch.tensor([0, 1, 2, 0]), "X contains NaN"),
 }
 
 

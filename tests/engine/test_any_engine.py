@@ -15,10 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from relflat_sk import (
-    FleetTrainer,
-    RelativeFlatnessPenalty,
-)
+from relflat_sk import FleetTrainer, RelativeFlatnessPenalty
 from relflat_sk._engine import chain
 from relflat_sk._random import draw_seed
 from tests.engine.compare import assert_same, curve, own_loop

@@ -305,8 +305,7 @@ WITH_SCALE = (
 
 
 @pytest.mark.parametrize(
-    ("case", "optimizer"),
-    [(PARTLY_USED, "Nesterov"), (PARTLY_USED, "Adam"), (WITH_SCALE, "AdamW")],
+    ("case", "optimizer"), [(PARTLY_USED, "Nesterov"), (PARTLY_USED, "Adam"), (WITH_SCALE, "AdamW")]
 )
 def test_parameters_without_gradient_stay_as_they_are(case, optimizer, caplog):
     module, unused = case
@@ -445,10 +444,7 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_onc
 
 @pytest.mark.parametrize(
     ("module", "reason"),
-    [
-        (convolution, "convolutions are faster one by one"),
-        (MLP, "more than 10 weights"),
-    ],
+    [(convolution, "convolutions are faster one by one"), (MLP, "more than 10 weights")],
 )
 def test_auto_trains_nets_one_by_one_that_are_about_as_fast_so(module, reason, caplog, monkeypatch):
     monkeypatch.setattr("relflat_sk.fleet._fleet._MANY_NUMBERS", 10 if module is MLP else 10**6)

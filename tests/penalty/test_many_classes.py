@@ -114,11 +114,7 @@ def half_precision():
     return net.bfloat16(), X.bfloat16(), y
 
 
-LARGE = {
-    "float32": lambda: make(5000, 48, 1.0),
-    "bfloat16": half_precision,
-    "tokens": many_tokens,
-}
+LARGE = {"float32": lambda: make(5000, 48, 1.0), "bfloat16": half_precision, "tokens": many_tokens}
 
 
 @pytest.mark.parametrize("case", LARGE)

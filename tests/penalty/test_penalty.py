@@ -525,10 +525,7 @@ REPEATING = [(0, 1), (0, 0, 1), (), (0, 0, 0), (0,)]
 BLOCKS_X, BLOCKS_Y = torch.randn(6, 5).double(), torch.arange(6) % 3
 
 
-PASSES = [
-    *product(["all", ["blocks.1", "head"], "blocks.1"], [SKIPPING]),
-    ("all", REPEATING),
-]
+PASSES = [*product(["all", ["blocks.1", "head"], "blocks.1"], [SKIPPING]), ("all", REPEATING)]
 
 
 @pytest.mark.parametrize(("layer", "passes"), PASSES, ids=str)

@@ -26,16 +26,7 @@ from relflat_sk.search._data import scale_lr, vary_data
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
 from tests.data_kinds import Pairs
-from tests.search.examples import (
-    FILES,
-    X,
-    Y,
-    logistic,
-    make_net,
-    make_search,
-    piped,
-    plain_net,
-)
+from tests.search.examples import FILES, X, Y, logistic, make_net, make_search, piped, plain_net
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 N = 40

@@ -191,7 +191,7 @@ UNPENALISED = {
         "infer": infer_alone,
     },
     "get_loss is not called": {
-        "train_step_single": step_with(lambda net, z, y: net.criterion_(z, y)),
+        "train_step_single": step_with(lambda net, z, y: net.criterion_(z, y))
     },
     "train_step": {"train_step": whole_step, "infer": infer_alone},
     "on_epoch_end as well": {

@@ -93,29 +93,14 @@ REFUSED = [
     row("needs targets of shape", X, ONE_HOT, module=LINEAR),
     row("y should be a 1d array", X, ONE_HOT + 0.5, module=LINEAR),
     row("1d array|needs targets of shape", X, ONE_HOT.astype(str), module=LINEAR),
-    row(
-        "30 labels",
-        X.reshape(42, 1, 2, 2),
-        ONE_HOT[:30, :2, None],
-        module=nn.Conv2d(1, 2, 1),
-    ),
+    row("30 labels", X.reshape(42, 1, 2, 2), ONE_HOT[:30, :2, None], module=nn.Conv2d(1, 2, 1)),
     row("n_features and n_outputs", dataset(INDEX), None),
     row("Only binary classification", X, NAMES, kind=Binary),
     row("could not convert string to float", X, NAMES, kind=Regressor),
     # data sets and loaders
-    row(
-        "train_split=.* but the Stream is read",
-        Stream(),
-        **SIZES,
-        train_split=ValidSplit(3),
-    ),
+    row("train_split=.* but the Stream is read", Stream(), **SIZES, train_split=ValidSplit(3)),
     row("sample_weight .* but the Stream is read", Stream(), **SIZES, weights=ONES),
-    row(
-        "train_split=.* but the DataLoader is read",
-        LOADER,
-        **SIZES,
-        train_split=ValidSplit(3),
-    ),
+    row("train_split=.* but the DataLoader is read", LOADER, **SIZES, train_split=ValidSplit(3)),
     row("y must hold class indices from 0 to 2", dataset(INDEX + 1), **SIZES),
     # parameters of another task
     row("CrossEntropyLoss", X, INDEX > 0, kind=Binary, criterion=nn.CrossEntropyLoss),
@@ -125,11 +110,7 @@ REFUSED = [
     row(r"y has .* takes 3 output.*\(16, 5\) for a batch", module__n_outputs=5),
     row("MSELoss is a regression loss. Use Relative", criterion=nn.MSELoss),
     # numbers of a regression, as classes
-    row(
-        "214 different values of float64 in 442 samples.*MSELoss.*astype",
-        *DIABETES,
-        kind=Net,
-    ),
+    row("214 different values of float64 in 442 samples.*MSELoss.*astype", *DIABETES, kind=Net),
     row("214 different values .*Regressor.*astype", *DIABETES),
     # parameters of the penalty
     row("flatness_weight must be", flatness_weight=np.nan),
@@ -141,11 +122,7 @@ REFUSED = [
     row("flatness_normalize must be", flatness_normalize="x"),
     row("at least one layer", flatness_layer=[]),
     *(
-        row(
-            f"{name} must be a finite number of at least 0, got",
-            kind=Sam,
-            **{name: value},
-        )
+        row(f"{name} must be a finite number of at least 0, got", kind=Sam, **{name: value})
         for name in ("sharpness_radius", "sharpness_eta")
         for value in (-1.0, None)
     ),
@@ -164,11 +141,7 @@ REFUSED = [
     row("in place of class_weight, use criterion__weig", class_weight="balanced"),
     row("sizes; in place of max_iter, use", hidden_layer_sizes=8, max_iter=5),
     row("use callbacks=.*EarlyStopping", early_stopping=True),
-    row(
-        "iterator_train__collate_fn",
-        weights=ONES,
-        iterator_train__collate_fn=default_collate,
-    ),
+    row("iterator_train__collate_fn", weights=ONES, iterator_train__collate_fn=default_collate),
     row("n_features=0", module__n_features=0),
     row("n_outputs=1.5", module__n_outputs=1.5),
     row(r"hidden_layer_sizes=\(3, 0\)", module__hidden_layer_sizes=(3, 0)),
