@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,8 +44,9 @@ class FleetTrainer(BaseEstimator):
 
     Notes
     -----
-    Nets are stacked if they have equal architectures, numbers of samples, batch sizes and
-    optimizers, one of SGD, Adam and AdamW. The criterion is a mean over samples by
+    Nets are stacked if they have equal architectures, batch sizes and numbers of batches, and
+    optimizers among SGD, Adam and AdamW. Networks that are no chain of layers must have equal
+    numbers of samples. The criterion is a mean over samples by
     `CrossEntropyLoss` of classes, `BCEWithLogitsLoss` or `MSELoss`. Not stacked are nets with
     callbacks that are called in each step, with random operations other than `torch.nn.Dropout`,
     with ``flatness_normalize``, with a penalty at earlier layers unless the network is a chain of
@@ -160,9 +161,16 @@ def fleet_training(fleet: int | str = "auto") -> Iterator[None]:
     >>> bool(search.best_score_ > 0.9)
     True
     """
-    size = fleet_size(fleet)
-    with parallel_config(backend=_InTurns(size, auto=fleet == "auto"), n_jobs=size):
+    with in_turns(fleet):
         yield
+
+
+def in_turns(
+    fleet: int | str = "auto", within: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> AbstractContextManager[Any]:
+    """Make the context of `fleet_training`, in which each function runs within another one."""
+    size = fleet_size(fleet)
+    return parallel_config(backend=_InTurns(size, within, auto=fleet == "auto"), n_jobs=size)
 
 
 class _InTurns(ParallelBackendBase):
@@ -172,9 +180,12 @@ class _InTurns(ParallelBackendBase):
     supports_sharedmem = True
     supports_timeout = False
 
-    def __init__(self, size: int, *, auto: bool) -> None:
+    def __init__(
+        self, size: int, within: Callable[[], AbstractContextManager[Any]], *, auto: bool
+    ) -> None:
         super().__init__(nesting_level=0)
         self.size = size
+        self._within = within
         self.auto = auto
         # what joblib has submitted: the function's result to be, the function and its callback
         self._queue: deque[tuple[Future[Any], Callable[[], Any], Any]] = deque()
@@ -210,7 +221,8 @@ class _InTurns(ParallelBackendBase):
             return False
         result, function, callback = self._queue.popleft()
         try:
-            result.set_result(function())
+            with self._within():
+                result.set_result(function())
         except Exception as error:
             result.set_exception(error)
         self._ended.append((result, callback))

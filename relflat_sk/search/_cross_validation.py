@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ from sklearn.utils.multiclass import type_of_target
 from relflat_sk._checks import check_number, warn
 from relflat_sk._models.network_of import last_prefix
 from relflat_sk.exceptions import FlatnessWarning
-from relflat_sk.fleet._trainer import fleet_training
+from relflat_sk.fleet._trainer import in_turns
 from relflat_sk.search._data import check_fit_params
 from relflat_sk.search._results import average
+from relflat_sk.training._after_fit import measured_later
 from relflat_sk.training._nets import RelativeFlatnessRegularizedClassifier
 from relflat_sk.training._tasks import looks_like_values, to_array
 
@@ -267,6 +269,10 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
     Folds choose between settings that differ by a point or more. Smaller differences are within
     the noise of the folds.
 
+    Networks that predict for their scores only are not measured. Warnings of how a training ended
+    come from the network of the best setting, and, with ``refit="mean"`` or a callable `scoring`,
+    from those of all folds.
+
     Examples
     --------
     >>> from sklearn.datasets import load_wine
@@ -324,7 +330,12 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         keep = None
         if self.refit == "mean":
             search.scoring = keep = _KeepEstimators(check_scoring(search.estimator, self.scoring))
-        with fleet_training(), warnings.catch_warnings():
+        # a net that only predicts for its score need not be measured
+        is_seen = self.refit == "mean" or callable(self.scoring)
+        with (
+            in_turns(within=nullcontext if is_seen else measured_later),
+            warnings.catch_warnings(),
+        ):
             # folds judge every setting, also one whose weight is too large to count
             warnings.filterwarnings("ignore", ".*at its limit", FlatnessWarning)
             search.fit(X, y, **params)

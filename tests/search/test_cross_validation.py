@@ -28,6 +28,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     flattest_within,
 )
+from relflat_sk.training import _after_fit
 
 X, y = load_wine(return_X_y=True)
 X = scale(X).astype("float32")
@@ -78,6 +79,29 @@ def test_the_mean_leaves_out_settings_that_contain_the_best():
     search = RelativeFlatnessPenaltyCV(make_net(), [decayed, NONE], cv=3, refit="mean").fit(X, y)
     assert search.best_params_ == NONE
     assert len(search.best_estimator_.estimators_) == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "n_measured"),
+    [({}, 1), ({"refit": False}, 0), ({"refit": "mean"}, 6), ({"scoring": "by flatness"}, 7)],
+    ids=["refit", "no refit", "mean", "a scorer that reads it"],
+)
+def test_nets_are_measured_whose_flatness_anybody_sees(params, n_measured, monkeypatch):
+    measured, measure = [], _after_fit.measure_layers
+    monkeypatch.setattr(
+        _after_fit,
+        "measure_layers",
+        lambda *args, **more: (measured.append(1), measure(*args, **more))[1],
+    )
+    if "scoring" in params:
+        params = {"scoring": lambda net, X, y: -net.relative_flatness_}
+    search = RelativeFlatnessPenaltyCV(make_net(), [NONE, ALL], cv=3, **params).fit(X, y)
+    assert len(measured) == n_measured
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+    if search.refit is True:
+        assert search.best_estimator_.relative_flatness_ > 0
+    if search.refit == "mean":
+        assert all(net.relative_flatness_ > 0 for net in search.best_estimator_.estimators_)
 
 
 def test_default_settings_suit_the_optimizer():
