@@ -1,6 +1,6 @@
 """An epoch of nets that train by written-out gradients: batches and steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
@@ -20,6 +20,7 @@ from relflat_sk._losses.curvature import namespace
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.layers import find_names
 from relflat_sk._numerics import or_one
+from relflat_sk._random import n_words
 
 # what trains the epochs of all nets that are fitted in this context, for instance of many nets
 # together: its `train_epoch(job)` returns an `Epoch`, or raises `NeedsOwnLoop`; None if each net
@@ -56,6 +57,14 @@ class ChainNets:
                 raise NeedsOwnLoop("its penalty is at layers with smooth functions behind")
         self._chain, self.n_outputs = chain, chain.n_outputs
         job.prepare(self.n_outputs)
+
+    def length(self, job: Job) -> Hashable:
+        """Return what the epochs of networks that train together have in common.
+
+        The last batches may differ in size, but not if one sample is all, which has no limit.
+        """
+        *others, last = job.sizes
+        return len(others), last == 1, n_words((last, self.n_outputs)) if self._chain.earlier else 0
 
     def train(self, jobs: Sequence[Job], stack: Any) -> list[Epoch]:
         """Train networks for an epoch, whose tensors are in a stack."""
@@ -107,20 +116,24 @@ def train_epoch(step: Step, jobs: Sequence[Job], stack: Any, *, small: bool = Fa
 def _cut_batches(jobs: Sequence[Job], like: Tensor, *, small: bool) -> Iterator[StepBatch]:
     """Cut the batches of an epoch, those of several steps at once, of the type of a tensor."""
     first, size = jobs[0], jobs[0].batch_size
+    counts = torch.tensor([len(job.order) for job in jobs])
+    n = int(counts.max())
+    # a sample of share 0 stands where a net has one less than others
+    orders = [pad(job.order, (0, n - len(job.order))) for job in jobs]
     numbers = max(1, first.inputs[:1].numel()) * len(jobs)
     at_once = size * max(1, _NUMBERS // (size * numbers))
     data = [job.inputs for job in jobs]
     if len(first.inputs) <= at_once * len(jobs) and _is_shared(data):
         # to the device at once, where each net would bring its own copy of each row
         data = [first.inputs.to(like.device)] * len(jobs)
-    for start in range(0, len(first.order), at_once):
-        samples = [job.order[start : start + at_once] for job in jobs]
+    for start in range(0, n, at_once):
+        samples = [order[start : start + at_once] for order in orders]
         rows = [job.rows[chosen] for job, chosen in zip(jobs, samples, strict=True)]
         values = _taken([job.values for job in jobs], rows).to(like.device)
         arrays = (
             cast_inputs(_taken(data, rows), first.module, like.device),
             first.loss.targets(values, first.n_outputs, like),
-            _shares(jobs, samples, like),
+            _shares(jobs, samples, counts - start, like),
         )
         several = [array.numpy() for array in arrays] if small else arrays
         for place in range(0, len(rows[0]), size):
@@ -143,15 +156,19 @@ def _taken(data: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
     ])
 
 
-def _shares(jobs: Sequence[Job], samples: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the shares of samples in the weights of their batches: (k, n)."""
+def _shares(
+    jobs: Sequence[Job],
+    samples: Sequence[Tensor],
+    counts: Tensor,  # (k,), of the samples from the first of these on
+    like: Tensor,
+) -> Tensor:  # (k, n)
+    """Return the shares of samples in the weights of their batches."""
     k, n, size = len(samples), len(samples[0]), jobs[0].batch_size
-    if jobs[0].weights is None and jobs[0].class_weights is None:
-        shares = like.new_full((k, n), 1 / size)
-        shares[:, n - n % size :] = 1 / max(1, n % size)
-        return shares
-    rows = [job.weights_of(chosen) for job, chosen in zip(jobs, samples, strict=True)]
-    batches = pad(torch.stack(rows).to(like), (0, -n % size)).view(k, -1, size)
+    weights = (torch.arange(n) < counts[:, None]).to(like)
+    if jobs[0].weights is not None or jobs[0].class_weights is not None:
+        rows = [job.weights_of(chosen) for job, chosen in zip(jobs, samples, strict=True)]
+        weights *= torch.stack(rows).to(like)
+    batches = pad(weights, (0, -n % size)).view(k, -1, size)
     shares = batches / or_one(batches.sum(2, keepdim=True))
     return shares.view(k, -1)[:, :n]
 
@@ -186,12 +203,13 @@ def _read_epochs(jobs: Sequence[Job], recorded: Sequence[tuple[Any, ...]]) -> li
 
     `recorded` has the losses of a step, and with a penalty also penalties and their shares.
     """
-    n, size = len(jobs[0].order), jobs[0].batch_size
-    sizes = [min(size, n - first) for first in range(0, n, size)]
     numbers = [quantity for step in recorded for quantity in step]
     joined = namespace(numbers[0]).concatenate(numbers)
     if isinstance(joined, Tensor):
         joined = joined.cpu().numpy()
-    without = [0.0] * len(sizes), [1.0] * len(sizes)
+    without = [0.0] * len(recorded), [1.0] * len(recorded)
     steps = joined.reshape(len(recorded), -1, len(jobs)).transpose(2, 1, 0).tolist()
-    return [Epoch(sizes, losses, *(penalty or without)) for losses, *penalty in steps]
+    return [
+        Epoch(job.sizes, losses, *(penalty or without))
+        for job, (losses, *penalty) in zip(jobs, steps, strict=True)
+    ]

@@ -99,6 +99,12 @@ class Job:
             self.seed = int(torch.randint(2**63 - 1, ()))
         self.random_state = torch.get_rng_state()
 
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of samples in the batches."""
+        n, size = len(self.order), self.batch_size
+        return [min(size, n - first) for first in range(0, n, size)]
+
     def _draw_order(self) -> Tensor:
         """Draw the order of the samples, as torch's loader does."""
         n = len(self.rows)

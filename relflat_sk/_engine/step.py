@@ -34,7 +34,7 @@ class Own:
         self.gradients = split_rows(self.slopes, parameters)
         for name, p in parameters:
             p.grad = self.gradients[name][0]
-        self.step = _bare_step(job.optimizer)
+        self.step = bare_step(job.optimizer)
 
     def hand_over(self) -> None:
         """Do nothing: these are the network's tensors."""
@@ -49,7 +49,7 @@ def split_rows(rows: Tensor, named: Sequence[tuple[str, Tensor]]) -> dict[str, T
     }
 
 
-def _bare_step(optimizer: Optimizer) -> Callable[[], Any]:
+def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Return the step of an optimizer, without what torch wraps around it for its profiler."""
     if "step" in vars(optimizer):  # such as a scheduler's
         return optimizer.step

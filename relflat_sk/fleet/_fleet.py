@@ -258,10 +258,11 @@ class Fleet:
         """Train the epochs of all nets, group by group."""
         groups: dict[Any, list[Routine]] = {}
         for routine in self._routines:
-            penalty = routine.job.penalty
-            rest = 0 if penalty is None else penalty.limit.rest
-            groups.setdefault((routine.job.key, rest), []).append(routine)
-        for (key, _), routines in groups.items():
+            job = routine.job
+            rest = 0 if job.penalty is None else job.penalty.limit.rest
+            length = self._kinds[job.key].length(job)  # type: ignore[union-attr]
+            groups.setdefault((job.key, rest, length), []).append(routine)
+        for (key, *_), routines in groups.items():
             started = time.perf_counter()
             outcomes = self._outcomes(key, [routine.job for routine in routines])
             share = (time.perf_counter() - started) / len(routines)

@@ -1,15 +1,15 @@
 """The weights, buffers and optimizer states of nets that train together, in common arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from relflat_sk._engine.job import Job, NeedsOwnLoop, Parts
-from relflat_sk._engine.step import split_rows
+from relflat_sk._engine.step import bare_step, split_rows
 
 
 class Stack:
@@ -32,53 +32,53 @@ class Stack:
             )
             named = [dict(job.parts.buffers) for job in jobs]
             self.buffers = {n: torch.stack([one[n] for one in named]) for n in named[0]}
-        self._make_optimizer()
+        self._make_optimizers()
 
-    def _make_optimizer(self) -> None:
-        """Make an optimizer with a group for each run of jobs with the same settings.
+    def _make_optimizers(self) -> None:
+        """Make an optimizer for each run of jobs whose own ones have the same settings.
 
         The steps of all optimizers here are proportional to their learning rate. Where jobs
-        differ in theirs, the optimizer's is 1, and each job takes its share of the step.
+        differ in theirs, the optimizers' is 1, and each job takes its share of the step.
         """
-        optimizers: list[Any] = [job.optimizer for job in self._jobs]
         settings = [
-            {name: x for name, x in one.param_groups[0].items() if name != "params"}
-            for one in optimizers
+            {name: x for name, x in job.optimizer.param_groups[0].items() if name != "params"}
+            for job in self._jobs
         ]
         rates = [one["lr"] for one in settings]
         self._rates: Tensor | None = None
         if len(set(rates)) > 1:
             self._rates = torch.tensor(rates, dtype=torch.float64).to(self._rows)[:, None]
             settings = [{**one, "lr": 1.0} for one in settings]
-        states = [self._state(k) for k in range(len(optimizers))]
+        states = [self._state(k) for k in range(len(self._jobs))]
         kinds = [
             # a net that begins has no tensors yet, such as those of momentum
-            (one, {name: Tensor if isinstance(x, Tensor) else x for name, x in state.items()})
-            for one, state in zip(settings, states, strict=True)
+            (
+                type(job.optimizer),
+                of_job,
+                {name: Tensor if isinstance(x, Tensor) else x for name, x in state.items()},
+            )
+            for job, of_job, state in zip(self._jobs, settings, states, strict=True)
         ]
-        self._runs: list[tuple[nn.Parameter, list[int]]] = []
-        for _, run in groupby(range(len(kinds)), key=lambda k: kinds[k]):
-            places = list(run)
-            rows = slice(places[0], places[-1] + 1)
-            some = nn.Parameter(self._rows[rows])
-            some.grad = self.slopes[rows]
-            self._runs.append((some, places))
-        self._optimizer = type(optimizers[0])(
-            [{"params": [some], **settings[places[0]]} for some, places in self._runs],
-            lr=settings[0]["lr"],
-        )
-        for some, places in self._runs:
-            group = settings[places[0]]
+        self._runs: list[_Run] = []
+        for _, places in groupby(range(len(kinds)), key=lambda k: kinds[k]):
+            first, *others = places
+            rows = slice(first, first + 1 + len(others))
+            parameter = nn.Parameter(self._rows[rows])
+            parameter.grad = self.slopes[rows]
+            kind: Any
+            kind, group, state = kinds[first]
+            optimizer = kind([{"params": [parameter], **group}], lr=group["lr"])
             of_device = group.get("fused") or group.get("capturable")
-            place = self._rows.device if of_device else "cpu"
-            self._optimizer.state[some] = {
-                name: torch.stack([states[k][name] for k in places])
-                if isinstance(value, Tensor)
+            device = self._rows.device if of_device else "cpu"
+            optimizer.state[parameter] = {
+                name: torch.stack([each[name] for each in states[rows]])
+                if value is Tensor
                 else value
                 if value is None
-                else torch.tensor(value).to(place)
-                for name, value in states[places[0]].items()
+                else torch.tensor(value).to(device)
+                for name, value in state.items()
             }
+            self._runs.append(_Run(rows, optimizer.state[parameter], bare_step(optimizer)))
 
     def _state(self, k: int) -> dict[str, Any]:
         """Return the state of a job's optimizer: rows, and numbers of all parameters."""
@@ -100,12 +100,11 @@ class Stack:
 
     def step(self) -> None:
         """Take a step with the gradients."""
-        if self._rates is None:
-            self._optimizer.step()
-            return
-        before = self._rows.clone()
-        self._optimizer.step()
-        torch.lerp(before, self._rows, self._rates, out=self._rows)
+        before = self._rows if self._rates is None else self._rows.clone()
+        for run in self._runs:
+            run.step()
+        if self._rates is not None:
+            torch.lerp(before, self._rows, self._rates, out=self._rows)
 
     @torch.no_grad()
     def hand_over(self) -> None:
@@ -119,17 +118,25 @@ class Stack:
                 buffer.copy_(self.buffers[name][k])
             optimizer: Any = job.optimizer
             optimizer._opt_called = True  # else torch's schedulers warn of a missing step
-        for some, places in self._runs:
-            for name, value in self._optimizer.state[some].items():
+        for run in self._runs:
+            jobs, owns = self._jobs[run.rows], self._own[run.rows]
+            for name, value in run.state.items():
                 is_row = name != "step" and isinstance(value, Tensor)
-                for i, k in enumerate(places):
-                    own, state = self._own[k], self._jobs[k].optimizer.state
+                for i, (job, own) in enumerate(zip(jobs, owns, strict=True)):
                     pieces = split_rows(value[i], own) if is_row else {}
                     for key, parameter in own:
                         piece = pieces.get(key, value)
-                        state[parameter][name] = (
+                        job.optimizer.state[parameter][name] = (
                             piece.clone() if isinstance(piece, Tensor) else piece
                         )
+
+
+class _Run(NamedTuple):
+    """Neighbouring rows that one optimizer moves."""
+
+    rows: slice
+    state: dict[str, Any]  # the optimizer's
+    step: Callable[[], Any]
 
 
 # -- what nets must have in common ----------------------------------------------------------
@@ -158,12 +165,11 @@ def key_of(job: Job) -> tuple[Any, ...]:
         is_free = penalty.clip is None
         of_penalty = penalty.layers, penalty.normalize, penalty.probes, is_free, penalty.every
     return (
-        (len(job.rows), job.batch_size, job.drop_last, *shapes),
+        (job.batch_size, *shapes),
         ignored is not None and bool((targets == ignored).any()),
         job.weights is not None,
         parts_key(job.parts),
         of_criterion,
-        type(job.optimizer),
         of_penalty,
     )
 

@@ -167,7 +167,7 @@ def fleet_training(fleet: int | str = "auto") -> Iterator[None]:
 
 def in_turns(
     fleet: int | str = "auto", within: Callable[[], AbstractContextManager[Any]] = nullcontext
-) -> AbstractContextManager[Any]:
+) -> Any:
     """Make the context of `fleet_training`, in which each function runs within another one."""
     size = fleet_size(fleet)
     return parallel_config(backend=_InTurns(size, within, auto=fleet == "auto"), n_jobs=size)

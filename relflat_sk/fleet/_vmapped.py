@@ -88,6 +88,10 @@ class VmappedNets:
         self.n_outputs = output.shape[1]
         _refuse_gradients(module, output, job.optimizer)
 
+    def length(self, job: Job) -> int:
+        """Return what the epochs of networks that train together have in common."""
+        return len(job.order)  # a batch norm would see samples that others lack
+
     # -- an epoch ------------------------------------------------------------------------------
 
     def train(self, jobs: Sequence[Job], stack: Stack) -> list[Epoch]:

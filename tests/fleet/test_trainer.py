@@ -24,6 +24,7 @@ from relflat_sk import (
     StopAtLoss,
     fleet_training,
 )
+from relflat_sk.fleet._stack import Stack
 from tests.cases import Net
 from tests.engine.compare import AtEpoch, assert_same, compare, curve, data
 from tests.engine.test_any_engine import OPTIMIZERS
@@ -238,6 +239,24 @@ def test_members_leave_at_their_goals_and_others_take_their_places(optimizer):
     )
     assert len({len(net.history) for net in trained}) > 2
     assert any(net.converged_ for net in trained)
+
+
+@pytest.mark.parametrize("layer", [-1, "all"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_folds_of_unequal_size_and_other_optimizers_are_one_stack(layer, weighted, monkeypatch):
+    sizes, made = [], Stack.__init__
+    monkeypatch.setattr(
+        Stack, "__init__", lambda self, jobs: (sizes.append(len(jobs)), made(self, jobs))[1]
+    )
+    optimizers = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD] * 2
+    nets = make_each([
+        {"optimizer": optimizer, "flatness_layer": layer, "batch_size": 8, "max_epochs": 3}
+        for optimizer in optimizers
+    ])
+    # 6 batches each, of which the last ones have 2 to 5 samples
+    each = [(X[:n], Y[:n], *([WEIGHTS[:n]] if weighted else [])) for n in (45, 44, 43, 42, 45, 44)]
+    compare(nets, each=each, fleet=6)
+    assert sizes == [6] * 3
 
 
 def test_a_net_that_diverges_harms_no_other():
