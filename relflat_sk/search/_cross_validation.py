@@ -270,8 +270,8 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
     the noise of the folds.
 
     Networks that predict for their scores only are not measured. Warnings of how a training ended
-    come from the network of the best setting, and, with ``refit="mean"`` or a callable `scoring`,
-    from those of all folds.
+    come from the network of the best setting, and, with ``refit="mean"`` or a `scoring` that is no
+    name, from those of all folds.
 
     Examples
     --------
@@ -331,7 +331,7 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         if self.refit == "mean":
             search.scoring = keep = _KeepEstimators(check_scoring(search.estimator, self.scoring))
         # a net that only predicts for its score need not be measured
-        is_seen = self.refit == "mean" or callable(self.scoring)
+        is_seen = self.refit == "mean" or not isinstance(self.scoring, str | None)
         with (
             in_turns(within=nullcontext if is_seen else measured_later),
             warnings.catch_warnings(),
