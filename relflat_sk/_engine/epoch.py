@@ -118,7 +118,7 @@ def _cut_batches(jobs: Sequence[Job], like: Tensor, *, small: bool) -> Iterator[
     first, size = jobs[0], jobs[0].batch_size
     counts = torch.tensor([len(job.order) for job in jobs])
     n = int(counts.max())
-    # a sample of share 0 stands where a net has one less than others
+    # samples of share 0 stand where a net has fewer than others
     orders = [pad(job.order, (0, n - len(job.order))) for job in jobs]
     numbers = max(1, first.inputs[:1].numel()) * len(jobs)
     at_once = size * max(1, _NUMBERS // (size * numbers))

@@ -1,6 +1,6 @@
 """What training hands down for an epoch, what comes back, and which networks qualify for it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -19,8 +19,8 @@ from relflat_sk._penalty.penalty import RelativeFlatnessPenalty
 # optimizers that treat every number alike, and need no second pass through the network
 _OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 # where torch keeps code of others that a module calls, all modules, and all steps
-_OF_MODULES = [f"_{kind}_hooks" for kind in ("backward", "backward_pre", "forward", "forward_pre")]
-_OF_ALL = [f"_global{name}" for name in _OF_MODULES]
+_OF_EACH = [f"_{kind}_hooks" for kind in ("backward", "backward_pre", "forward", "forward_pre")]
+_OF_ALL = [f"_global{name}" for name in _OF_EACH]
 _OF_STEPS = ("pre_hooks", "post_hooks")
 
 
@@ -83,7 +83,9 @@ class Job:
     values: Tensor = field(init=False)
     loss: ArrayLoss = field(init=False)
     class_weights: Tensor | None = field(default=None, init=False)
-    key: Any = field(default=None, init=False)  # what networks that train together have in common
+    # what networks that train together have in common, and what their epochs have
+    key: Any = field(default=None, init=False)
+    length: Hashable = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.parts = Parts(self.module)
@@ -199,7 +201,7 @@ def _runs_hooks(parts: Parts) -> bool:
     """Return whether passes through modules, or gradients of parameters, run code of others."""
     return (
         any(
-            "forward" in vars(part) or any(getattr(part, name) for name in _OF_MODULES)
+            "forward" in vars(part) or any(getattr(part, name) for name in _OF_EACH)
             for _, part in parts.modules
         )
         or any(getattr(of_all_modules, name) for name in _OF_ALL)

@@ -220,11 +220,12 @@ class Fleet:
             job.prepare(kind.n_outputs)
         else:
             try:
-                self._kinds[job.key] = self._find_kind(job)
+                kind = self._kinds[job.key] = self._find_kind(job)
             except NeedsOwnLoop as reason:
                 self._kinds[job.key] = str(reason)
                 raise
         job.start_epoch()
+        job.length = kind.length(job)
         outcome = routine.pause(job)
         if isinstance(outcome, str):
             torch.set_rng_state(before)
@@ -260,8 +261,7 @@ class Fleet:
         for routine in self._routines:
             job = routine.job
             rest = 0 if job.penalty is None else job.penalty.limit.rest
-            length = self._kinds[job.key].length(job)  # type: ignore[union-attr]
-            groups.setdefault((job.key, rest, length), []).append(routine)
+            groups.setdefault((job.key, rest, job.length), []).append(routine)
         for (key, *_), routines in groups.items():
             started = time.perf_counter()
             outcomes = self._outcomes(key, [routine.job for routine in routines])
