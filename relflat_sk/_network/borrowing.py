@@ -378,19 +378,19 @@ class ExplicitLayers(ReplacedForwards):
 
     def __init__(self, layers: Iterable[nn.Module] = ()) -> None:
         super().__init__((layer, partial(_run, layer, self)) for layer in layers)
-        self.inputs_only = False
-        self.linear = False
+        self.pulls_back = False
 
     def pull_back(
         self,
         of: Sequence[Tensor],
         inputs: Sequence[Any],
         vectors: Sequence[Tensor] | None = None,
-        *,
-        linear: bool,
     ) -> tuple[Tensor | None, ...]:
-        """Pull vectors back with their graph, see `relflat_sk._losses.pull_back`."""
-        with changed([self], "inputs_only", True), changed([self], "linear", linear):
+        """Pull vectors back with their graph, see `relflat_sk._losses.pull_back`.
+
+        The statistics of a batch are constants in this differentiation, but not in later ones.
+        """
+        with changed([self], "pulls_back", True):
             return pull_back(of, inputs, vectors, create_graph=True)
 
 
@@ -465,7 +465,7 @@ class _OfSample(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
         again, tensors, used = torch.is_grad_enabled(), ctx.saved_tensors, ctx.needs_input_grad[3:]
-        if ctx.explicit.inputs_only:
+        if ctx.explicit.pulls_back:
             used = (used[0], False, False)
         if not again:  # keep the new graph apart from the one that is being freed
             tensors = [t if t is None else t.detach().requires_grad_() for t in tensors]
@@ -485,12 +485,30 @@ class _OfBatch(_OfSample):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        if not (torch.is_grad_enabled() and ctx.explicit.linear):
+        if not (torch.is_grad_enabled() and ctx.explicit.pulls_back):
             return _OfSample.backward(ctx, outer)
         x, weight, _ = ctx.saved_tensors
         _, scale, shape = _normalise(ctx.layer, full_precision(x))
         scale = scale if weight is None else scale * weight.view(shape)
-        return None, None, None, (outer * scale).to(outer.dtype), None, None
+        scaled: Any = _Scaled.apply
+        pulled = scaled(ctx.explicit, full_precision(outer), scale).to(outer.dtype)
+        return None, None, None, pulled, None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """A product with numbers for each channel, which are constants where vectors are pulled back."""
+
+    @staticmethod
+    def forward(ctx: Any, explicit: ExplicitLayers, outer: Tensor, scale: Tensor) -> Tensor:
+        ctx.explicit = explicit
+        ctx.save_for_backward(outer, scale)
+        return outer * scale
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        outer, scale = ctx.saved_tensors
+        of_scale = None if ctx.explicit.pulls_back else (slope * outer).sum_to_size(scale.shape)
+        return None, slope * scale, of_scale
 
 
 def is_explicit_batch_norm(node: Any) -> bool:

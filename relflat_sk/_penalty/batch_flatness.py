@@ -221,7 +221,7 @@ class _Terms:
             if self.weights is not None:
                 signs = signs * self.weights.sqrt()[:, None]
             cotangent = curvature.root_product(signs).to(base.dtype)
-            pulled = self.explicit.pull_back([base], edges, [cotangent], linear=True)
+            pulled = self.explicit.pull_back([base], edges, [cotangent])
             squares = [
                 change.slopes(full_precision(gradient)).square().sum()
                 for gradient, change in zip(pulled, changes, strict=True)
@@ -238,7 +238,7 @@ class _Terms:
         check_thrice(tail.output, *(record.node for record in records))
         edges, changes = self._probed(records)
         losses = tail.loss.terms(tail.output, tail.target.values)[0]
-        gradients = self.explicit.pull_back([losses.sum()], edges, linear=False)
+        gradients = self.explicit.pull_back([losses.sum()], edges)
         check_twice(*gradients)
         curved = [
             (gradient, edge, change)
@@ -252,7 +252,7 @@ class _Terms:
                 return _sum([], losses)
             of, at, _ = zip(*curved, strict=True)
             moves = [change.changes(gradient).to(gradient.dtype) for gradient, _, change in curved]
-            products = self.explicit.pull_back(of, at, moves, linear=False)
+            products = self.explicit.pull_back(of, at, moves)
             forms = [
                 _weighted(
                     self.weights,

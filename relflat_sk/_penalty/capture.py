@@ -329,9 +329,8 @@ class RowChecks:
             if record.name not in self._settled and _is_due(self._steps, record.name)
         ]
         if due:
-            pull = partial(explicit.pull_back, linear=True)
             with without_autocast(output):
-                seen, reasons = find_mixed_rows(output, due, pull, in_order=weighted)
+                seen, reasons = find_mixed_rows(output, due, explicit.pull_back, in_order=weighted)
             refuse_layers(reasons.values())
             self._settled |= {record.name for record in due} - seen.keys()
             for name, rows in seen.items():

@@ -72,20 +72,25 @@ def test_normalized_is_right_on_average(kind, name):
     assert_right_on_average(penalty, net, CE, X, y, truth / (2 * W.shape[1]))
 
 
-@pytest.mark.parametrize("name", ["stem", "conv"])
-def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name):
-    net, X, y = make("residual")
-    net.train()
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
+@pytest.mark.parametrize("name", ["0", "3"])
+def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name, activation):
+    torch.manual_seed(0)
+    head = activation(), nn.Flatten(), nn.Linear(8, 3)
+    net = nn.Sequential(
+        nn.Conv2d(2, 2, 2), nn.BatchNorm2d(2), activation(), nn.Conv2d(2, 2, 2), *head
+    ).double()
+    X, y = torch.randn(4, 2, 4, 4).double(), torch.arange(4) % 3
     fixed = copy.deepcopy(net).eval()
     with torch.no_grad():
-        z = net.stem(X)
-        fixed.bn.running_mean.copy_(z.mean((0, 2, 3)))
-        fixed.bn.running_var.copy_(z.var((0, 2, 3), correction=0))
-    before = int(net.bn.num_batches_tracked)
+        z = net[0](X)
+        fixed[1].running_mean.copy_(z.mean((0, 2, 3)))
+        fixed[1].running_var.copy_(z.var((0, 2, 3), correction=0))
     evaluate(published_penalty(name), net, CE, X, y)
-    assert net.bn.num_batches_tracked == before + 1
+    assert net[1].num_batches_tracked == 1
     truth = truth_at(Problem(fixed, X, y), name)
     assert_right_on_average(published_penalty(name), net, CE, X, y, truth)
+    assert_slope_is_that_of_differences(published_penalty(name), net, CE, X, y)
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
