@@ -496,7 +496,7 @@ class _OfBatch(_OfSample):
 
 
 class _Scaled(torch.autograd.Function):
-    """A product with numbers for each channel, which are constants where vectors are pulled back."""
+    """A product with numbers for each channel, constants where vectors are pulled back."""
 
     @staticmethod
     def forward(ctx: Any, explicit: ExplicitLayers, outer: Tensor, scale: Tensor) -> Tensor:
