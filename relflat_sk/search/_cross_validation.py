@@ -19,7 +19,7 @@ from relflat_sk._checks import check_number, warn
 from relflat_sk._models.network_of import last_prefix
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.fleet._trainer import in_turns
-from relflat_sk.search._data import check_fit_params
+from relflat_sk.search._recipe import check_fit_params
 from relflat_sk.search._results import average
 from relflat_sk.training._after_fit import measured_later
 from relflat_sk.training._nets import RelativeFlatnessRegularizedClassifier

@@ -7,7 +7,7 @@ before by at most 1% of the drop from the best constant prediction's loss. With 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from sklearn.base import is_regressor
 from skorch import NeuralNet
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, check_integer, check_kind, is_integer, is_number
 from relflat_sk._losses.table import TABLE
@@ -35,7 +36,6 @@ from relflat_sk.measures._scan import Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._ranking import depth_of, find_depth_band
 from relflat_sk.minima._table import Minimum, column_of
-from relflat_sk.search._data import TrainingData
 from relflat_sk.search._storage import KEPT, CallError, blame_call
 from relflat_sk.training import StopAtGradientNorm, StopAtLoss
 from relflat_sk.training._callbacks import StopAtDepth
@@ -43,6 +43,30 @@ from relflat_sk.training._callbacks import StopAtDepth
 AUTO = "auto"
 LAST = -1  # the position of the last layer, which each network has that can be measured at one
 TRAIN_LOSS = "train_loss"  # an objective that is no measure
+
+# -- what candidates are measured on --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The data of a candidate."""
+
+    X_fit: Any  # (n_fit, ...)
+    y_fit: Any
+    X: Any
+    y: Any
+    fit_params: Mapping[str, Any] = field(default_factory=dict)
+    sample_weight: Any = None  # (n,)
+    held_out: tuple[Any, Any] = (None, None)  # X_test, y_test
+
+
+def check_held_out(y: Any, X_test: Any, y_test: Any) -> None:
+    """Refuse held-out samples without labels, and labels without samples."""
+    # labels may be inside
+    only_X = y_test is None and (y is None or isinstance(X_test, Dataset | DataLoader))
+    if (X_test is None) != (y_test is None) and not only_X:
+        raise ValueError("X_test and y_test go together: give both or neither.")
+
 
 # -- how candidates are measured -----------------------------------------------------------------
 

@@ -28,8 +28,7 @@ from relflat_sk.minima._table import (
     parameter_columns,
     table_of_rows,
 )
-from relflat_sk.search._data import TrainingData, check_held_out
-from relflat_sk.search._measure import Measuring, assess
+from relflat_sk.search._measure import Measuring, TrainingData, assess, check_held_out
 from relflat_sk.search._results import warn_if_few_fit
 from relflat_sk.search._space import PLAIN, label_of
 from relflat_sk.search._storage import KEPT, CallError

@@ -5,6 +5,7 @@ part of the data, each measure and each setting. Minima that are made otherwise 
 """
 
 import re
+import warnings
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,17 +15,34 @@ from typing import Any
 import numpy as np
 import optuna
 import torch
+from numpy.typing import NDArray
 from optuna.trial import FrozenTrial, TrialState
 from sklearn.base import is_regressor
-from sklearn.exceptions import NotFittedError
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.pipeline import Pipeline
+from skorch import NeuralNet
+from skorch.dataset import get_len
 
 from relflat_sk._checks import check_integer, check_kind, warn
-from relflat_sk._models.network_of import DataOptions, last_prefix, to_network
-from relflat_sk._random import draw_seed
+from relflat_sk._models.network_of import (
+    DataOptions,
+    final_estimator,
+    last_prefix,
+    last_step,
+    to_network,
+)
+from relflat_sk._network.batches import check_weights
+from relflat_sk._network.borrowing import unwrapped
+from relflat_sk._random import draw_seed, seeded
 from relflat_sk.minima._table import UNITS, Minimum, remeasured_key
-from relflat_sk.search._data import LR_SCALING, check_fit_params, check_held_out
-from relflat_sk.search._measure import TRAIN_LOSS, Measuring, find_objectives, record_held_out
+from relflat_sk.search._measure import (
+    TRAIN_LOSS,
+    Measuring,
+    TrainingData,
+    check_held_out,
+    find_objectives,
+    record_held_out,
+)
 from relflat_sk.search._space import Space, describe, labels_of
 from relflat_sk.search._storage import (
     DamagedWeightsError,
@@ -33,7 +51,8 @@ from relflat_sk.search._storage import (
     load_weights,
     save_weights,
 )
-from relflat_sk.search._task import Task, Trained, isolated, restore, train_again
+from relflat_sk.search._task import LR_SCALING, Task, Trained, isolated, train_again
+from relflat_sk.training._after_fit import measured_later
 
 # by which share the training loss may differ after training again
 ROUNDING = 1e-5  # on another machine
@@ -47,6 +66,15 @@ _WITHOUT_EFFECT = re.compile(
     r"(^|__)(_.*|verbose|n_jobs|memory|device|num_workers|pin_memory|persistent_workers"
     r"|prefetch_factor|train_split|callbacks__.*)$"
 )
+
+
+def check_fit_params(X: Any, fit_params: Mapping[str, Any] | None, prefix: str) -> dict[str, Any]:
+    """Find the weights of samples among the arguments of `fit`, and check them."""
+    passed = {name: value for name, value in (fit_params or {}).items() if value is not None}
+    weights = passed.get(f"{prefix}sample_weight", passed.get("sample_weight"))
+    if weights is not None:
+        weights = check_weights(weights, get_len(X))
+    return {"fit_params": passed, "sample_weight": weights}
 
 
 class Recipe:
@@ -309,3 +337,55 @@ class Recipe:
                 f"{', '.join(columns)} of trials {sorted(lacking)} stay nan: an earlier session "
                 "trained them without, and saved no weights, which takes an artifact_store."
             )
+
+
+def restore(estimator: Any, trained: Trained, data: TrainingData, seed: int) -> Any:
+    """Fit an estimator without training its network, which gets the weights of a trained one.
+
+    The other steps of a pipeline are fitted, classes are learned and the network gets its size
+    from the data, as they were when the network was trained.
+    """
+    inner = last_step(estimator)
+    settings: dict[str, Any] = {"max_epochs": 0, "callbacks": []}
+    if not isinstance(inner, NeuralNet):  # one step of the solver gives all arrays their sizes
+        settings = {"max_iter": 1} if getattr(inner, "max_iter", None) is not None else {}
+    before = {name: getattr(inner, name) for name in settings}
+    vars(inner).update(settings)
+    with warnings.catch_warnings(), seeded(seed), measured_later() as later:
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
+    fitted = final_estimator(estimator)
+    if isinstance(fitted, NeuralNet):
+        unwrapped(fitted.module_).load_state_dict(trained.weights)
+    else:
+        _set_coefficients(fitted, [tensor.numpy() for tensor in trained.weights.values()])
+    for net in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
+        vars(net).update(before)
+    of_training = dict(trained.of_training)
+    if isinstance(of_training.get("n_iter_"), list):  # of a file
+        of_one_step, n_iter = fitted.n_iter_, of_training["n_iter_"]
+        as_array = isinstance(of_one_step, np.ndarray)
+        of_training["n_iter_"] = np.array(n_iter, of_one_step.dtype) if as_array else n_iter[0]
+    vars(fitted).update(of_training)
+    for measure in later if "_record" not in of_training else []:
+        measure()
+    return estimator
+
+
+def _set_coefficients(estimator: Any, arrays: list[NDArray[Any]]) -> None:
+    """Set coefficients from pairs of (weight, bias), one pair per layer; the inverse of to_torch.
+
+    The weights of scikit-learn's MLPs are transposed.
+    """
+    if hasattr(estimator, "coefs_"):
+        held = [*estimator.coefs_, *estimator.intercepts_]
+        for old, new in zip(
+            held, [*(weight.T for weight in arrays[::2]), *arrays[1::2]], strict=True
+        ):
+            old[...] = new
+        return
+    weight, bias = arrays
+    estimator.coef_ = weight.astype(estimator.coef_.dtype).reshape(estimator.coef_.shape)
+    old = np.asarray(estimator.intercept_)
+    if old.size == bias.size:
+        estimator.intercept_ = bias.reshape(old.shape).astype(old.dtype)[()]

@@ -26,10 +26,10 @@ from relflat_sk.minima._table import (
     shorten_parameters,
     table_of_trials,
 )
-from relflat_sk.search._data import PREFIX
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._space import Space
 from relflat_sk.search._sweep import without_superseded
+from relflat_sk.search._task import PREFIX
 
 # -- the table -----------------------------------------------------------------------------------
 

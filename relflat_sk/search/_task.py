@@ -1,9 +1,9 @@
 """Train and measure one candidate. Nothing here knows of Optuna, of a study or of its storage."""
 
+import math
 import re
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,34 +12,41 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.sparse import issparse
 from sklearn.base import clone, is_classifier
-from sklearn.exceptions import ConvergenceWarning
+from sklearn.model_selection import train_test_split
 from skorch import NeuralNet
 from skorch.callbacks import Callback
 from skorch.dataset import ValidSplit
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import Dataset, Subset
 
-from relflat_sk._checks import naming_parameters
+from relflat_sk._checks import check_integer, is_integer, is_number, naming_parameters
 from relflat_sk._engine.epoch import EPOCH_TRAINER
-from relflat_sk._models.network_of import final_estimator, last_step
+from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.layers import find_layer
-from relflat_sk._random import IN_TURN, seeded
+from relflat_sk._random import IN_TURN, as_random_state, seeded
 from relflat_sk.exceptions import LayerNotFoundError
 from relflat_sk.fleet._fleet import Fleet
 from relflat_sk.measures._scan import Measured
 from relflat_sk.measures._scorer import flatness_columns
 from relflat_sk.minima._table import Minimum
-from relflat_sk.search._data import TrainingData, scale_lr, split_params, vary_data
-from relflat_sk.search._measure import Measuring, add_goal, assess, missing_layer
+from relflat_sk.search._measure import Measuring, TrainingData, add_goal, assess, missing_layer
 from relflat_sk.search._storage import CallError, on_ctrl_c
 from relflat_sk.training._after_fit import measured_later
 
 STOPPED = "stopped by the pruner"
 # the splits that skorch's own classes set without being asked
 _DEFAULT_SPLITS = [vars(ValidSplit(5, stratified=stratified)) for stratified in (False, True)]
+
+PREFIX = "data__"
+LR_SCALING = "lr_scaling"  # the rule by which learning rates follow batch sizes
+DATA_NAMES = tuple(
+    PREFIX + name for name in ("train_size", "random_labels", "confusion_size", "random_state")
+)
 
 OnEpoch = Callable[[int, float], bool]  # of epoch and training loss; returns whether to stop
 
@@ -120,6 +127,144 @@ def _train_on_all_data(estimator: Any) -> None:
         if split is not None and not is_default:
             raise ValueError(f"a search trains on all data: set train_split=None, got {split!r}.")
         net.set_params(train_split=None)
+
+
+# -- fewer samples, random labels, a confusion set ------------------------------------------------
+
+# Neyshabur et al., "Exploring Generalization in Deep Learning", NeurIPS 2017, section 3. Shuffling
+# keeps the frequencies of the labels, so it works for any kind of target. Candidates are measured
+# without the confusion set, so that every one that fits the other samples is a minimum there,
+# however badly it generalizes.
+
+
+def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate parameters of the estimator from parameters of the data, without other names."""
+    of_data = {name: value for name, value in params.items() if name.startswith(PREFIX)}
+    if not of_data.keys() <= set(DATA_NAMES):
+        raise ValueError(
+            f"space names {list(of_data)}, but the names that vary the data are {list(DATA_NAMES)}."
+        )
+    of_net = {n: value for n, value in params.items() if n not in of_data and n != LR_SCALING}
+    return of_net, {name.removeprefix(PREFIX): value for name, value in of_data.items()}
+
+
+def vary_data(  # noqa: PLR0913
+    X: Any,
+    y: Any,
+    *,
+    train_size: Any = None,
+    random_labels: float = 0.0,
+    confusion_size: int = 0,
+    random_state: int = 0,
+    stratify: bool = False,
+    fit_params: Mapping[str, Any] | None = None,
+    sample_weight: Any = None,
+) -> TrainingData:
+    """Choose samples and shuffle labels; X and y stay themselves if nothing varies.
+
+    Arguments of `fit` with one value for each sample are chosen with the samples. `stratify` says
+    whether the classes have the same shares among the chosen samples as among all.
+    """
+    if not is_number(random_labels) or not 0 <= random_labels <= 1:
+        raise ValueError(f"data__random_labels must be a share from 0 to 1, got {random_labels!r}.")
+    check_integer(
+        "data__confusion_size", confusion_size, minimum=0, reason="it is a number of samples"
+    )
+    if train_size is None and not random_labels and not confusion_size:
+        return TrainingData(X, y, X, y, fit_params or {}, sample_weight)
+    if y is None or not hasattr(X, "__len__"):
+        raise ValueError(
+            f"names in space that begin with data__ need X and y as arrays, got X of type "
+            f"{type(X).__name__} and y of type {type(y).__name__}."
+        )
+    rng = as_random_state(random_state)
+    rows, rest = _choose(y, train_size, stratify, rng)
+    if confusion_size > len(rest):
+        raise ValueError(
+            f"data__confusion_size={confusion_size} needs as many samples beside those of "
+            f"data__train_size, and of {len(y)} samples {len(rest)} are left."
+        )
+    labels = rows.copy()
+    shuffled = rng.permutation(len(rows))[: round(random_labels * len(rows))]
+    labels[shuffled] = rows[rng.permutation(shuffled)]
+    confusion = rng.permutation(rest)[: int(confusion_size)]
+    rows_fit = np.concatenate([rows, confusion])
+    return TrainingData(
+        X_fit=_take(X, rows_fit),
+        y_fit=_take(y, np.concatenate([labels, rng.permutation(confusion)])),
+        X=_take(X, rows),
+        y=_take(y, labels),
+        fit_params={
+            name: _take(value, rows_fit) if _is_per_sample(value, len(y)) else value
+            for name, value in (fit_params or {}).items()
+        },
+        sample_weight=_take(sample_weight, rows),
+    )
+
+
+def _is_per_sample(value: Any, n: int) -> bool:
+    """Return whether an argument of `fit` has a value for each sample."""
+    return not isinstance(value, str | Mapping) and hasattr(value, "__len__") and len(value) == n
+
+
+def _choose(
+    y: Any, train_size: Any, stratify: bool, rng: np.random.RandomState
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the rows of the chosen samples and of the others, both sorted."""
+    every = np.arange(len(y))
+    share_of_all = not is_integer(train_size) and train_size == 1
+    if train_size is None or train_size == len(y) or share_of_all:
+        return every, every[:0]
+    chosen, rest = train_test_split(
+        every, train_size=train_size, random_state=rng, stratify=y if stratify else None
+    )
+    return np.sort(chosen), np.sort(rest)
+
+
+def _take(data: Any, rows: NDArray[np.intp]) -> Any:
+    """Return some samples of data of any kind."""
+    if data is None:
+        return None
+    if isinstance(data, Dataset):
+        return Subset(data, rows.tolist())
+    if isinstance(data, Mapping) and not issparse(data):  # a dok_matrix is a Mapping
+        return {name: _take(values, rows) for name, values in data.items()}
+    if isinstance(data, tuple):
+        return tuple(_take(values, rows) for values in data)
+    if isinstance(data, list):
+        return [data[row] for row in rows]
+    # frames, arrays, sparse matrices, tensors
+    return getattr(data, "iloc", data)[rows]
+
+
+# -- learning rates in proportion to batch sizes -------------------------------------------------
+
+RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+RATES = ("lr", "learning_rate_init")  # in skorch nets, in scikit-learn's MLPs
+
+
+def scale_lr(estimator: Any, params: Mapping[str, Any]) -> dict[str, float]:
+    """Scale learning rates with the batch size, relative to the estimator's own batch size."""
+    lr_scaling = params.get(LR_SCALING)
+    if lr_scaling is None:
+        return {}
+    if lr_scaling not in RULES:
+        raise ValueError(f"lr_scaling must be None or one of {list(RULES)}, got {lr_scaling!r}.")
+    before = estimator.get_params()
+    scaled = {}
+    for name in [name for name in params if name.split("__")[-1] == "batch_size"]:
+        size, own_size = params[name], before.get(name)
+        rates_beside = [name.removesuffix("batch_size") + end for end in RATES]
+        rate = next((rate for rate in rates_beside if rate in before), None)
+        # -1 stands for all samples
+        are_sizes = all(is_number(value) and value > 0 for value in (size, own_size))
+        if rate is None or not are_sizes:
+            raise ValueError(
+                f"lr_scaling={lr_scaling!r} needs numbers for {name!r}, and {' or '.join(RATES)} "
+                f"beside it, got {size!r} in the candidate and {own_size!r} before."
+            )
+        scaled[rate] = float(params.get(rate, before[rate]) * RULES[lr_scaling](size / own_size))
+    return scaled
 
 
 # -- one network at a time, with a number of threads that is always the same ---------------------
@@ -372,55 +517,3 @@ class Trained:
         if not isinstance(final_estimator(self.estimator), NeuralNet):
             return self
         return replace(self, estimator=None, weights={n: x.cpu() for n, x in self.weights.items()})
-
-
-def restore(estimator: Any, trained: Trained, data: TrainingData, seed: int) -> Any:
-    """Fit an estimator without training its network, which gets the weights of a trained one.
-
-    The other steps of a pipeline are fitted, classes are learned and the network gets its size
-    from the data, as they were when the network was trained.
-    """
-    inner = last_step(estimator)
-    settings: dict[str, Any] = {"max_epochs": 0, "callbacks": []}
-    if not isinstance(inner, NeuralNet):  # one step of the solver gives all arrays their sizes
-        settings = {"max_iter": 1} if getattr(inner, "max_iter", None) is not None else {}
-    before = {name: getattr(inner, name) for name in settings}
-    vars(inner).update(settings)
-    with warnings.catch_warnings(), seeded(seed), measured_later() as later:
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        estimator.fit(data.X_fit, data.y_fit, **data.fit_params)
-    fitted = final_estimator(estimator)
-    if isinstance(fitted, NeuralNet):
-        unwrapped(fitted.module_).load_state_dict(trained.weights)
-    else:
-        _set_coefficients(fitted, [tensor.numpy() for tensor in trained.weights.values()])
-    for net in (inner, fitted):  # a TransformedTargetRegressor fits a copy of its net
-        vars(net).update(before)
-    of_training = dict(trained.of_training)
-    if isinstance(of_training.get("n_iter_"), list):  # of a file
-        of_one_step, n_iter = fitted.n_iter_, of_training["n_iter_"]
-        as_array = isinstance(of_one_step, np.ndarray)
-        of_training["n_iter_"] = np.array(n_iter, of_one_step.dtype) if as_array else n_iter[0]
-    vars(fitted).update(of_training)
-    for measure in later if "_record" not in of_training else []:
-        measure()
-    return estimator
-
-
-def _set_coefficients(estimator: Any, arrays: list[NDArray[Any]]) -> None:
-    """Set coefficients from pairs of (weight, bias), one pair per layer; the inverse of to_torch.
-
-    The weights of scikit-learn's MLPs are transposed.
-    """
-    if hasattr(estimator, "coefs_"):
-        held = [*estimator.coefs_, *estimator.intercepts_]
-        for old, new in zip(
-            held, [*(weight.T for weight in arrays[::2]), *arrays[1::2]], strict=True
-        ):
-            old[...] = new
-        return
-    weight, bias = arrays
-    estimator.coef_ = weight.astype(estimator.coef_.dtype).reshape(estimator.coef_.shape)
-    old = np.asarray(estimator.intercept_)
-    if old.size == bias.size:
-        estimator.intercept_ = bias.reshape(old.shape).astype(old.dtype)[()]

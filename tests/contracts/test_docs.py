@@ -10,7 +10,7 @@ import relflat_sk
 from relflat_sk import MinimaObjective, get_measure_names
 from relflat_sk.measures._measure_network import NETWORK_WIDE, SAME
 from relflat_sk.measures._network_measure import EVERY_CHANGE
-from relflat_sk.search._data import DATA_NAMES
+from relflat_sk.search._task import DATA_NAMES
 from tests.contracts.pages import ROOT
 
 DEFINITIONS = (ROOT / "docs" / "definitions.md").read_text(encoding="utf-8")

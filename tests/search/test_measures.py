@@ -28,7 +28,7 @@ from relflat_sk import (
     measure,
     rank_minima,
 )
-from relflat_sk.search._data import vary_data
+from relflat_sk.search._task import vary_data
 from tests.search.examples import (
     WEIGHTS,
     X_TEST,

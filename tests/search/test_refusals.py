@@ -30,9 +30,9 @@ from relflat_sk import (
     flattest_within,
     rank_minima,
 )
-from relflat_sk.search._data import scale_lr, vary_data
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
+from relflat_sk.search._task import scale_lr, vary_data
 from tests.search.examples import (
     NO_MINIMA,
     WEIGHTS,

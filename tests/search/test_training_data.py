@@ -22,9 +22,9 @@ from torch import nn
 
 from relflat_sk import MinimaObjective, StopAtLoss, relative_flatness
 from relflat_sk.minima._table import Minimum
-from relflat_sk.search._data import scale_lr, vary_data
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
+from relflat_sk.search._task import scale_lr, vary_data
 from tests.data_kinds import Pairs
 from tests.search.examples import FILES, X, Y, logistic, make_net, make_search, piped, plain_net
 
