@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.base import clone, is_regressor
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_diabetes, load_wine
 from sklearn.linear_model import LogisticRegression, Ridge
-from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold, cross_val_score
+from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
 from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
@@ -135,46 +135,37 @@ def test_pipelines_targets_and_weights():
     assert set(search.fit(X, y, sample_weight=weights).predict(X)) == {0, 1}
 
 
-def test_it_is_an_estimator_of_scikit_learn():
-    search = RelativeFlatnessPenaltyCV()
-    assert is_classifier(search)
-    assert repr(clone(search)) == "RelativeFlatnessPenaltyCV()"
-    nested = RelativeFlatnessPenaltyCV(make_net(max_epochs=2), [NONE, ALL], cv=2)
-    assert cross_val_score(nested, X, y, cv=2).shape == (2,)
-
-
-@pytest.mark.parametrize(
-    ("params", "name"),
-    [
-        ({"estimator": LogisticRegression()}, "flatness_weight"),
-        ({"refit": "best"}, "refit"),
-        ({"penalties": [{"flatness_wight": 1}]}, "flatness_wight"),
-    ],
-)
-def test_wrong_parameters(params, name):
-    params = {"estimator": make_net(), "penalties": [NONE]} | params
-    with pytest.raises(ValueError, match=name):
-        RelativeFlatnessPenaltyCV(**params).fit(X, y)
-
-
 OF_VALUES = "RelativeFlatnessRegularizedRegressor"
 PIPELINE = Pipeline([("scaler", StandardScaler()), ("net", make_net())])
 
 
+def fit(net=None, labels=y, penalties=(NONE,), refit=True, **params):
+    """A call of `fit`."""
+    search = RelativeFlatnessPenaltyCV(net or make_net(), list(penalties), refit=refit)
+    return lambda: search.fit(X, labels, **params)
+
+
 @pytest.mark.parametrize(
-    ("net", "labels", "params", "match"),
+    ("call", "match"),
     [
-        (make_net(), np.arange(len(y)) / 7, {}, OF_VALUES),
-        (make_net(), np.arange(len(y), dtype=float), {}, OF_VALUES),
-        (make_net(), np.arange(len(y)), {}, OF_VALUES),
-        (make_net(), y, {"sample_weight": np.ones(9)}, r"sample_weight .* \(9,\)"),
-        (PIPELINE, y, {"net__sample_weight": -X[:, 0]}, "sample_weight"),
+        (fit(LogisticRegression()), "flatness_weight"),
+        (fit(refit="best"), "refit"),
+        (fit(labels=np.arange(len(y)) / 7), OF_VALUES),
+        (fit(labels=np.arange(len(y), dtype=float)), OF_VALUES),
+        (fit(labels=np.arange(len(y))), OF_VALUES),
+        (fit(sample_weight=np.ones(9)), r"sample_weight .* \(9,\)"),
+        (fit(PIPELINE, net__sample_weight=-X[:, 0]), "sample_weight"),
     ],
 )
-def test_wrong_data_are_refused_once_before_the_folds(monkeypatch, net, labels, params, match):
+def test_what_is_wrong_is_refused_once_before_the_folds(monkeypatch, call, match):
     monkeypatch.setattr(GridSearchCV, "fit", lambda *args, **kwargs: pytest.fail("folds"))
     with pytest.raises(ValueError, match=match):
-        RelativeFlatnessPenaltyCV(net, [NONE]).fit(X, labels, **params)
+        call()
+
+
+def test_a_misspelt_parameter_is_named():
+    with pytest.raises(ValueError, match="flatness_wight"):
+        fit(penalties=[{"flatness_wight": 1}])()
 
 
 @pytest.mark.parametrize("labels", [np.arange(len(y)) % 30, (X > 0).astype(int)])
@@ -196,7 +187,7 @@ def test_weights_that_are_too_large_to_count_are_compared_in_silence():
 # -- the flattest within a tolerance of the best score --------------------------------------------
 
 
-def results(scores, flatness, names=("score", "flatness")):
+def results(scores, flatness, names):
     columns = zip(names, (scores, flatness), strict=True)
     return {f"mean_test_{name}": np.array(values) for name, values in columns}
 
@@ -219,35 +210,31 @@ def by_definition(scores, flatness, tolerance):
 numbers = st.sampled_from([np.nan, np.inf, -2.0, -1.0, -0.5, 0.0, 0.25, 0.96, 0.98, 1.0])
 
 
-@settings(max_examples=200, deadline=None)
+NAMES = [  # the names of both scorers, and those that the rule is told
+    (("score", "flatness"), {}),
+    (("accuracy", "flatness"), {"score": "accuracy"}),
+    (("accuracy", "flatness"), {}),  # only one other score
+    (("accuracy", "kappa"), {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"}),
+]
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(numbers, numbers), min_size=1, max_size=8),
     st.sampled_from([0, 0.02, 0.5, 2]),
+    st.sampled_from(NAMES),
 )
-def test_agrees_with_the_definition(candidates, tolerance):
+def test_agrees_with_the_definition(candidates, tolerance, names):
     scores, flatness = (list(values) for values in zip(*candidates, strict=True))
-    rule, table = flattest_within(tolerance), results(scores, flatness)
+    rule, table = flattest_within(tolerance, **names[1]), results(scores, flatness, names[0])
     if not np.isfinite(scores).any():
-        with pytest.raises(ValueError, match="'mean_test_score'"):
+        with pytest.raises(ValueError, match=f"'mean_test_{names[0][0]}'"):
             rule(table)
         return
     expected, falls_back = by_definition(scores, flatness, tolerance)
     match = f"within {tolerance} of the best .*Candidate {expected} "
     with pytest.warns(FlatnessWarning, match=match) if falls_back else nullcontext():
         assert rule(table) == expected
-
-
-@pytest.mark.parametrize(
-    ("names", "given"),
-    [
-        (("accuracy", "flatness"), {"score": "accuracy"}),
-        (("accuracy", "flatness"), {}),  # only one other score
-        (("accuracy", "kappa"), {"score": "mean_test_accuracy", "flatness": "mean_test_kappa"}),
-    ],
-)
-def test_columns_are_found_by_name(names, given):
-    table = results([0.9, 0.89, 0.5], [-2.0, -1.0, -0.5], names)
-    assert flattest_within(0.03, **given)(table) == 1
 
 
 def grid_search(scoring, rule):

@@ -103,6 +103,7 @@ ALIKE = {  # estimator, space, arguments of the search, arguments of fit
     "pipelines": (piped(make_net()), OF_PIPELINES, {}, {}),
     "draws": (None, DRAWS, {"n_trials": 8}, {}),
     "failures": (FAILING, SMALL, {}, {}),
+    "two processes": (None, SPACE, {"n_jobs": 2}, {}),
     "pruned": (None, {"lr": [1e-5, 0.01, 0.03]}, {"pruner": PRUNER}, {}),
 }
 
@@ -144,22 +145,16 @@ class Interrupts(Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("fleet", [None, 5])
-def test_ctrl_c_keeps_what_is_finished(fleet, tmp_path, stored, ctrl_c, alone):
+def test_ctrl_c_keeps_what_is_finished(tmp_path, stored, ctrl_c, alone):
     handler, before = signal.getsignal(signal.SIGINT), threads()
     net = make_net(callbacks=[StopAtLoss(0.8), Interrupts(tmp_path)])
     with pytest.warns(match="interrupted: the search ends with"):
-        interrupted = make_search(net, fleet=fleet, **stored).fit(*DATA)
+        interrupted = make_search(net, **stored).fit(*DATA)
     assert 0 < len(interrupted.minima_) < N
     assert signal.getsignal(signal.SIGINT) is handler
     assert threads() == before
     assert not interrupted.study_.get_trials(states=(TrialState.RUNNING,))
-    assert_same(make_search(net, fleet=fleet, **stored).fit(*DATA), alone)
-
-
-@pytest.mark.slow
-def test_several_processes(alone):
-    assert_same(make_search(n_jobs=2, fleet=3).fit(*DATA), alone)
+    assert_same(make_search(net, **stored).fit(*DATA), alone)
 
 
 def test_what_cannot_be_stacked_is_trained_one_by_one(caplog):

@@ -22,17 +22,7 @@ from relflat_sk import (
     relative_flatness,
 )
 from relflat_sk.training._callbacks import StopAtDepth
-from tests.search.examples import (
-    NO_MINIMA,
-    TARGET,
-    X,
-    Y,
-    logistic,
-    make_net,
-    make_regressor,
-    make_search,
-    record,
-)
+from tests.search.examples import TARGET, X, Y, make_net, make_regressor, make_search, record
 
 WINE, OF_WINE = load_wine(return_X_y=True)
 WINE = scale(WINE).astype(np.float32)
@@ -141,6 +131,7 @@ def of_skorch(criterion, **parameters):
 
 
 PLAIN = of_skorch(nn.MSELoss, train_split=None, lr=0.01, optimizer=torch.optim.Adam)
+MODEL = LogisticRegression(max_iter=1000)
 EARLY, MAX_ITER = "training stopped before", MLPClassifier(max_iter=20, alpha=0.1)
 ENDINGS = {  # the estimator, targets, the search's goal, what ended it, why it is no minimum
     "plateau": (make_regressor(max_epochs=300, lr=0.01), 3 * TARGET, "auto", "plateau", ""),
@@ -162,6 +153,8 @@ ENDINGS = {  # the estimator, targets, the search's goal, what ended it, why it 
         net(max_epochs=60, lr=0.05, callbacks="disable"), Y, "auto", "plateau", "",
     ),
     "no constant": (of_skorch(lambda: density, lr=0.1), TARGET, "auto", "plateau", ""),
+    "loss of a solver": (MODEL, Y, 0.6, "goal", ""),
+    "loss not reached": (MODEL, Y, 0.1, "", "the training loss did not reach the goal of 0.1"),
     "solver": (Ridge(), TARGET, "auto", "solver", ""),
     "max_iter": (
         MAX_ITER, Y, "auto", "",
@@ -174,7 +167,7 @@ ENDINGS = {  # the estimator, targets, the search's goal, what ended it, why it 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_what_ends_a_training(name):
     estimator, y, goal, *expected = ENDINGS[name]
-    parameter = "lr" if hasattr(estimator, "lr") else "alpha"
+    parameter = next(name for name in ("lr", "alpha", "C") if hasattr(estimator, name))
     space = {parameter: [getattr(estimator, parameter)]}
     attrs, fitted = record(estimator, y=y, goal=goal, space=space)
     assert [attrs["ended_by"], attrs["reason"]] == expected
@@ -188,13 +181,6 @@ def test_what_ends_a_training(name):
     if name in {"its loss", "named", "gradient"}:  # a goal of one's own stays
         assert len(fitted.callbacks) == 1
         assert attrs["depth"] < 20
-
-
-@NO_MINIMA
-def test_a_loss_as_goal_holds_for_scikit_learn_too():
-    minima = logistic({"C": [0.001, 1.0]}, goal=0.3).fit(X, Y).minima_.set_index("param_C")
-    assert minima["ended_by"].to_dict() == {1.0: "goal", 0.001: ""}
-    assert minima["reason"][0.001] == "the training loss did not reach the goal of 0.3"
 
 
 def test_the_search_warns_of_other_depths_and_leaves_them_out():
@@ -211,5 +197,5 @@ def test_the_search_warns_of_other_depths_and_leaves_them_out():
 
 def test_the_depth_is_relative_to_the_candidates_own_labels():
     """Labels that are all shuffled are as deep a minimum at the same loss."""
-    attrs, _ = record(LogisticRegression(max_iter=1000), X[:50], Y[:50], {"data__train_size": [30]})
+    attrs, _ = record(MODEL, X[:50], Y[:50], {"data__train_size": [30]})
     assert_allclose(attrs["depth"], np.log(2) / attrs["train_loss"])

@@ -319,15 +319,25 @@ def test_ctrl_c_waits_until_a_result_is_stored(storage, tmp_path, monkeypatch):
     assert_complete(make_search(tmp_path, storage, refit=False).fit(X, Y), tmp_path)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_candidate_that_crashes_is_named_and_not_tried_again(way, tmp_path, engine):
+@pytest.mark.parametrize(
+    ("way", "n_trials"), [*((way, None) for way in WAYS), ("alone", 5)], ids=str
+)
+def test_a_candidate_that_crashes_is_named_and_tried_again_only_if_asked(
+    way, n_trials, tmp_path, engine
+):
     order(tmp_path, CHOICES[0], "crash")
-    search = make_search(tmp_path, "sqlite", way, refit=False)
-    for _ in range(2):
+    search = make_search(tmp_path, "sqlite", way, refit=False, n_trials=n_trials)
+    for retry_failed, n_trained in ((False, 1), (False, 1), (True, 2)):
         with engine(way), pytest.warns(FlatnessWarning, match="RuntimeError: out of luck"):
-            search.fit(X, Y)
-    assert trained(tmp_path) == Counter(CHOICES)
-    assert search.minima_.iloc[-1]["param_C"] == CHOICES[0]
+            search.fit(X, Y, retry_failed=retry_failed)
+        assert trained(tmp_path) == Counter(CHOICES + CHOICES[:1] * (n_trained - 1))
+        assert search.minima_.iloc[-1]["param_C"] == CHOICES[0]
+    (tmp_path / str(CHOICES[0])).unlink()
+    with engine(way):
+        for _ in range(2):
+            search.fit(X, Y, retry_failed=True)
+    assert_complete(search, tmp_path, again=CHOICES[:1])
+    assert trained(tmp_path)[CHOICES[0]] == 3
 
 
 def full_disk(file):

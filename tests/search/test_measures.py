@@ -28,7 +28,6 @@ from relflat_sk import (
     measure,
     rank_minima,
 )
-from relflat_sk.search._task import vary_data
 from tests.search.examples import (
     WEIGHTS,
     X_TEST,
@@ -74,19 +73,15 @@ def search_nets(estimator=None, space=None, **parameters):
 # -- functions ------------------------------------------------------------------------------------
 
 
-def test_a_search_ranks_by_a_function():
-    search = logistic(SPACE, measure=[coefficients, "relative_flatness"])
+def test_functions_of_ones_own_rank_and_are_measured_later(kept):
+    search = logistic(SPACE, measure=[coefficients, "relative_flatness"], **kept)
     table = search.fit(X, Y, X_TEST, Y_TEST).minima_
     assert list(table.columns[:4]) == ["trial", "param_C", "coefficients", "train_loss"]
-    assert table["param_C"].tolist() == [0.3, 1.0, 3.0]
+    assert table["param_C"].tolist() == SPACE["C"]
     assert table["coefficients"].is_monotonic_increasing
     assert search.best_score_ == pytest.approx(-table["coefficients"].iloc[0])
     assert {"coefficients", "relative_flatness"} <= set(correlate_measures(search)["measure"])
     assert "ranked by coefficients" in search.report()
-
-
-def test_remeasuring_by_name_and_by_function(kept):
-    search = logistic(SPACE, **kept).fit(X, Y)
     table = search.remeasure([coefficients, largest_weight]).set_index("param_C")
     for C in SPACE["C"]:
         weights = clone(MODEL).set_params(C=C).fit(X, Y).coef_
@@ -320,51 +315,28 @@ def test_the_mean_has_networks_that_have_learned_but_do_not_reach_the_common_los
 # -- arguments of fit and of score ----------------------------------------------------------------
 
 
-def test_weights_count_in_training_and_measures_also_of_workers():
-    search = search_nets(n_jobs=2).fit(X, Y, sample_weight=WEIGHTS)
-    best = search.best_estimator_
-    alone = net(lr=search.best_params_["lr"]).fit(X, Y, sample_weight=WEIGHTS)
-    assert_allclose(best.predict_proba(X), alone.predict_proba(X), rtol=1e-5)
-    row = search.minima_.iloc[0]
-    found = measure("relative_flatness", best, X, Y, sample_weight=WEIGHTS)
-    assert_allclose(row["relative_flatness"], found, rtol=1e-6)
-    assert_allclose(row["train_score"], best.score(X, Y, sample_weight=WEIGHTS))
-    losses = -np.log(best.predict_proba(X)[np.arange(len(X)), Y])
-    assert_allclose(row["train_loss"], np.average(losses, weights=WEIGHTS), rtol=1e-4)
-
-
-def test_weights_of_a_pipeline_and_of_restored_minima(tmp_path):
-    weights = {"net__sample_weight": WEIGHTS}
-    search = search_nets(piped(net()), {"net__lr": [0.01, 0.02]}, artifact_store=tmp_path)
+@pytest.mark.parametrize(
+    ("estimator", "prefix", "n_jobs"), [(net(), "", 2), (piped(net()), "net__", None)]
+)
+def test_sample_weights_count_in_training_and_in_measures_also_of_workers_and_of_restored_minima(
+    estimator, prefix, n_jobs, tmp_path
+):
+    weights, options = {f"{prefix}sample_weight": WEIGHTS}, {"sample_weight": WEIGHTS}
+    space = {f"{prefix}lr": [0.01, 0.02]}
+    search = search_nets(estimator, space, n_jobs=n_jobs, artifact_store=tmp_path)
     best = search.fit(X, Y, **weights).best_estimator_
+    alone = clone(estimator).set_params(**search.best_params_).fit(X, Y, **weights)
+    assert_allclose(best.predict_proba(X), alone.predict_proba(X), rtol=1e-5)
     copied = pickle.loads(pickle.dumps(search))
     row = copied.remeasure(["trace_flatness"], X, Y, **weights).iloc[0]
     for name in ("relative_flatness", "trace_flatness"):
-        found = measure(name, best, X, Y, sample_weight=WEIGHTS)
-        assert_allclose(row[name], found, rtol=1e-6)
+        assert_allclose(row[name], measure(name, best, X, Y, **options), rtol=1e-6)
+    assert_allclose(row["train_score"], np.average(best.predict(X) == Y, weights=WEIGHTS))
+    losses = -np.log(best.predict_proba(X)[np.arange(len(X)), Y])
+    assert_allclose(row["train_loss"], np.average(losses, weights=WEIGHTS), rtol=1e-4)
     number = int(search.minima_["trial"].iloc[1])
     again = copied.get_estimator(number, X, Y, **weights)
     assert_array_equal(again.predict_proba(X), search.get_estimator(number).predict_proba(X))
-
-
-def test_weights_are_chosen_with_the_samples():
-    space = {"data__train_size": [30], "data__confusion_size": [15]}
-    search = search_nets(space=space).fit(X, Y, sample_weight=WEIGHTS)
-    sizes = {"train_size": 30, "confusion_size": 15}
-    per_sample = {"fit_params": {"sample_weight": WEIGHTS}, "sample_weight": WEIGHTS}
-    data = vary_data(X, Y, **sizes, **per_sample, stratify=True)
-    assert len(data.fit_params["sample_weight"]) == 45
-    assert len(data.sample_weight) == 30
-    found = measure(
-        "relative_flatness",
-        search.best_estimator_,
-        data.X,
-        data.y,
-        sample_weight=data.sample_weight,
-    )
-    assert_allclose(search.minima_["relative_flatness"].item(), found, rtol=1e-6)
-    chosen = vary_data(np.arange(len(X)), Y, **sizes, stratify=True).X
-    assert_array_equal(data.sample_weight, WEIGHTS[chosen])
 
 
 class Asks(LogisticRegression):

@@ -21,6 +21,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 from skorch import NeuralNetClassifier, NeuralNetRegressor
+from skorch.dataset import ValidSplit
 
 from relflat_sk import (
     MLP,
@@ -43,6 +44,7 @@ from tests.search.examples import (
     logistic,
     make_net,
     piped,
+    plain_net,
 )
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -66,6 +68,10 @@ def search(*data, estimator=None, space=None, fit=(), **parameters):
 
 def scored(measure="relative_flatness", **arguments):
     return search(measure=FlatnessScorer(measure, **arguments))
+
+
+def split(estimator, name="lr", value=0.05):
+    return search(estimator=estimator, space={name: [value]})
 
 
 def objective(estimator=None, X=X, y=Y, space=None, **parameters):
@@ -144,6 +150,9 @@ VALUES = [
     (scored(measure_params={"batch_size": 0}), "batch_size must be"),
     (scored("joint_eigenvalue_flatness", layer=0), "has no layers to ch"),
     (scored("l2_norm", measure_params={"at_loss": 0.1}), "at_loss=0.1 has no effect on l2_norm"),
+    (split(make_net(train_split=ValidSplit(4))), "train_split=None"),
+    (split(plain_net(train_split=ValidSplit(4))), "train_split=None"),
+    (split(plain_net(), "train_split", ValidSplit(4)), "train_split=None"),
     (scored(data="train"), "Leave data and non_minimum out"),
     (scored(non_minimum="warn"), "has its own rule for what is a minimum"),
     (search(measure=[FlatnessScorer(layer=0), FlatnessScorer()]), r"\{'layer': 0\} and \{\}"),
@@ -236,13 +245,6 @@ OF_NETS, OF_SKLEARN = {"estimator": make_net(), "space": LR}, {"space": {"C": [0
 def test_what_a_class_refuses_is_the_error_of_the_search(call, match):
     with pytest.raises((TypeError, ValueError), match=match):
         call()
-
-
-def test_a_net_lists_public_parameters_and_says_which_is_meant():
-    net = RelativeFlatnessRegularizedClassifier()
-    with pytest.raises(ValueError, match="Did you mean 'batch_size'") as caught:
-        net.set_params(btch=3)
-    assert "'_" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -340,37 +342,3 @@ def test_the_objective_records_no_failure_of_the_call(tmp_path):
     with pytest.raises(RuntimeError, match="the weights of trial 1 cannot be saved"):
         study.optimize(objective, n_trials=2)
     assert not {"failed", "reason"} & attributes_of(study.trials[1]).keys()
-
-
-class FailsAtFirst(LogisticRegression):
-    """Fails for one value of C until a file exists."""
-
-    def __init__(self, works=None, C=1.0, max_iter=1000):
-        super().__init__(C=C, max_iter=max_iter)
-        self.works = works
-
-    def fit(self, X, y):
-        if self.C == 1.0 and not self.works.exists():
-            raise RuntimeError("out of luck")
-        return super().fit(X, y)
-
-
-@pytest.mark.parametrize("n_trials", [None, 3], ids=["grid", "draws"])
-@NO_MINIMA
-def test_failed_candidates_are_tried_again_if_asked(stored, tmp_path, n_trials):
-    works = tmp_path / "works"
-    search = logistic(estimator=FailsAtFirst(works), n_trials=n_trials, **stored)
-    failed, mended = ["complete", "complete", "failed"], ["complete"] * 3
-    for exists, retry_failed, expected, n_trained in (
-        (False, False, failed, 3),
-        (False, True, failed, 4),
-        (True, False, failed, 4),
-        (True, True, mended, 5),
-        (True, True, mended, 5),
-    ):
-        if exists:
-            works.touch()
-        search.fit(X, Y, retry_failed=retry_failed)
-        assert search.minima_["state"].tolist() == expected
-        assert len(search.study_.trials) == n_trained
-    assert sorted(search.minima_["param_C"]) == [0.3, 0.5, 1.0]

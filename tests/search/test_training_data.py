@@ -17,7 +17,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.neural_network import MLPClassifier
 from skorch.callbacks import Callback, EarlyStopping, EpochScoring
-from skorch.dataset import ValidSplit
 from torch import nn
 
 from relflat_sk import MinimaObjective, StopAtLoss, relative_flatness
@@ -26,12 +25,21 @@ from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
 from relflat_sk.search._task import scale_lr, vary_data
 from tests.data_kinds import Pairs
-from tests.search.examples import FILES, X, Y, logistic, make_net, make_search, piped, plain_net
+from tests.search.examples import (
+    FILES,
+    WEIGHTS,
+    X,
+    Y,
+    logistic,
+    make_net,
+    make_search,
+    piped,
+    plain_net,
+)
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 N = 40
 ROWS = np.arange(N)
-LEFT_OUT = pytest.mark.filterwarnings("ignore:1 of . minima are left out of the ranking")
 
 
 def study_of(space, n_trials=1):
@@ -222,8 +230,10 @@ def test_what_is_chosen(size, share, confusion, seed):
     left = 0 if size is None else N - (size if isinstance(size, int) else int(size * N))
     confusion = min(confusion, left)
     sizes = {"train_size": size, "confusion_size": confusion}
+    per_sample = {"fit_params": {"sample_weight": ROWS}, "sample_weight": ROWS}
     data, again = (
-        vary_data(ROWS, ROWS, **sizes, random_labels=share, random_state=seed) for _ in range(2)
+        vary_data(ROWS, ROWS, **sizes, **per_sample, random_labels=share, random_state=seed)
+        for _ in range(2)
     )
     n = len(data.X)
     assert n == N - left
@@ -232,6 +242,9 @@ def test_what_is_chosen(size, share, confusion, seed):
     assert_array_equal(data.y_fit[:n], data.y)
     assert len(data.X_fit) == n + confusion
     assert len(set(data.X_fit)) == len(data.X_fit)
+    # weights belong to their samples
+    assert_array_equal(data.sample_weight, data.X)
+    assert_array_equal(data.fit_params["sample_weight"], data.X_fit)
     # labels are shuffled within each part, and no more than the share of them
     assert sorted(data.y) == sorted(data.X)
     assert sorted(data.y_fit[n:]) == sorted(data.X_fit[n:])
@@ -265,34 +278,30 @@ def test_containers(make):
     assert_array_equal(found.y_fit, expected.y_fit)
 
 
-@LEFT_OUT
-def test_random_labels_in_a_search():
-    space = {"data__random_labels": [0.0, 0.5, 1.0], "C": [1.0]}
-    search = logistic(space).fit(X, Y, X, Y)
-    table = search.minima_.set_index("param_data__random_labels").sort_index()
-    assert table["train_loss"].is_monotonic_increasing
-    assert table["test_loss"].is_monotonic_increasing
-    # by hand, for one of them
-    labels = vary_data(X, Y, random_labels=0.5, stratify=True).y
-    fitted = LogisticRegression(max_iter=1000, C=1.0).fit(X, labels)
+VARIED = [
+    {"random_labels": 0.5},
+    {"train_size": 40, "confusion_size": 30},
+    {"train_size": 0.4, "confusion_size": 15, "random_labels": 0.2, "random_state": 3},
+]
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+@pytest.mark.parametrize("amounts", VARIED, ids=str)
+def test_a_candidate_on_varied_data_is_trained_and_measured_as_by_hand(amounts, weights):
+    per_sample = {} if weights is None else {"sample_weight": weights}
+    space = {f"data__{name}": [value] for name, value in amounts.items()}
+    search = logistic({"C": [1.0], **space}).fit(X, Y, **per_sample)
+    options = {"fit_params": per_sample, "sample_weight": weights, "stratify": True}
+    data = vary_data(X, Y, **amounts, **options)
+    fitted = LogisticRegression(max_iter=1000).fit(data.X_fit, data.y_fit, **data.fit_params)
+    weights = {"sample_weight": data.sample_weight}
     expected = {
-        "train_loss": log_loss(labels, fitted.predict_proba(X)),
-        "relative_flatness": relative_flatness(fitted, X, labels),
-        "train_score": fitted.score(X, labels),
+        "train_loss": log_loss(data.y, fitted.predict_proba(data.X), **weights),
+        "relative_flatness": relative_flatness(fitted, data.X, data.y, **weights),
+        "train_score": fitted.score(data.X, data.y, **weights),
     }
-    assert table.loc[0.5, list(expected)].to_dict() == pytest.approx(expected)
-    assert "random_labels" not in search.best_estimator_.get_params()
-
-
-@LEFT_OUT
-def test_a_confusion_set_is_trained_on_but_not_measured():
-    space = {"data__train_size": [40], "data__confusion_size": [0, 30]}
-    table = logistic(space).fit(X, Y).minima_.set_index("param_data__confusion_size")
-    data = vary_data(X, Y, train_size=40, confusion_size=30, stratify=True)
-    fitted = LogisticRegression(max_iter=1000).fit(data.X_fit, data.y_fit)
-    expected = log_loss(data.y, fitted.predict_proba(data.X))
-    assert_allclose(table["train_loss"][30], expected, rtol=1e-6)
-    assert table["train_loss"][30] > table["train_loss"][0]
+    assert search.minima_.loc[0, list(expected)].to_dict() == pytest.approx(expected)
+    assert not set(amounts) - {"random_state"} & search.best_estimator_.get_params().keys()
 
 
 def net(**parameters):
@@ -329,19 +338,6 @@ def test_scaling_in_a_search():
     assert_allclose(table["param_scaled_lr"], 0.01 / 16 * table["param_batch_size"])
     assert search.best_estimator_.lr == table["param_scaled_lr"][0]
     assert net().lr == 0.01
-
-
-@pytest.mark.parametrize(
-    ("net", "space"),
-    [
-        (make_net(train_split=ValidSplit(4)), {"lr": [0.05]}),
-        (plain_net(train_split=ValidSplit(4)), {"lr": [0.05]}),
-        (plain_net(), {"train_split": [ValidSplit(4)]}),
-    ],
-)
-def test_a_split_that_was_chosen_is_refused(net, space):
-    with pytest.raises(ValueError, match="train_split=None"):
-        make_search(net, space).fit(X, Y)
 
 
 @pytest.mark.filterwarnings("ignore:no candidate converged")
