@@ -1,8 +1,7 @@
 """Load the images of the benchmarks: random ones by default, CIFAR-10 from a file.
 
-Timings do not depend on the content of the images, so random images are the default and
-nothing is downloaded. The file is an .npz of JPEGs (see `benchmarks/README.md`). It is decoded
-once, into the user's cache folder outside the repository.
+Timings do not depend on the content of the images. The file is an .npz of JPEGs (see
+`benchmarks/README.md`). It is decoded once, into the user's cache folder outside the repository.
 """
 
 import io

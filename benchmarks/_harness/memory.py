@@ -1,14 +1,8 @@
 """Measure the peak memory of a call, as the operating system counts it, or torch on CUDA.
 
-- **Resident memory** counts every allocation of torch, numpy and their kernel libraries.
-  Counting tensors would miss those of the libraries.
-- **A fresh process for each call**: an allocator keeps memory that an earlier call has freed,
-  and a second call in the same process would seem to need less.
-- **Growth since the start of the call**: the data set is many times larger than the memory
-  that a pass over it needs, and would hide any difference.
-- **Fixed thresholds of glibc's allocator**: every array is then requested from the operating
-  system and returned to it at once. The peak is the memory of the living arrays, the same in
-  each run. By default glibc keeps part of the freed memory, depending on the order of calls.
+Resident memory counts every allocation of torch, numpy and their kernel libraries. Each call has a
+fresh process, and glibc's allocator fixed thresholds: freed memory goes back to the operating
+system at once, so that the peak is the memory of the living arrays, the same in each run.
 """
 
 import gc

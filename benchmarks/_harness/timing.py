@@ -1,8 +1,7 @@
 """Compare the times of several ways to do something, and judge the ratios by budgets.
 
-The ways are run in rounds, each in a new random order, so that other programs on the machine
-slow all of them alike. The reported ratio is the median of the ratios within each round, not
-the ratio of two absolute times.
+The ways are run in rounds, so that other programs on the machine slow all of them alike. The
+reported ratio is the median of the ratios within each round.
 """
 
 import gc

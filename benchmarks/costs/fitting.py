@@ -1,8 +1,7 @@
 """Time of a fit on arrays, next to scikit-learn's MLP, a torch loop and skorch's own net.
 
-All of them train a network with one hidden layer of 100 units by Adam, for the same number of
-epochs, in shuffled batches of 32 samples and in the dtype of the data. The torch loop is
-written by hand, cuts its batches out of tensors and records nothing.
+All train a network with one hidden layer of 100 units by Adam, for the same number of epochs, in
+shuffled batches of 32 samples and in the dtype of the data.
 """
 
 import warnings

@@ -2,9 +2,7 @@
 
 Measures are compared with the head's forward pass over the same batches, and training steps with a
 step without penalty. Memory is the growth of resident memory, in a fresh process for each row: what
-a call needs beside model and data, and for steps with a penalty also beside what a step without it
-needs. That step makes logits, their gradients, and the gradient of the weight, which is as large as
-the model.
+a call needs beside model and data, and for steps with a penalty also beside a step without it.
 """
 
 from collections.abc import Callable

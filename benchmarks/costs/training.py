@@ -1,10 +1,8 @@
 """Time of a training step with the penalty at the last layer, the first layer and all layers.
 
-Each time is divided by two others: by that of the same net with a penalty weight of zero, to
-which the budgets refer, and by that of skorch's own classifier, which has no penalty and no
-sample weights and checks less. "No limit" is ``flatness_clip=None``. On a CUDA device, ResNet-18
-is timed as well, and all networks also in mixed precision (bfloat16). A step is a share of an
-epoch of ten, trained as in `fit`.
+Each time is divided by that of the same net with a penalty weight of zero, to which the budgets
+refer, and by that of skorch's own classifier. "No limit" is ``flatness_clip=None``. On a CUDA
+device, ResNet-18 is timed as well, and all networks also in mixed precision (bfloat16).
 
     python -m benchmarks.costs.training --resnet --steps 8
 """

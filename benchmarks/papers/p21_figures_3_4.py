@@ -4,14 +4,9 @@ A linear classifier is fitted in feature space; a random 4-layer network is inve
 inputs. The paper's text leaves open the classifier, the number of features (8 here), and whether
 the Gaussians are round, or mixed as in scikit-learn's `make_classification`. Means are twice the
 separation apart. "mixed" and "round" have logistic regressions. "ridge" is the authors' code: ridge
-classifiers with squared errors, and two of the features redundant.
-
-In that code, the kernel estimate in Figure 4 is divided by the sample size twice, so that the
-held-out loss is what remains of the representativeness. It exceeds the gap in any case.
-
-Where labels change everywhere, the size of the weight determines both flatness and the fit to
-noise. Between round Gaussians that are far apart, larger weights have larger gaps, but less
-curvature.
+classifiers with squared errors, and two of the features redundant. In that code, the kernel
+estimate in Figure 4 is divided by the sample size twice, so that the held-out loss is what remains
+of the representativeness.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """Compare the search and the nets with what people would take instead, all with their defaults.
 
 Twenty data sets: those of the study of choices, and others with wrong labels, few samples,
-categories and little noise. Inputs and numeric targets are standardised by the training data, and
-categories are one-hot, for all. The table of runs in `benchmarks/results/` grows row by row, and
-the next call goes on. Bayesian ensembles need ``pip install sklearn-contrib-bde``.
+categories and little noise. Bayesian ensembles need ``pip install sklearn-contrib-bde``.
 
     python -m benchmarks.worth.baselines --data NPZ           # hours; without --data no CIFAR-10
     python -m benchmarks.worth.baselines --report             # the tables of the stored rows

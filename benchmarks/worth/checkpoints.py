@@ -1,9 +1,7 @@
 """Compare ways to choose a checkpoint of a training run, by the regret of the choice.
 
-Twenty runs: four tasks with five seeds each, and a checkpoint after each of 40 epochs. The tasks
-are a network with one hidden layer on handwritten digits, the same with a tenth of the labels
-wrong, a convolutional network that is fine-tuned from the digits 0 to 4 to the others, and a small
-transformer that is fine-tuned by a low-rank adapter (it needs transformers and peft). The ways:
+Twenty runs: four tasks with five seeds each, and a checkpoint after each of 40 epochs. The adapter
+of a transformer needs transformers and peft. The ways:
 
 comparable flatness   the smallest, at a loss that half of the checkpoints reach; no data held out
 relative flatness     the smallest, among those of similar depth; no data held out
@@ -15,8 +13,7 @@ held-out loss         the epoch of the smallest loss on a fifth of the training 
                       run on the other four fifths; the checkpoint is that of the run on all data
 any                   the mean over the checkpoints
 
-The regret is the difference to the best checkpoint of the run on the test data: in points of
-accuracy, and in loss.
+The regret is the difference to the best checkpoint on the test data: in points, and in loss.
 """
 
 import copy

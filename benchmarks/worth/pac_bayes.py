@@ -1,12 +1,9 @@
 """Check the PAC-Bayes guarantee on small networks whose true error is known.
 
-Each seed draws a binary task, two classes of two Gaussians each in 8 dimensions, a sample of 500,
-and initial weights. A network 8-16-2 is trained with weight decay towards its initial weights.
-`pac_bayes_bound` bounds the error of the network with noise on its weights, and 20,000 fresh
-samples show that error. The bound may fail for 5 of 100 seeds. It is worth something where it is
-below 0.5, the error of a coin: here for at least 95 of 100 seeds, though some tasks are hard.
-
-    python -m benchmarks.worth.pac_bayes --samples 2000   # larger samples
+Each seed draws a binary task, a sample of 500, and initial weights, towards which a network 8-16-2
+is trained with weight decay. `pac_bayes_bound` bounds the error of the network with noise on its
+weights, and 20,000 fresh samples show that error. The bound may fail for 5 of 100 seeds. It is
+worth something below 0.5, the error of a coin: here for at least 95 of 100 seeds.
 """
 
 import copy

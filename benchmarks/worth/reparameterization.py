@@ -1,10 +1,9 @@
 """Compare correlations with the generalisation gap before and after a rescaling of weights.
 
-Trains small networks with different batch sizes and seeds on scikit-learn's digits to the same
-training loss, and correlates measures at the last layer with the gap between test and training
-loss. Then every network is rescaled: each layer but the last is multiplied by a random factor in
-[5, 25], and the last layer by the inverse of their product. The predictions stay the same, so the
-correlation of a good measure stays the same, too.
+Small networks are trained on scikit-learn's digits to one training loss, and measures at the last
+layer correlated with the gap. Then each layer but the last is multiplied by a random factor in
+[5, 25], and the last layer by the inverse of their product: the predictions stay the same, and so
+should the correlation of a good measure.
 """
 
 import copy

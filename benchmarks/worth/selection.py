@@ -5,20 +5,13 @@ On each data set and split, about 60 candidates are trained in each of two space
 equal   one architecture, trained to one loss: batch sizes, learning rates and seeds differ
 mixed   widths, depths, weight decays, dropouts, epochs, batch sizes and rates differ
 
-Each way then chooses one of them, or five, whose predictions are averaged: by a measure of
-flatness on the training data, by what else is known without held-out data (training loss,
-confidence, norms), by held-out data, or both. `benchmarks._harness.ways` defines the ways,
-`benchmarks._harness.tasks` the data sets and spaces.
-
+Each way of `benchmarks._harness.ways` chooses one of them, or five, whose predictions are averaged.
 The regret is the test error of the choice minus that of the best candidate, in points of accuracy,
 or of R2. Candidates that diverged, or have hardly learned, are excluded for all ways alike.
 
     python -m benchmarks.worth.selection --data NPZ        # goes on where it ended; hours
     python -m benchmarks.worth.selection --only digits --splits 2
     python -m benchmarks.worth.selection --report          # tables of the stored rows
-
-Rows are stored in ``benchmarks/results/selection.csv``, the trained networks in the user's cache
-folder, from which ``--again`` judges them anew without training.
 """
 
 import os

@@ -1,10 +1,9 @@
 """Compare predicted with measured rises of the loss under rounding of a layer's weight.
 
-Three networks are trained on scikit-learn's digits: a perceptron with three hidden layers, a
-convolutional network, and a small transformer over the rows of the image. Ten times, the training
-data are cut at random into four parts of 350 samples. From each part, `layer_sensitivity` predicts
-the rise of the loss for each layer and number of bits. The rise is measured on the same samples,
-and on the other three parts. All columns are over the 40 parts:
+Ten times, scikit-learn's digits are cut at random into four parts of 350 samples. From each part,
+`layer_sensitivity` predicts the rise of the loss of three networks for each layer and number of
+bits. The rise is measured on the same samples, and on the other three parts. All columns are over
+the 40 parts:
 
 tau        mean of Kendall's coefficient of predicted and measured rises over the layers
 trace      the same for ``Tr(H) mean(D^2) / 2``

@@ -1,12 +1,9 @@
 """Show what penalties of any weight do to a network's accuracy and to its flatness.
 
-A penalty is to be harmless and effective. A dead network (all units zero, all outputs constant)
-is perfectly flat, so that a large penalty without limit ends there; a limit that is too strict
-does nothing. For each optimizer, learning rate, penalised layer and weight, this benchmark trains
-networks with the default `flatness_clip`, and compares them with networks trained without penalty
-at the same learning rate with the same seeds. It prints the difference in test accuracy, and the
-relative flatness of the penalised layers as a share of that without penalty. Both flatnesses are
-taken at the same training loss, interpolated between the epochs before and after it.
+A dead network is perfectly flat, so that a large penalty without limit ends there; a limit that is
+too strict does nothing. For each optimizer, learning rate, penalised layer and weight, networks
+with a penalty are compared with networks without one of the same seeds. Both flatnesses are taken
+at the same training loss, interpolated between the epochs before and after it.
 
     python -m benchmarks.worth.stability --problem "breast cancer"    # 10 minutes
     python -m benchmarks.worth.stability --problem CIFAR-10 --data NPZ --epochs 25 --loss 1

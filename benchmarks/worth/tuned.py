@@ -1,19 +1,15 @@
 """Compare regularisers whose strength the same folds choose, next to models without a network.
 
-Each method has six settings, of which the first is always no regulariser at all; the tool, which
-has penalties and weight decay in one grid, has eleven. A perceptron of two hidden layers is trained
-by AdamW with each setting, on each fold and on all training data. The setting with the highest mean
-accuracy over the folds counts, the weakest if several have it, with its test accuracy when trained
-on all data. Methods that share a setting share its networks. Forests, boosting, support vector
-machines and logistic regression have scikit-learn's defaults.
+Each method has six settings, of which the first is no regulariser at all; the tool, which has
+penalties and weight decay in one grid, has eleven. A perceptron of two hidden layers is trained by
+AdamW with each setting, on each fold and on all training data. The setting with the highest mean
+accuracy over the folds counts, the weakest if several have it.
 
     python -m benchmarks.worth.tuned --results FILE     # ten seeds, a minute or two a task and seed
     python -m benchmarks.worth.tuned --results FILE --report   # the tables of what is there
     python -m benchmarks.worth.tuned --data NPZ --tasks "CIFAR-10 1000"
 
-With ``--results FILE`` each setting is saved when its networks are trained, and an interrupted run
-can be continued. The tables have the seeds that all tasks have. Without ``--data``, CIFAR-10 is
-left out. Its images are blocks of 8 x 8 pixels. The tool's grid is that of earlier trials on the
+The tables have the seeds that all tasks have. The tool's grid is that of earlier trials on the
 tables of `CHOSEN_ON`, and no result of this comparison has changed it; the others are reported
 apart.
 """
