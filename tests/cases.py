@@ -35,13 +35,7 @@ def counts(k):
 
 
 def mlp(n_outputs, tail=None, activation=nn.Tanh):
-    layers = [
-        nn.Linear(5, 7),
-        activation(),
-        nn.Linear(7, 6),
-        activation(),
-        nn.Linear(6, n_outputs),
-    ]
+    layers = [nn.Linear(5, 7), activation(), nn.Linear(7, 6), activation(), nn.Linear(6, n_outputs)]
     return nn.Sequential(*layers, *([tail()] if tail is not None else [])).double()
 
 

@@ -30,9 +30,7 @@ def _seed():
     np.random.seed(0)  # noqa: NPY002
 
 
-@pytest.fixture(
-    params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
-)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

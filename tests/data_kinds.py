@@ -53,6 +53,6 @@ LOADER = {
     "loader": lambda folder, X, y: (
         DataLoader(TensorDataset(*map(torch.from_numpy, (X, y))), batch_size=13),
         None,
-    ),
+    )
 }
 KINDS = {**ARRAYS, **SETS, **LOADER}

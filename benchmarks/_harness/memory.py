@@ -2,7 +2,8 @@
 
 Resident memory counts every allocation of torch, numpy and their kernel libraries. Each call has a
 fresh process, and glibc's allocator fixed thresholds: freed memory goes back to the operating
-system at once, so that the peak is the memory of the living arrays, the same in each run.
+system at once, so that the peak is the memory of the living arrays, the same in each run. Only its
+growth counts, since the data would hide any difference.
 """
 
 import gc

@@ -37,11 +37,7 @@ class InitializedLeNet5(LeNet5):
 
 
 def complete(
-    figure: Figure,
-    runs: Sequence[Run],
-    lr: Callable[[Run], float],
-    goal: float,
-    measures: Measures,
+    figure: Figure, runs: Sequence[Run], lr: Callable[[Run], float], goal: float, measures: Measures
 ) -> pd.DataFrame:
     """Find the minima that are missing; on a GPU, 36 of a batch size and optimizer at a time.
 

@@ -6,7 +6,9 @@ the Gaussians are round, or mixed as in scikit-learn's `make_classification`. Me
 separation apart. "mixed" and "round" have logistic regressions. "ridge" is the authors' code: ridge
 classifiers with squared errors, and two of the features redundant. In that code, the kernel
 estimate in Figure 4 is divided by the sample size twice, so that the held-out loss is what remains
-of the representativeness.
+of the representativeness. It exceeds the gap in any case. Where labels change everywhere, the size
+of the weight determines both flatness and the fit to noise. Between round Gaussians that are far
+apart, larger weights have larger gaps, but less curvature.
 """
 
 from collections.abc import Sequence

@@ -20,13 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks._harness.options import read_options
 from benchmarks._harness.timing import environment
-from relflat_sk import (
-    MLP,
-    correlate_measures,
-    flatness_report,
-    get_measure_names,
-    reparameterize,
-)
+from relflat_sk import MLP, correlate_measures, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
 
 BATCH_SIZES = (8, 16, 32, 64, 128)

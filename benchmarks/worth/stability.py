@@ -31,12 +31,7 @@ from benchmarks._harness.networks import SmallConvNet
 from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.tasks import Task, from_table
 from benchmarks._harness.timing import environment
-from relflat_sk import (
-    MLP,
-    FlatnessWarning,
-    RelativeFlatnessRegularizedClassifier,
-    flatness_report,
-)
+from relflat_sk import MLP, FlatnessWarning, RelativeFlatnessRegularizedClassifier, flatness_report
 from relflat_sk._models.network_of import open_model
 from relflat_sk._network.network import mean_loss
 

@@ -7,7 +7,7 @@ accuracy over the folds counts, the weakest if several have it.
 
     python -m benchmarks.worth.tuned --results FILE     # ten seeds, a minute or two a task and seed
     python -m benchmarks.worth.tuned --results FILE --report   # the tables of what is there
-    python -m benchmarks.worth.tuned --data NPZ --tasks "CIFAR-10 1000"
+    python -m benchmarks.worth.tuned --data NPZ --tasks "CIFAR-10 1000"  # CIFAR-10 needs --data
 
 The tables have the seeds that all tasks have. The tool's grid is that of earlier trials on the
 tables of `CHOSEN_ON`, and no result of this comparison has changed it; the others are reported

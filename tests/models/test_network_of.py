@@ -28,12 +28,7 @@ from relflat_sk import (
     StopAtLoss,
     relative_flatness,
 )
-from relflat_sk._models.network_of import (
-    DataOptions,
-    describe,
-    name_layer,
-    to_network,
-)
+from relflat_sk._models.network_of import DataOptions, describe, name_layer, to_network
 from tests.data_kinds import memmap
 from tests.rounding import FLOAT32
 

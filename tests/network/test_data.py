@@ -17,10 +17,7 @@ from relflat_sk import (
     flatness_report,
     relative_flatness,
 )
-from relflat_sk._network.batches import (
-    cast_inputs,
-    copy_rows,
-)
+from relflat_sk._network.batches import cast_inputs, copy_rows
 from tests.cases import Net
 from tests.data_kinds import Stream, memmap
 from tests.processes import run_module

@@ -9,12 +9,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
-from relflat_sk import (
-    FlatnessWarning,
-    LayerNotFoundError,
-    flatness_report,
-    relative_flatness,
-)
+from relflat_sk import FlatnessWarning, LayerNotFoundError, flatness_report, relative_flatness
 from relflat_sk._network.layers import find_layer
 from tests import cases, oracles
 from tests.cases import published_penalty
