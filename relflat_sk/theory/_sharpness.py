@@ -18,9 +18,10 @@ weights than the others in its layer.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from operator import itemgetter
 from typing import Any
 
@@ -29,7 +30,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from relflat_sk._checks import check_number, check_probability, is_number, warn
+from relflat_sk._checks import check_number, check_probability, warn
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._models.network_of import open_model
 from relflat_sk._network.borrowing import borrowed
@@ -355,47 +356,36 @@ def sharpness_bound(  # noqa: PLR0913
     network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     slope = _lipschitz(network) if lipschitz is None else lipschitz
     chain = _read_chain(network)
-    weights, n = chain.weights, len(chain.x)
-    if len(weights) < 2:
+    weights, n_layers = chain.weights, len(chain.weights)
+    if n_layers < 2:
         raise ValueError(
             "sharpness_bound needs a network of two layers or more: the conditions are about the "
             "layers between others."
         )
-    sizes, sigmas = [float(weight.norm()) for weight in weights], _sigmas(sigma, len(weights))
-    worst = _table(_without_zeros(chain)).groupby("condition")["worst"].agg(["min", "max"])
-    mu, c_2, c_3 = map(float, (worst["min"]["C1"], worst["max"]["C2"], worst["max"]["C3"]))
-    gammas = tuple(
-        noise * math.sqrt(weight.numel()) / (mu**2 * size) if mu and size else math.inf
-        for noise, size, weight in zip(sigmas, sizes, weights, strict=True)
-    )
-    if math.inf in (c_2, c_3, *gammas):
-        sharpness = math.inf  # no constants satisfy the conditions
-    else:
-        share = 1 + delta / len(weights)  # 1 + delta_i
-        c_deltas = [share * math.sqrt(2 * math.log(len(weight))) for weight in weights]
-        flipped = math.prod(1 + g * c * c_2 for g, c in zip(gammas, c_deltas, strict=True))
-        spread = math.prod(1 + g for g in gammas) - 1
-        switched = math.prod(1 + g * c_2 * c_3 for g in gammas) * (flipped - 1)
-        output = float(chain.outputs[-1].norm(dim=1).mean())
-        sharpness = (spread + switched) * slope * output
-    distance = sum((size / noise) ** 2 for noise, size in zip(sigmas, sizes, strict=True))
-    complexity = math.sqrt((distance + math.log(1 / delta)) / n)
-    risk = mean_loss(network)
-    return SharpnessBound(
-        risk + sharpness + complexity, risk, sharpness, complexity, mu, c_2, c_3, gammas
-    )
-
-
-def _sigmas(sigma: Any, n_layers: int) -> list[float]:
-    """Return the noise of each layer, after a check."""
-    sigmas = [sigma] * n_layers if is_number(sigma) else list(sigma)
-    positive = [is_number(value) and 0 < value < math.inf for value in sigmas]
-    if len(sigmas) != n_layers or not all(positive):
+    sigmas = np.asarray(sigma, dtype=np.float64)
+    if sigmas.shape not in {(), (n_layers,)} or not (np.isfinite(sigmas) & (sigmas > 0)).all():
         raise ValueError(
             f"sigma must be one positive finite number, or one for each of the {n_layers} layers, "
             f"got {sigma!r}."
         )
-    return sigmas
+    worst = _table(_without_zeros(chain)).groupby("condition")["worst"].agg(["min", "max"])
+    mu, c_2, c_3 = map(float, (worst["min"]["C1"], worst["max"]["C2"], worst["max"]["C3"]))
+    sizes = np.array([float(weight.norm()) for weight in weights])
+    widths = np.array([weight.shape for weight in weights])  # h_i and h_{i-1}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        gammas = sigmas * np.sqrt(widths.prod(axis=1)) / (mu**2 * sizes)
+    gammas = np.where(sizes > 0, gammas, math.inf)
+    sharpness = math.inf  # if no constants satisfy the conditions
+    if np.isfinite([c_2, c_3, *gammas]).all():
+        c_deltas = (1 + delta / n_layers) * np.sqrt(2 * np.log(widths[:, 0]))
+        flipped = np.prod(1 + gammas * c_deltas * c_2) - 1
+        inside = np.prod(1 + gammas) - 1 + np.prod(1 + gammas * c_2 * c_3) * flipped
+        sharpness = float(inside * slope * chain.outputs[-1].norm(dim=1).mean())
+    distance = np.square(sizes / sigmas).sum()
+    complexity = math.sqrt((distance + math.log(1 / delta)) / len(chain.x))
+    risk = mean_loss(network)
+    total = risk + sharpness + complexity
+    return SharpnessBound(total, risk, sharpness, complexity, mu, c_2, c_3, tuple(gammas.tolist()))
 
 
 def _lipschitz(network: Network) -> float:
@@ -423,11 +413,6 @@ class Chain:
     x: Tensor  # (n, h_0)
     outputs: list[Tensor]  # (n, h_i)
     slopes: list[Tensor]  # (n, h_i)
-
-    def select(self, rows: Tensor) -> "Chain":
-        """Keep some of the samples."""
-        outputs, slopes = ([array[rows] for array in a] for a in (self.outputs, self.slopes))
-        return replace(self, x=self.x[rows], outputs=outputs, slopes=slopes)
 
     def relative_sizes(self, k: int) -> Tensor:
         """Measure outputs of a layer in units of the norm of the network's input: (n, h_k)."""
@@ -457,13 +442,14 @@ def _read_chain(network: Network) -> Chain:
             outputs = [step.check()[1].detach().double() for step in steps]
             slopes = [_slopes(*step) for step in zip(steps[:-1], inputs[1:], strict=True)]
             slopes.append(torch.ones_like(outputs[-1]))
-            rows = torch.ones(len(outputs[-1]), dtype=torch.bool, device=outputs[-1].device)
+            arrays = [inputs[0].detach().double(), *outputs, *slopes]
             if batch.y is not None:  # samples with ignored labels are none of the loss
-                rows = counting(network, batch.y).to(rows.device)
-            batches.append([rows, inputs[0].detach().double(), *outputs, *slopes])
-    rows, x, *rest = map(torch.cat, zip(*batches, strict=True))
+                rows = counting(network, batch.y).to(network.device)
+                arrays = [array[rows] for array in arrays]
+            batches.append(arrays)
+    x, *rest = map(torch.cat, zip(*batches, strict=True))
     names, weights = [layer.name for layer in layers], [layer.weight for layer in layers]
-    return Chain(names, weights, x, rest[: len(names)], rest[len(names) :]).select(rows)
+    return Chain(names, weights, x, rest[: len(names)], rest[len(names) :])
 
 
 def _without_zeros(chain: Chain) -> Chain:
@@ -479,7 +465,8 @@ def _without_zeros(chain: Chain) -> Chain:
             f"{int((~kept).sum())} of {len(kept)} samples are zero and left out: the conditions "
             "are about disturbances in units of a sample's norm."
         )
-    return chain.select(kept)
+    outputs, slopes = ([array[kept] for array in a] for a in (chain.outputs, chain.slopes))
+    return replace(chain, x=chain.x[kept], outputs=outputs, slopes=slopes)
 
 
 def _start_step(record: LayerRecord, features: Tensor, output: Tensor) -> Tensor:
@@ -532,9 +519,15 @@ def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
 
 def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
     """Compute the three norms of condition C1, and their mu: (4, n), by a, c and b."""
-    samples = zip(chain.x, *chain.slopes, strict=True)
-    each = [_norms_of_products(chain.weights, x, slopes) for x, *slopes in samples]
-    norms = {ends: torch.stack([of_sample[ends] for of_sample in each]) for ends in each[0]}
+    norms_of_samples = defaultdict(list)  # of P_ab, by a and b
+    for x, *slopes in zip(chain.x, *chain.slopes, strict=True):
+        scaled = (s[:, None] * weight for s, weight in zip(slopes, chain.weights, strict=True))
+        factors = [x[:, None], *scaled]
+        for a in range(len(factors)):
+            products = accumulate(factors[a:], lambda product, factor: factor @ product)
+            for b, product in enumerate(products, a):
+                norms_of_samples[a, b].append(product.norm())
+    norms = {ends: torch.stack(values) for ends, values in norms_of_samples.items()}
     norms_and_mu = {}
     for a, c, b in sorted(combinations(range(len(chain.weights) + 1), 3), key=itemgetter(1)):
         whole, after, before = norms[a, b], norms[c + 1, b], norms[a, c]
@@ -542,20 +535,3 @@ def _norms_in_c1(chain: Chain) -> dict[tuple[int, int, int], Tensor]:
         mu = torch.where(apart > 0, root * whole / apart, torch.inf)
         norms_and_mu[a, c, b] = torch.stack([whole, after, before, mu])
     return norms_and_mu
-
-
-def _norms_of_products(
-    weights: Sequence[Tensor], x: Tensor, slopes: Sequence[Tensor]
-) -> dict[tuple[int, int], Tensor]:
-    """Compute the Frobenius norms of ``P_ab`` of one sample."""
-    factors = [
-        x[:, None],
-        *(s[:, None] * weight for s, weight in zip(slopes, weights, strict=True)),
-    ]
-    norms = {}
-    for a, product in enumerate(factors):
-        norms[a, a] = product.norm()
-        for b, factor in enumerate(factors[a + 1 :], a + 1):
-            product = factor @ product  # noqa: PLW2901
-            norms[a, b] = product.norm()
-    return norms
