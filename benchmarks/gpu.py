@@ -2,9 +2,6 @@
 
 Each part writes into its file in `benchmarks/results/cuda/` while it runs, so that a device that is
 taken away leaves what was done. The minima of the papers go on where the last run ended.
-
-    python -m benchmarks.gpu --data NPZ             # nine minutes; `make gpu` is the same
-    python -m benchmarks.gpu --part heads steps     # some parts; `make gpu PART="heads steps"`
 """
 
 import os
@@ -80,7 +77,6 @@ def run(arguments: Sequence[str], device: str, file: Path, seconds: float) -> st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts until the minutes are over."""
     options = read_options(
         __doc__, argv, part=PARTS, device="cuda", data=IMAGES, minutes=9.0, folder=RESULTS
     )

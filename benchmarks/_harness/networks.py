@@ -51,18 +51,10 @@ class LeNet5(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 6, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(400, 120),
-            nn.ReLU(),
-            nn.Linear(120, 84),
-            nn.ReLU(),
-        )
+            nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(),
+        )  # fmt: skip
         self.head = nn.Linear(84, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,12 +81,9 @@ class Block(nn.Module):
     def __init__(self, n_in: int, n_out: int, stride: int) -> None:
         super().__init__()
         self.main = nn.Sequential(
-            nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(n_out),
-            nn.ReLU(),
-            nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(n_out),
-        )
+            nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False), nn.BatchNorm2d(n_out), nn.ReLU(),
+            nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False), nn.BatchNorm2d(n_out),
+        )  # fmt: skip
         self.shortcut = nn.Sequential()
         if n_in != n_out:
             projection = nn.Conv2d(n_in, n_out, 1, stride, bias=False)

@@ -83,7 +83,6 @@ def error(predicted: Floats, y: Floats) -> float:
 
 
 def test_errors(outputs: list[Floats], y: Floats) -> Floats:
-    """Return the error of each candidate."""
     return np.array([error(one, y) for one in outputs])
 
 
@@ -146,10 +145,8 @@ def disagreement(fits: Fits) -> Floats:
 
     The share of other classes than those of the mean prediction, or the squared difference.
     """
-    each = [predictions(one, fits.y) for one in fits.noisy_outputs]
-    mean = np.mean(
-        [one for one, usable in zip(each, fits.converged, strict=True) if usable], axis=0
-    )
+    each = np.array([predictions(one, fits.y) for one in fits.noisy_outputs])
+    mean = each[fits.converged].mean(axis=0)
     if fits.is_regression:
         return np.array([np.mean((one - mean) ** 2) for one in each])
     classes = mean.argmax(axis=1)
@@ -279,7 +276,6 @@ def ways(fits: Fits) -> dict[str, Way]:
 
 
 def judge_all(fits: Fits, seed: int) -> Mapping[str, dict[str, float]]:
-    """Judge all ways."""
     rng = np.random.default_rng(seed)
     best = test_errors(fits.test_outputs, fits.y_test)[fits.converged].min()
     return {name: judge(way, fits, best, rng) for name, way in ways(fits).items()}

@@ -110,10 +110,8 @@ def peak_of(n: int) -> int:
 def main() -> int:
     options = read_options(__doc__, rounds=(5, 1), way=str, problem=str, n=int)
     if options.n:  # in a fresh process
-        in_time = options.way is not None
-        print(
-            seconds_of(options.way, options.problem, options.n) if in_time else peak_of(options.n)
-        )
+        n = options.n
+        print(seconds_of(options.way, options.problem, n) if options.way else peak_of(n))
         return 0
     n = 2 if options.quick else 32
     few = max(2, n // 8)  # nets of the ways that train one by one

@@ -99,11 +99,8 @@ def main() -> int:
     if options.peak_of:  # in a fresh process
         print(peak_growth(ways[options.peak_of], options.device))
         return 0
-    print(
-        f"A head of {options.classes:,} classes and {options.features:,} features, "
-        f"{N_BATCHES} batches of {BATCH_SIZE}; training steps are of one batch; "
-        f"on {options.device}"
-    )
+    print(f"A head of {options.classes:,} classes and {options.features:,} features, {N_BATCHES}")
+    print(f"batches of {BATCH_SIZE}; training steps are of one batch; on {options.device}")
     print(environment())
     times = interleave(ways, options.rounds)
     peaks = {

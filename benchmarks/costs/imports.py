@@ -15,7 +15,6 @@ OTHERS = "import torch, pandas, scipy.optimize, sklearn.pipeline, skorch"
 
 
 def main() -> None:
-    """Print the times, and judge their ratios."""
     options = read_options(__doc__, rounds=(7, 1))
     print(environment())
     first_example = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)[0]

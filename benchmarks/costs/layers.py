@@ -177,9 +177,8 @@ def compare_at(
             add(f"curvlinops {method}", values, reference, n, timed, peers.CURVLINOPS)
     found = pd.DataFrame(rows)
     print(f"\n{layer}, weight {tuple(model.get_submodule(layer).weight.shape)}\n")
-    print(
-        found.drop(columns="ratio", errors="ignore").to_string(index=False, na_rep=""), flush=True
-    )
+    printed = found.drop(columns="ratio", errors="ignore")
+    print(printed.to_string(index=False, na_rep=""), flush=True)
     return found.reindex(columns=["way", "ratio", "off / se"])
 
 

@@ -168,9 +168,7 @@ def _memory(options: Namespace) -> Budget:
         return peak_in_fresh_process("benchmarks.costs.scoring", "--peak-of", name) / 2**20
 
     below, above = peak("forward"), peak("scoring")
-    print(
-        f"\n{options.n_samples:,} images, growth of memory at its peak, in fresh processes after a"
-    )
+    print(f"\n{options.n_samples:,} images, peak growth of memory in fresh processes after a")
     print(f"call with 64 images: forward {below:.1f} MiB, scoring {above:.1f} MiB")
     return Budget("peak memory, scoring / forward", above / below, 1.1)
 

@@ -60,7 +60,6 @@ def time_choice(X: np.ndarray, y: np.ndarray, rounds: int, epochs: int) -> Budge
 
 
 def main() -> int:
-    """Time searches and the trainings within them, so that both see the same load."""
     options = read_options(__doc__, trials=(20, 2))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     print("A search over nets on digits")

@@ -3,8 +3,6 @@
 Each time is divided by that of the same net with a penalty weight of zero, to which the budgets
 refer, and by that of skorch's own classifier. "No limit" is ``flatness_clip=None``. On a CUDA
 device, ResNet-18 is timed as well, and all networks also in mixed precision (bfloat16).
-
-    python -m benchmarks.costs.training --resnet --steps 8
 """
 
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Han et al. 2025: train against flatness, then release; flatness and accuracy over the epochs.
 
-    python -m benchmarks.papers.against_flatness --data NPZ   # 2,000 images of CIFAR-10, hours
-
 The paper trains networks against flatness, which then generalise late: once the pressure ends,
 relative flatness falls and the test accuracy rises (ResNet-18 on CIFAR-10). Here, a net with
 ``flatness_weight=-1`` is trained for half of the epochs, and without penalty for the other half,

@@ -1,7 +1,5 @@
 """Walter et al. 2026: the flatness at single samples along an attack rises, then falls.
 
-    python -m benchmarks.papers.along_attacks --data NPZ   # 2,000 images of CIFAR-10, an hour
-
 The paper attacks inputs by steps of their gradient's sign. The relative flatness around an attacked
 sample rises until its label flips, and falls when the attack goes on: confident errors lie in flat
 regions. Here, test samples that the network classifies rightly are attacked, and those whose label

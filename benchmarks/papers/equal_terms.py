@@ -1,7 +1,5 @@
 """Adilova et al. 2023 on equal terms: plain, decay, SAM, weight average, penalty, tuned alike.
 
-    python -m benchmarks.papers.equal_terms --data NPZ   # 2,000 images of CIFAR-10, a day of a core
-
 In the authors' scripts, each arm has another rate, weight decay and schedule. Here all arms have
 one recipe, SGD with momentum and a cosine schedule, and eight settings of rate and strength, of
 which a fifth of the training data chooses one over all seeds. Arms are compared seed by seed on

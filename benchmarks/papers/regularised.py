@@ -1,7 +1,5 @@
 """Adilova et al. 2023, and later findings: penalty, SAM, weight decay, augmentation.
 
-    python -m benchmarks.papers.regularised --data NPZ   # 2,000 images of CIFAR-10, hours
-
 Adilova et al. (FAM, 2023) report higher accuracy with a penalty at the penultimate layer than
 without, and than with SAM. In the authors' code, that is the weight behind the penultimate layer's
 features, our layer -1. Mason-Williams et al. (arXiv 2510.12451) report that regularised

@@ -1,28 +1,22 @@
 """Compare the search and the nets with what people would take instead, all with their defaults.
 
 Twenty data sets: those of the study of choices, and others with wrong labels, few samples,
-categories and little noise. Bayesian ensembles need ``pip install sklearn-contrib-bde``.
-
-    python -m benchmarks.worth.baselines --data NPZ           # hours; without --data no CIFAR-10
-    python -m benchmarks.worth.baselines --report             # the tables of the stored rows
+categories and little noise. CIFAR-10 needs ``--data``, and Bayesian ensembles ``pip install
+sklearn-contrib-bde``. The tables of the stored rows are printed by ``--report``.
 """
 
 import time
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from sklearn.ensemble import (
-    HistGradientBoostingClassifier,
-    HistGradientBoostingRegressor,
-    RandomForestClassifier,
-    RandomForestRegressor,
-)
+from sklearn import ensemble
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.svm import SVC, SVR
@@ -55,7 +49,7 @@ METHODS = [method for method in (*NEURAL, *OTHERS) if method != FLATTEST]
 
 def make(method: str, seed: int, *, is_regression: bool) -> Any:
     """Make the estimator of a method, with its defaults."""
-    kind = int(is_regression)
+    kind, task = int(is_regression), "Regressor" if is_regression else "Classifier"
     ours: Any = (RelativeFlatnessRegularizedClassifier, RelativeFlatnessRegularizedRegressor)[kind]
     mlp: Any = (MLPClassifier, MLPRegressor)[kind]
     net = ours(verbose=0, random_state=seed)
@@ -69,20 +63,12 @@ def make(method: str, seed: int, *, is_regression: bool) -> Any:
         OURS[3]: lambda: RelativeFlatnessPenaltyCV(net),
         "MLP": lambda: mlp(random_state=seed),
         "MLP, early stopping": lambda: mlp(early_stopping=True, random_state=seed),
-        BAYESIAN: lambda: _bayesian(seed, is_regression=is_regression),
-        "forest": lambda: (RandomForestClassifier, RandomForestRegressor)[kind](random_state=seed),
-        "boosting": lambda: (HistGradientBoostingClassifier, HistGradientBoostingRegressor)[kind](
-            random_state=seed
-        ),
+        BAYESIAN: lambda: getattr(import_module("bde"), f"Bde{task}")(seed=seed),
+        "forest": lambda: getattr(ensemble, f"RandomForest{task}")(random_state=seed),
+        "boosting": lambda: getattr(ensemble, f"HistGradientBoosting{task}")(random_state=seed),
         "linear": (LogisticRegression, Ridge)[kind],
         "support vectors": (SVC, SVR)[kind],
     }[method]()
-
-
-def _bayesian(seed: int, *, is_regression: bool) -> Any:
-    import bde  # noqa: PLC0415  (not a dependency)
-
-    return bde.BdeRegressor(seed=seed) if is_regression else bde.BdeClassifier(seed=seed)
 
 
 @cache

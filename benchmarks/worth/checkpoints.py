@@ -36,7 +36,6 @@ from benchmarks._harness.timing import environment
 from relflat_sk import FlatnessScorer, FlatnessWarning, rank_minima, rank_models
 
 CRITERION = nn.CrossEntropyLoss()
-BATCH_SIZE, LEARNING_RATE = 16, 0.01
 
 
 class Task(NamedTuple):
@@ -56,13 +55,7 @@ def logits(output: Any) -> Tensor:
 
 
 def train(
-    net: nn.Module,
-    X: Tensor,
-    y: Tensor,
-    n_epochs: int,
-    seed: int,
-    lr: float = LEARNING_RATE,
-    batch_size: int = BATCH_SIZE,
+    net: nn.Module, X: Tensor, y: Tensor, n_epochs: int, seed: int, lr: float = 0.01, size: int = 16
 ) -> list[dict[str, Tensor]]:
     """Train by Adam, and return the weights after each epoch."""
     generator = torch.Generator().manual_seed(seed)
@@ -70,7 +63,7 @@ def train(
     net.train()
     training = epochs(
         lambda rows: CRITERION(logits(net(X[rows])), y[rows]),
-        optimizer, len(y), batch_size, generator,
+        optimizer, len(y), size, generator,
     )  # fmt: skip
     return [copy.deepcopy(net.state_dict()) for _ in islice(training, n_epochs)]
 
@@ -131,7 +124,7 @@ def adapter(seed: int) -> Task:
         intermediate_size=64, max_position_embeddings=16, num_labels=3,
     )  # fmt: skip
     base = BertForSequenceClassification(config)
-    train(base, *sequences(2000, 0), 6, seed, lr=2e-3, batch_size=32)
+    train(base, *sequences(2000, 0), 6, seed, lr=2e-3, size=32)
     lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"])
     return Task(get_peft_model(base, lora), *sequences(100, 3), *sequences(1000, 3))
 
@@ -231,17 +224,13 @@ def main() -> None:
     tables = [run(*one, options.epochs) for one in tqdm(runs, desc="runs")]
     rows = pd.concat(tables).rename_axis("regret of the choice")
     by_way = rows.groupby(level=0, sort=False)[["points", "loss"]]
-    print(
-        f"{len(runs)} runs with {options.epochs} checkpoints each; columns of tasks are in points"
-    )
+    print(f"{len(runs)} runs with {options.epochs} checkpoints each; columns of tasks in points")
     table = by_way.mean().add_suffix(", all runs").join(by_way.sem().add_suffix(", stderr"))
     of_tasks = rows.pivot_table("points", rows.index, "task", sort=False)
     print(table.join(of_tasks).to_string(float_format="{:.3f}".format))
     for task, some in rows.loc["any":"any"].groupby("task", sort=False):
         n, shares = some["unmeasured"].sum(), some["at_loss"].to_list()
-        print(
-            f"{task}: {n} checkpoints are not compared, the others at {shares} of a constant's loss"
-        )
+        print(f"{task}: {n} checkpoints not compared, others at {shares} of a constant's loss")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from benchmarks._harness.networks import epochs
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import environment
+from benchmarks._harness.timing import Budget, environment, verdict
 from relflat_sk import MLP
 from relflat_sk.theory import PacBayesBound, pac_bayes_bound
 
@@ -103,15 +103,14 @@ def main() -> int:
     holds = rows["bound"] >= rows["error with noise, fresh"]
     useful = rows["bound"] < 0.5
     table = rows.agg(["mean", "min", "max"]).T
-    print(f"\n{table.to_string(float_format='{:.3g}'.format)}\n")
-    print(f"the bound is above the true error for {holds.sum()} of {seeds} seeds")
-    print(f"the bound is below 0.5 for {useful.sum()} of {seeds} seeds")
-    if arguments.quick:
-        print("not judged (quick)")
-        return 0
-    good = min(holds.mean(), useful.mean()) >= CONFIDENCE
-    print("good" if good else "too weak")
-    return int(not good)
+    print(f"\n{table.to_string(float_format='{:.3g}'.format)}")
+    budgets = [
+        Budget(
+            "share of seeds whose bound is above the true error", holds.mean(), CONFIDENCE, True
+        ),
+        Budget("share of seeds whose bound is below 0.5", useful.mean(), CONFIDENCE, True),
+    ]
+    return verdict(budgets, judged=not arguments.quick)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 from benchmarks._harness.options import read_options
-from benchmarks._harness.timing import environment
+from benchmarks._harness.timing import Budget, environment, verdict
 from relflat_sk import MLP, correlate_measures, flatness_report, get_measure_names, reparameterize
 from relflat_sk.exceptions import FlatnessWarning
 
@@ -100,28 +100,29 @@ def find_minima(
 
 def judge(
     before: pd.DataFrame, after: pd.DataFrame, invariant: set[str]
-) -> tuple[pd.DataFrame, bool]:
+) -> tuple[pd.DataFrame, int]:
     """Compare the coefficients of each measure with the table of invariances."""
-    rows, fine = {}, True
+    rows, n_wrong = {}, 0
     for name in before.index:
         one, other = before.loc[name], after.loc[name]
         change = max(abs(one[c] - other[c]) for c in COEFFICIENTS)
-        verdict = "unchanged, as promised" if change <= TOLERANCE else "changed"
+        outcome = "unchanged, as promised" if change <= TOLERANCE else "changed"
         if other["n"] < one["n"]:
-            verdict = f"changed, {other['n']:.0f} of {one['n']:.0f} measured"
+            outcome = f"changed, {other['n']:.0f} of {one['n']:.0f} measured"
         if all(np.isnan(which[c]) for which in (one, other) for c in COEFFICIENTS) and other["n"]:
-            verdict = "the same for all networks"
+            outcome = "the same for all networks"
         elif name in invariant and not change <= TOLERANCE:
-            verdict, fine = "CHANGED, AGAINST THE TABLE", False
+            outcome, n_wrong = "CHANGED, AGAINST THE TABLE", n_wrong + 1
         if name == DESTROYED:
-            destroyed = abs(other["kendall"]) < LEFT * abs(one["kendall"])
-            verdict, fine = ("destroyed" if destroyed else "NOT DESTROYED"), fine and destroyed
+            is_destroyed = abs(other["kendall"]) < LEFT * abs(one["kendall"])
+            outcome = "destroyed" if is_destroyed else "NOT DESTROYED"
+            n_wrong += not is_destroyed
         rows[name] = {
             f"{kind}, {when}": f"{row[kind]:.3f}"
             for kind in ("kendall", "spearman")
             for when, row in (("before", one), ("after", other))
-        } | {"largest change": f"{change:.1e}", "verdict": verdict}
-    return pd.DataFrame(rows).T, fine
+        } | {"largest change": f"{change:.1e}", "verdict": outcome}
+    return pd.DataFrame(rows).T, n_wrong
 
 
 def main() -> int:
@@ -157,13 +158,10 @@ def main() -> int:
         correlate_measures(minima, n_bootstrap=1, random_state=0).set_index("measure").loc[names]
         for minima in (before, after)
     ]
-    table, fine = judge(*coefficients, invariant)
+    table, n_wrong = judge(*coefficients, invariant)
     print(table.to_string())
-    if arguments.quick:
-        print("\nnot judged (quick)")
-        return 0
-    print(f"\n{'as the table of invariances says' if fine else 'NOT AS PROMISED'}")
-    return int(not fine)
+    budget = Budget("measures against the table of invariances", n_wrong, 0)
+    return verdict([budget], judged=not arguments.quick)
 
 
 if __name__ == "__main__":

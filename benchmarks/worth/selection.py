@@ -8,10 +8,6 @@ mixed   widths, depths, weight decays, dropouts, epochs, batch sizes and rates d
 Each way of `benchmarks._harness.ways` chooses one of them, or five, whose predictions are averaged.
 The regret is the test error of the choice minus that of the best candidate, in points of accuracy,
 or of R2. Candidates that diverged, or have hardly learned, are excluded for all ways alike.
-
-    python -m benchmarks.worth.selection --data NPZ        # goes on where it ended; hours
-    python -m benchmarks.worth.selection --only digits --splits 2
-    python -m benchmarks.worth.selection --report          # tables of the stored rows
 """
 
 import os
@@ -287,7 +283,6 @@ def schedule(arguments: Namespace, store: Path) -> Iterator[tuple[Unit, str]]:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """Read the stored rows."""
     columns = [*KEY, "converged", "way", "error", "regret", "top5", "tau", "cost"]
     return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=columns)
 
@@ -328,7 +323,6 @@ def train_together(units: Sequence[Unit], parts: Sequence[str], device: str) -> 
 
 
 def study(arguments: Namespace, store: Path) -> None:
-    """Do the missing work."""
     rows = read(arguments.results)
     work = [
         (unit, part)

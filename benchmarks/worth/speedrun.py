@@ -201,7 +201,6 @@ def report(frame: pd.DataFrame) -> None:
 
 
 def main() -> None:
-    """Train arm by arm and seed by seed, and print the table."""
     options = read_options(
         __doc__, data=IMAGES, device="cuda", seeds=(40, 1), wrong=[0.0], epochs=(10, 2),
         results=Path, limit=int, jobs=1,

@@ -135,7 +135,6 @@ def train(
 
 
 def main() -> None:
-    """Train, and print differences and shares by optimizer and learning rate, and the worst."""
     arguments = read_options(
         __doc__, problem="digits", data=IMAGES, n_train=(int, 80), epochs=(30, 2),
         seeds=(range(3), [0]), optimizers=OPTIMIZERS, layers=LAYERS,

@@ -10,8 +10,7 @@ accuracy over the folds counts, the weakest if several have it.
     python -m benchmarks.worth.tuned --data NPZ --tasks "CIFAR-10 1000"  # CIFAR-10 needs --data
 
 The tables have the seeds that all tasks have. The tool's grid is that of earlier trials on the
-tables of `CHOSEN_ON`, and no result of this comparison has changed it; the others are reported
-apart.
+tables of `CHOSEN_ON`; no result of this comparison has changed it. The others are reported apart.
 """
 
 import warnings
@@ -25,15 +24,8 @@ import numpy as np
 import pandas as pd
 import torch
 from joblib import Parallel, delayed
+from sklearn import datasets
 from sklearn.base import clone
-from sklearn.datasets import (
-    load_breast_cancer,
-    load_digits,
-    load_wine,
-    make_classification,
-    make_gaussian_quantiles,
-    make_hastie_10_2,
-)
 from sklearn.ensemble import HistGradientBoostingClassifier, RandomForestClassifier
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
@@ -58,15 +50,16 @@ Params = dict[str, Any]
 
 _SOURCES = {
     # name -> how data are drawn, number of training samples, and shares of wrong labels
-    "digits 600": (from_table, load_digits, 600, (0.0, 0.1, 0.2, 0.4), {}),
-    "digits 900": (from_table, load_digits, 900, (0.0, 0.2), {}),
-    "breast cancer": (from_table, load_breast_cancer, 280, (0.0, 0.1, 0.2), {}),
-    "wine": (from_table, load_wine, 100, (0.0, 0.2, 0.4), {}),
-    "clusters": (generated, make_classification, 500, (0.0, 0.2, 0.4), CLUSTERS),
+    "digits 600": (from_table, datasets.load_digits, 600, (0.0, 0.1, 0.2, 0.4), {}),
+    "digits 900": (from_table, datasets.load_digits, 900, (0.0, 0.2), {}),
+    "breast cancer": (from_table, datasets.load_breast_cancer, 280, (0.0, 0.1, 0.2), {}),
+    "wine": (from_table, datasets.load_wine, 100, (0.0, 0.2, 0.4), {}),
+    "clusters": (generated, datasets.make_classification, 500, (0.0, 0.2, 0.4), CLUSTERS),
     "quantiles": (
-        generated, make_gaussian_quantiles, 500, (0.0, 0.2), {"n_features": 10, "n_classes": 3},
+        generated, datasets.make_gaussian_quantiles, 500, (0.0, 0.2),
+        {"n_features": 10, "n_classes": 3},
     ),
-    "hastie": (generated, make_hastie_10_2, 500, (0.0, 0.2), {}),
+    "hastie": (generated, datasets.make_hastie_10_2, 500, (0.0, 0.2), {}),
 }  # fmt: skip
 _OF_CIFAR = {1000: (0.0, 0.2, 0.4), 5000: (0.0,)}
 
@@ -247,11 +240,10 @@ def report(frame: pd.DataFrame, tasks: Sequence[str], seeds: int) -> None:
     means = accuracies.assign(seeds=by_task.size().astype(str))
     print(means.to_string(float_format="{:.1f}".format))
     is_wrong = accuracies.index.str.contains("wrong")
+    is_chosen = accuracies.index.str.startswith(CHOSEN_ON)
     for title, chosen in {
         "All tasks": is_wrong | ~is_wrong,
-        "Tasks on which the tool's grid was not chosen": ~accuracies.index.str.startswith(
-            CHOSEN_ON
-        ),
+        "Tasks on which the tool's grid was not chosen": ~is_chosen,
         "Tasks with right labels": ~is_wrong,
         "Tasks with wrong labels": is_wrong,
     }.items():
@@ -278,7 +270,6 @@ def summary(accuracies: pd.DataFrame) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Train, and print the tables."""
     options = read_options(
         __doc__, data=IMAGES, tasks=TASKS, seeds=(10, 1), folds=(5, 2), epochs=(EPOCHS, 2),
         results=Path, report=False, limit=int, jobs=1,
