@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -122,28 +123,56 @@ def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network,
         yield with_weights(network, leaf), leaf
 
 
-def loss_gradient(
-    network: Network, weights: Tensor, direction: Tensor | None = None
-) -> tuple[float, Tensor]:
-    """Compute the mean loss and its gradient, or the gradient's derivative along a direction."""
+def loss_gradient(network: Network, weights: Tensor) -> tuple[float, Tensor]:
+    """Compute the mean loss and its gradient."""
     total, divisor = 0.0, 0.0
     gradient = torch.zeros_like(weights)
     with differentiable(network, weights) as (moved, leaf):
-        grad = partial(torch.autograd.grad, inputs=leaf, materialize_grads=True)
         for outcome in outcomes(moved):
             loss, share = outcome.total()
-            along = loss
-            if direction is not None and loss.requires_grad:
-                one = one_to_differentiate(loss)
-                (along,) = grad(loss, grad_outputs=one, create_graph=True)
-                check_twice(along)
-                along = along @ direction
-            if along.requires_grad:
-                gradient += grad(along, retain_graph=True)[0]
+            if loss.requires_grad:
+                gradient += torch.autograd.grad(loss, leaf, materialize_grads=True)[0]
             total += float(loss.detach())
             divisor += float(share)
-            del loss, along, outcome  # frees this batch before the next one runs
+            del loss, outcome  # frees this batch before the next one runs
     return total / divisor, gradient / divisor
+
+
+@contextmanager
+def hessian_products(network: Network, weights: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Make a function that multiplies the Hessian of the mean loss with a vector."""
+    # Data in one batch need one forward pass, whose graph is kept.
+    is_one_batch = sum(1 for _ in islice(network.batches(), 2)) == 1
+    with differentiable(network, weights) as (moved, leaf):
+
+        def slopes() -> Iterator[tuple[Tensor, float]]:
+            for outcome in outcomes(moved):
+                loss, share = outcome.total()
+                slope = torch.zeros_like(leaf)
+                if loss.requires_grad:
+                    one = one_to_differentiate(loss)
+                    (slope,) = torch.autograd.grad(
+                        loss, leaf, one, create_graph=True, materialize_grads=True
+                    )
+                    check_twice(slope)
+                del loss, outcome  # frees this batch before the next one runs
+                yield slope, float(share)
+                del slope
+
+        kept = list(slopes()) if is_one_batch else None
+
+        def product(vector: Tensor) -> Tensor:
+            total, divisor = torch.zeros_like(vector), 0.0
+            for slope, share in kept or slopes():
+                if slope.requires_grad:
+                    total += torch.autograd.grad(
+                        slope, leaf, vector, retain_graph=True, materialize_grads=True
+                    )[0]
+                divisor += share
+                del slope
+            return total / divisor
+
+        yield product
 
 
 # -- random noise ------------------------------------------------------------------------------
@@ -397,18 +426,20 @@ def joint_eigenvalue_flatness(
     is_weight = torch.cat([torch.full((part.numel(),), part.ndim >= 2) for part in parts])
     is_weight = is_weight.to(weights.device)
 
-    def product(vector: Tensor) -> Tensor:
-        direction = torch.zeros_like(weights)
-        direction[is_weight] = vector.to(weights)
-        return loss_gradient(network, weights, direction)[1][is_weight]
+    with hessian_products(network, weights) as multiply:
 
-    value, error = largest_eigenvalue(
-        product,
-        int(is_weight.sum()),
-        rtol=rtol,
-        random_state=random_state,
-        where="in all weights",
-    )
+        def product(vector: Tensor) -> Tensor:
+            direction = torch.zeros_like(weights)
+            direction[is_weight] = vector.to(weights)
+            return multiply(direction)[is_weight]
+
+        value, error = largest_eigenvalue(
+            product,
+            int(is_weight.sum()),
+            rtol=rtol,
+            random_state=random_state,
+            where="in all weights",
+        )
     square = square_norm(weights[is_weight])
     return Measured(square * value, square * error, "lanczos")
 

@@ -323,11 +323,12 @@ def joint(net, criterion, X, y):
     return float(flat.square().sum() * torch.linalg.eigvalsh(H)[-1])
 
 
+@pytest.mark.parametrize("batch_size", [4, 1024])
 @pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh", "conv tanh"])
-def test_joint_eigenvalue_flatness_is_that_of_the_dense_hessian(kind):
+def test_joint_eigenvalue_flatness_is_that_of_the_dense_hessian(kind, batch_size):
     net, X, y = make_kind(kind)
     expected = joint(net, CE, X, y)
-    options = {"criterion": CE, "batch_size": 4, "rtol": 1e-9, "random_state": 0}
+    options = {"criterion": CE, "batch_size": batch_size, "rtol": 1e-9, "random_state": 0}
     found = evaluate("joint_eigenvalue_flatness", net, X, y, **options)
     assert found.value == pytest.approx(expected, rel=1e-7)
     assert found.stderr < 1e-6 * found.value
