@@ -139,7 +139,7 @@ def measure_columns(table: pd.DataFrame) -> list[str]:
     return [
         str(name)
         for name in table.columns
-        if name not in FIXED and not str(name).startswith(PARAM_PREFIX) and _is_numeric(table[name])
+        if name not in FIXED and not str(name).startswith(PARAM_PREFIX) and is_numeric(table[name])
     ]
 
 
@@ -157,7 +157,7 @@ def measure_column(
 
 def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[np.float64]:
     """Return one column of a table of minima as floats."""
-    if name in table.columns and _is_numeric(table[name]):
+    if name in table.columns and is_numeric(table[name]):
         return table[name].to_numpy(dtype=np.float64, na_value=np.nan)
     problem = "is not numeric" if name in table.columns else "is not a column of these minima"
     numbers = (*LOSSES, DEPTH, *SCORES, "seconds")
@@ -198,7 +198,7 @@ def list_reasons(table: pd.DataFrame) -> str:
     return "\n".join(f"  {count} x {str(reason)[:500]}" for reason, count in counts.items())
 
 
-def _is_numeric(column: Any) -> bool:
+def is_numeric(column: Any) -> bool:
     """Return whether a column holds numbers; booleans are not numbers here."""
     return pd.api.types.is_numeric_dtype(column) and not pd.api.types.is_bool_dtype(column)
 

@@ -185,19 +185,17 @@ def draw_legend(panels: "Sequence[Axes]", place: Mapping[str, Any]) -> None:
 
 
 def choose_scale(axis: "XAxis | YAxis", values: Floats) -> None:
-    """Make an axis logarithmic with plain numbers if its values, (n,), need it."""
+    """Make an axis logarithmic with plain numbers if the values, (n,), drawn along it need it."""
     if not needs_log_scale(values):
         return
     from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     axis.set_major_formatter("{x:g}")
-    finite = values[np.isfinite(values)]
-    if log10(finite.max()) - log10(finite.min()) < LABELLED_DECADES:
-        axis.set_minor_locator(LogLocator(subs=(2, 5)))
-        axis.set_minor_formatter("{x:g}")
-        # as far from the axis as labels behind the longer ticks of powers of ten
-        axis.set_tick_params(which="minor", pad=5)
+    axis.set_minor_formatter("")
+    low, high = axis.get_view_interval()  # error bars reach further than values
+    if log10(high) - log10(low) < LABELLED_DECADES:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
 
 
 def needs_log_scale(values: Floats) -> bool:
@@ -320,32 +318,30 @@ class Colors:
         from matplotlib import colormaps, colors  # noqa: PLC0415
         from matplotlib.cm import ScalarMappable  # noqa: PLC0415
 
-        self.column = column
+        self.column, self.names = column, list[str]()
         self.of_rows: NDArray[Any] = np.full(len(minima), COLORS[0])
         if column is None:
             return
         values = _plain(minima[column])
-        codes: Any
-        codes, self.levels = pd.factorize(values, sort=True)  # numbers by size, before texts
-        self.is_scale = pd.api.types.is_numeric_dtype(values) and len(self.levels) > MAX_LEVELS
-        if self.is_scale:
-            codes = numeric_column(minima, column, argument="color_by")
-            scale = colors.LogNorm if needs_log_scale(codes) else colors.Normalize
-            norm = scale(np.nanmin(codes), np.nanmax(codes))
+        codes, levels = pd.factorize(values, sort=True)  # numbers by size, before texts
+        if pd.api.types.is_numeric_dtype(values) and len(levels) > MAX_LEVELS:
+            places = numeric_column(minima, column, argument="color_by")
+            scale = colors.LogNorm if needs_log_scale(places) else colors.Normalize
+            norm = scale(np.nanmin(places), np.nanmax(places))
         else:
-            codes = np.where(codes < 0, np.nan, codes)  # of missing values
-            norm = colors.BoundaryNorm(np.arange(len(self.levels) + 1) - 0.5, 256)
+            places = np.where(codes < 0, np.nan, codes)  # of missing values
+            norm = colors.BoundaryNorm(np.arange(len(levels) + 1) - 0.5, 256)
+            self.names = [f"{x:g}" if isinstance(x, float) else shorten(str(x)) for x in levels]
         self.scale = ScalarMappable(norm, colormaps[cmap].with_extremes(bad="0.8"))
-        self.of_rows = self.scale.to_rgba(np.ma.masked_invalid(codes))
+        self.of_rows = self.scale.to_rgba(np.ma.masked_invalid(places))
 
     def draw_bar(self, axes: "list[Axes]") -> None:
         """Draw the color bar beside some axes, unless there is only one color."""
         if self.column is None:
             return
         bar = axes[0].figure.colorbar(self.scale, ax=axes, aspect=20 if len(axes) < 4 else 40)
-        if not self.is_scale:
-            names = [f"{x:g}" if isinstance(x, float) else shorten(str(x)) for x in self.levels]
-            bar.set_ticks(range(len(names)), labels=names)
+        if self.names:
+            bar.set_ticks(range(len(self.names)), labels=self.names)
             bar.ax.minorticks_off()
         bar.set_label(label_of(self.column, ""))
 
@@ -382,6 +378,12 @@ class Points:
         self.n_crossed = {kind: n for kind, n in counts.items() if n}
         self.n_not_drawn = (~finite).sum()
 
+    @classmethod
+    def of(cls, minima: pd.DataFrame, **columns: str) -> Self:
+        """Place minima by two columns, which are arguments of these names."""
+        x, y = (numeric_column(minima, name, argument=key) for key, name in columns.items())
+        return cls(minima, x, y)
+
     def require_minima(self, *columns: str) -> None:
         """Refuse to draw nothing."""
         if not self.comparable.any():
@@ -392,20 +394,23 @@ class Points:
                 "test score need held-out data: fit(X, y, X_test, y_test)."
             )
 
-    def draw(self, ax: "Axes", style: Style) -> None:
+    def draw(self, ax: "Axes", style: Style, scaled: str) -> None:
         """Draw all points, with the numbers of the other candidates for the legend."""
-        self.draw_dots(ax, style)
+        self.draw_dots(ax, style, scaled)
         self.draw_crosses(ax, ", ".join(f"{kind} ({n})" for kind, n in self.n_crossed.items()))
         if self.n_not_drawn:
             ax.plot([], [], " ", label=f"failed or not finite, not drawn ({self.n_not_drawn})")
 
-    def draw_dots(self, ax: "Axes", style: Style, **dot: Any) -> None:
-        """Draw the minima that are compared, which decide the limits of the axes."""
+    def draw_dots(self, ax: "Axes", style: Style, scaled: str, **dot: Any) -> None:
+        """Draw the minima that are compared, which decide limits and scales of the axes."""
         draw_grid(ax)
         ax.margins(MARGIN)
         x, y = self.x[self.comparable], self.y[self.comparable]
         dot["c"] = style.colors.of_rows[self.comparable]
         ax.scatter(x, y, **(DOT | dot | style.kwargs))
+        for name, values in (("x", x), ("y", y)):
+            if name in scaled:
+                choose_scale(getattr(ax, f"{name}axis"), values)
 
     def draw_crosses(self, ax: "Axes", label: str) -> None:
         """Draw the other candidates, at most as far out as the limits."""

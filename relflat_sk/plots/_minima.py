@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from relflat_sk.minima import correlate_measures, rank_minima
 from relflat_sk.minima._correlation import FEWEST_MINIMA
@@ -14,6 +13,7 @@ from relflat_sk.minima._table import (
     column_of,
     find_axes,
     find_axis,
+    is_numeric,
     measure_column,
     measure_columns,
     minima_table,
@@ -22,12 +22,10 @@ from relflat_sk.minima._table import (
 from relflat_sk.plots._base import (
     SYMBOLS,
     Display,
-    Floats,
     MinimaDisplay,
     Points,
     Style,
     choose_measures,
-    choose_scale,
     color_column,
     correlation_of,
     curve_style,
@@ -158,13 +156,10 @@ class FlatnessGapDisplay(MinimaDisplay):
         return display.plot(ax=ax, **kwargs)
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
-        x = numeric_column(self.minima, self.measure, argument="measure")
-        y = numeric_column(self.minima, self.target, argument="target")
-        points = Points(self.minima, x, y)
+        points = Points.of(self.minima, measure=self.measure, target=self.target)
         points.require_minima(self.measure, self.target)
         ax = make_axes(ax)
-        choose_scale(ax.xaxis, x[points.comparable])
-        points.draw(ax, style)
+        points.draw(ax, style, "x")
         ax.set_xlabel(measure_label(self.measure, style.loss_unit))
         ax.set_ylabel(label_of(self.target, style.loss_unit))
         show_correlation(ax, self.correlation, between=(self.measure, self.target))
@@ -284,20 +279,17 @@ class MeasurePanelsDisplay(MinimaDisplay):
         return display.plot(ax=ax, **kwargs)
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
-        y = numeric_column(self.minima, self.target, argument="target")
-        with_target = Points(self.minima, y, y)
+        with_target = Points.of(self.minima, target=self.target, measures=self.target)
         with_target.require_minima(self.target)
         panels = make_panels(ax, len(self.measures), label_of(self.target, style.loss_unit))
         drawn = []
         for name, panel in zip(self.measures, panels, strict=True):
-            x = numeric_column(self.minima, name, argument="measures")
-            points = Points(self.minima, x, y)
+            points = Points.of(self.minima, measures=name, target=self.target)
             panel.set_xlabel(label_of(name, style.loss_unit))
             if not points.comparable.any():
                 write_note(panel, "not finite")
                 continue
-            choose_scale(panel.xaxis, x[points.comparable])
-            points.draw_dots(panel, style, s=22)
+            points.draw_dots(panel, style, "x", s=22)
             show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
             drawn.append((points, panel))
         for points, panel in drawn:  # now that all panels have their common limits
@@ -418,12 +410,14 @@ class MinimaRankingDisplay(MinimaDisplay):
         return display.plot(ax=ax, **kwargs)
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
-        upper, lower = self._points("by", self.by), self._points("target", self.target)
+        upper = Points.of(self.minima, x="rank", by=self.by)
+        lower = Points.of(self.minima, x="rank", target=self.target)
+        upper.require_minima(self.by)
+        lower.require_minima(self.target)
         panels = divide(make_axes(ax), 2, 1, sharex="all")
-        columns = (self.by, self.target)
+        columns = self.by, self.target
         for panel, points, column in zip(panels, (upper, lower), columns, strict=True):
-            choose_scale(panel.yaxis, points.y[points.comparable])
-            points.draw(panel, style)
+            points.draw(panel, style, "y")
             panel.set_ylabel(label_of(column, style.loss_unit))
         _, self.target_ax_ = panels
         mean = lower.y[lower.comparable].mean()
@@ -434,13 +428,6 @@ class MinimaRankingDisplay(MinimaDisplay):
         self.target_ax_.set_xlabel(f"rank by {label_of(self.by, '')}, 1 is {best}")
         show_correlation(panels[0], self.correlation, between=columns)
         return panels
-
-    def _points(self, argument: str, column: str) -> Points:
-        """Return the minima with their rank on the x axis and a column on the y axis."""
-        rank = self.minima["rank"].to_numpy(dtype=np.float64)
-        points = Points(self.minima, rank, numeric_column(self.minima, column, argument=argument))
-        points.require_minima(column)
-        return points
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -542,7 +529,13 @@ class HyperparameterDisplay(MinimaDisplay):
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         y = numeric_column(self.minima, self.measure, argument="measure")
-        x, names = self._positions(np.isfinite(y))
+        x: Any
+        values, names = self.minima[self.axis], list[str]()
+        if is_numeric(values):
+            x = numeric_column(self.minima, self.axis, argument="axis")
+        else:
+            x, texts = pd.factorize(values.map(str).where(np.isfinite(y)))
+            names = list(map(shorten, texts))
         points = Points(self.minima, x, y)
         points.require_minima(self.axis, self.measure)
         x, y, ax, good = points.x, points.y, make_axes(ax), points.comparable
@@ -550,10 +543,7 @@ class HyperparameterDisplay(MinimaDisplay):
         has_medians = 1 < len(levels) <= MAX_DISTINCT
         if names:
             ax.set_xlim(-0.5, len(names) - 0.5)  # names without minima count, too
-        else:
-            choose_scale(ax.xaxis, x[good])
-        choose_scale(ax.yaxis, y[good])
-        points.draw(ax, style)
+        points.draw(ax, style, "y" if names else "xy")
         if has_medians:
             medians = [np.median(y[good & (x == level)]) for level in levels]
             ax.plot(levels, medians, label="median of the minima", zorder=1, **DASHED)
@@ -565,17 +555,6 @@ class HyperparameterDisplay(MinimaDisplay):
             ax.set_xticks([], minor=True)
         ax.set(xlabel=label_of(self.axis, ""), ylabel=measure_label(self.measure, style.loss_unit))
         return [ax]
-
-    def _positions(self, drawn: NDArray[np.bool_]) -> tuple[Floats, list[str]]:
-        """Return the minima's places on the x axis, and the names of the places if not numbers."""
-        values = self.minima[self.axis]
-        numeric = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
-        if numeric:
-            return numeric_column(self.minima, self.axis, argument="axis"), []
-        texts = values.map(str)
-        names = list(dict.fromkeys(texts[drawn]))
-        places = texts.map({name: place for place, name in enumerate(names)})
-        return np.array(places, dtype=np.float64), [shorten(name) for name in names]
 
 
 # -- correlations against the share of random labels -----------------------------------

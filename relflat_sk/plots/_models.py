@@ -169,9 +169,9 @@ class LayerFlatnessDisplay(EstimatorDisplay):
                 for column in ("value", "stderr")
             )
             draw_grid(panel)
-            choose_scale(panel.xaxis, value)
             bars = np.nan_to_num(np.where(stderr > 0, stderr, 0.0), posinf=0.0)
             panel.errorbar(value, np.arange(len(layers)), xerr=bars, **style)
+            choose_scale(panel.xaxis, value)
             label = measure_label if len(panels) == 1 else label_of  # room for a long one
             panel.set_xlabel(label(measure, loss_unit))
         return panels
@@ -271,7 +271,6 @@ class LayerSensitivityDisplay(EstimatorDisplay):
         rows = np.arange(len(layers))
         (ax,) = _layer_panels(ax, 1, list(map(shorten, layers)))
         draw_grid(ax)
-        choose_scale(ax.xaxis, self.table["predicted"].to_numpy(dtype=np.float64))
         for number, (bits, table) in enumerate(self.table.groupby("bits", sort=False)):
             part = table.set_index("layer").reindex(layers)
             style = curve_style(number) | {"linestyle": "none", "markersize": 6, "capsize": 3}
@@ -281,6 +280,7 @@ class LayerSensitivityDisplay(EstimatorDisplay):
             if "measured" in part:
                 color = drawn.lines[0].get_color()
                 ax.plot(part["measured"], rows, "x", color=color, label=f"{bits} bits, measured")
+        choose_scale(ax.xaxis, self.table["predicted"].to_numpy(dtype=np.float64))
         ax.set_xlabel(f"rise of the loss ({loss_unit})" if loss_unit else "rise of the loss")
         draw_legend([ax], ON_THE_RIGHT)
         return [ax]

@@ -309,10 +309,10 @@ class TrainingCurvesDisplay(MinimaDisplay):
                 last = np.flatnonzero(np.isfinite(values))[-1:]
                 ax.plot(epochs[last], values[last], "o", **end)
         inside = np.concatenate([values[values <= highest] for _, values in curves.values()])
-        choose_scale(ax.yaxis, inside)
         if diverged:
             ax.dataLim.update_from_data_y(inside, ignore=True)
             ax.autoscale_view(scalex=False)
+        choose_scale(ax.yaxis, inside)
         ax.locator_params(axis="x", integer=True, min_n_ticks=1)
         ax.set(xlabel="epoch", ylabel=label_of(self.column, style.loss_unit))
         return [ax]

@@ -269,6 +269,15 @@ def test_long_names_are_shortened_and_missing_values_leave_a_gap():
     assert_allclose(values(ax), [np.nan, 2.0])
 
 
+def test_long_error_bars_leave_labels_at_powers_of_ten_only():
+    columns = {"layer": ["a", "b"], "bits": 4, "predicted": [1e-3, 2e-2], "stderr": [9.99e-4, 0]}
+    ax = LayerSensitivityDisplay(table=pd.DataFrame(columns)).plot().ax_
+    ax.figure.canvas.draw()
+    labels = ax.xaxis.get_ticklabels(which="both")
+    exponents = np.log10([label.get_position()[0] for label in labels if label.get_text()])
+    assert_allclose(exponents, exponents.round())
+
+
 def test_curves_are_those_of_sharpness_curve():
     models = {f"C = {C}": LogisticRegression(C=C, max_iter=5000).fit(X, y) for C in (0.1, 10)}
     alphas, options = [0.001, 0.01, 0.1], {"n_draws": 3, "random_state": 0}
