@@ -17,7 +17,6 @@ def classes(k):
 
 
 def labels(k):
-    """0 and 1 for each of k outputs."""
     return lambda n: (torch.rand(n, k) > 0.5).double()
 
 

@@ -23,7 +23,6 @@ class Conv1D(nn.Module):
 
 
 def conv1d(nx, nf):
-    """A layer with weights that are not small."""
     layer = Conv1D(nf, nx)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)

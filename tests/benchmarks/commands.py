@@ -4,7 +4,6 @@ from tests.processes import run_module
 
 
 def run(module, *arguments, **variables):
-    """Return what ``python -m module arguments`` prints."""
     done = run_module(module, *arguments, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout

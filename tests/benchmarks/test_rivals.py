@@ -147,7 +147,6 @@ def test_leave_one_out_at_equal_loss_does_not_see_the_scale_of_the_head():
 
 
 def goal(y):
-    """Return a tenth of the loss of the best constant."""
     return 0.1 * stats.entropy(np.bincount(y.numpy()))
 
 

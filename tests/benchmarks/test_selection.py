@@ -175,9 +175,7 @@ def test_a_search_averages_what_lowers_the_loss_half_as_far_as_the_best():
     rows = ways.judge_all(fits, seed=0)
     assert rows["average of all"]["error"] == pytest.approx(40)
     assert rows["average, as in a search"]["error"] == 0
-    assert (
-        ways.averages(fits)["average of those at a search's goal"].tolist() == [True] + [False] * 5
-    )
+    assert [*ways.averages(fits)["average of those at a search's goal"]] == [True] + [False] * 5
 
 
 def test_costs_count_fits_of_all_candidates():

@@ -10,7 +10,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(page):
-    """Return the Python blocks of a page, given by its path in the repository."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
@@ -35,5 +34,4 @@ def assert_prints(page, printed):
 
 
 def words(text):
-    """Return the words of a text, without the brackets of arrays."""
     return re.sub(r"[\[\]]", " ", text).split()

@@ -57,7 +57,6 @@ def test_docstrings_are_complete(path):
 
 
 def resolve(path):
-    """The function or class of a dotted path."""
     module = max((name for name in MODULES if path.startswith(f"{name}.")), key=len)
     return attrgetter(path.removeprefix(f"{module}."))(importlib.import_module(module))
 

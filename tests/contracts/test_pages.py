@@ -163,9 +163,7 @@ TRAINERS = dict(zip(("lightning", "transformers"), blocks("docs/trainers.md"), s
 @pytest.mark.slow
 @pytest.mark.parametrize("library", TRAINERS)
 @pytest.mark.filterwarnings("ignore:::lightning")
-def test_the_penalty_flattens_in_the_trainers_of_other_libraries(
-    library, tmp_path, capsys, monkeypatch
-):
+def test_the_penalty_flattens_in_other_libraries_trainers(library, tmp_path, capsys, monkeypatch):
     pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)  # trainers make folders for their output
     flatness = []

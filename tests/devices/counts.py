@@ -150,9 +150,7 @@ def count_member_epoch(module, n, fleet, size):
     NotesOperations.found.clear()
     X = np.random.RandomState(0).randn(32, 3, size, size).astype(np.float32)
     params = {"module": module, "max_epochs": 2, "batch_size": 4, "callbacks": [NotesOperations]}
-    nets = [
-        make(lr=0.001 * (1 + seed), random_state=seed, device=DEVICE, **params) for seed in range(n)
-    ]
+    nets = [make(lr=0.001 * (1 + i), random_state=i, device=DEVICE, **params) for i in range(n)]
     with count():
         FleetTrainer(nets, fleet=fleet).fit(X, np.arange(32) % 10)
     # as many ends of epochs later, each member has trained one; the first finds out how to train

@@ -44,8 +44,6 @@ _VIEWS = {
 
 @dataclass
 class Counts:
-    """What ran on the simulated device."""
-
     operations: Counter = field(default_factory=Counter)  # those that start a kernel on a GPU
     waits: Counter = field(default_factory=Counter)  # lines of code at which the host waited
 
@@ -62,7 +60,6 @@ _active = []
 
 
 def active_counts():
-    """Return what is being counted, the innermost last."""
     return _active
 
 
@@ -88,8 +85,6 @@ def simulated_device():
 
 
 class SimTensor(torch.Tensor):
-    """A tensor on the simulated device."""
-
     @staticmethod
     def __new__(cls, data, requires_grad=False):
         options = {"dtype": data.dtype, "device": DEVICE, "requires_grad": requires_grad}

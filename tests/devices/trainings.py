@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -135,9 +136,7 @@ def test_fleets(network, name, caplog):
     fleets = []
     for device in ("cpu", DEVICE):
         # as on CUDA, where nets choose it themselves
-        nets = [
-            make_net(network, name, device, lr=lr, optimizer__fused=True) for lr in (0.01, 0.02)
-        ]
+        nets = [make_net(network, name, device, lr=r, optimizer__fused=True) for r in (0.01, 0.02)]
         fleets.append(FleetTrainer(nets, fleet=2).fit(X, y, **fit_params(name)).estimators_)
     assert "one by one" not in caplog.text
     for expected, net in zip(*fleets, strict=True):
@@ -147,10 +146,8 @@ def test_fleets(network, name, caplog):
 def test_a_copied_net_goes_on_in_a_fleet_with_others(caplog):
     caplog.set_level("DEBUG", "relflat_sk")
     X, y = (tensor.numpy() for tensor in make_data())
-    expected, nets = (
-        [make_net("relu", "last layer", DEVICE, lr=lr).fit(X, y) for lr in (0.01, 0.02)]
-        for _ in range(2)
-    )
+    make = partial(make_net, "relu", "last layer", DEVICE)
+    expected, nets = ([make(lr=lr).fit(X, y) for lr in (0.01, 0.02)] for _ in range(2))
     # a simulated device copies no whole nets
     nets[0]._limit = copy.deepcopy(nets[0]._limit)
     with fleet_training(2):

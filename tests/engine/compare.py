@@ -16,7 +16,6 @@ QUANTITIES = ("train_loss", "flatness_penalty", "flatness_clipped", "train_batch
 
 
 def data(n=50, n_classes=3, n_features=6, seed=0):
-    """Random data in float64."""
     rng = np.random.RandomState(seed)
     return rng.randn(n, n_features), rng.randint(0, n_classes, n)
 
@@ -27,7 +26,6 @@ def curve(net, name="train_loss"):
 
 
 def states_of(optimizer):
-    """The states of the parameters that have one, without what is None."""
     states = [
         {name: value for name, value in state.items() if value is not None}
         for state in optimizer.state_dict()["state"].values()

@@ -41,7 +41,6 @@ def classifier(**arguments):
 
 
 def network(layers, dtype=torch.float64):
-    """Make a chain of the layers that a function returns."""
     return nn.Sequential(*layers()).to(dtype)
 
 

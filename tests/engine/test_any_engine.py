@@ -56,7 +56,6 @@ class NoChain(Chain):
 
 
 def task(kind, n):
-    """Inputs and labels."""
     rng = np.random.RandomState(n)
     X, numbers, index = rng.randn(n, 4), rng.randn(n, 2), np.arange(n)
     return X, {"classes": index % 3, "two classes": index % 2.0, "numbers": numbers}[kind]

@@ -35,7 +35,6 @@ STEPS = {"batch_size": 16, "max_epochs": 5, "verbose": 0}
 
 
 def make_each(settings, kind=Classifier):
-    """Nets with these settings, and seeds and learning rates of their own."""
     return [
         kind(**{"lr": 0.003 * (1 + seed), "random_state": seed, **STEPS, **params})
         for seed, params in enumerate(settings)
@@ -43,7 +42,6 @@ def make_each(settings, kind=Classifier):
 
 
 def classifiers(n=5, **arguments):
-    """Nets that differ in seeds and learning rates."""
     return make_each([arguments] * n)
 
 
@@ -131,8 +129,6 @@ def ordered(kind):
 
 
 class Focal(nn.CrossEntropyLoss):
-    """A criterion of a user."""
-
     def forward(self, output, target):
         losses = F.cross_entropy(output, target, reduction="none")
         return (losses * (1 - (-losses).exp())).mean()
@@ -234,9 +230,8 @@ EQUAL = {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9, "lr": 0.02}
 def test_members_leave_at_their_goals_and_others_take_their_places(optimizer):
     """A net that begins has no state of its optimizer beside others of the same settings."""
     goals = [StopAtLoss(0.9), StopAtGradientNorm(0.5), StopAtLoss(0.5)] * 2
-    trained = compare(
-        make_each([{"max_epochs": 16, "callbacks": [goal], **optimizer} for goal in goals]), fleet=3
-    )
+    settings = [{"max_epochs": 16, "callbacks": [goal], **optimizer} for goal in goals]
+    trained = compare(make_each(settings), fleet=3)
     assert len({len(net.history) for net in trained}) > 2
     assert any(net.converged_ for net in trained)
 
@@ -452,9 +447,7 @@ REASONS = [
 
 
 @pytest.mark.parametrize(("reasons", "settings"), REASONS, ids=[row[0][0] for row in REASONS])
-def test_what_cannot_be_stacked_is_trained_one_by_one_with_the_reason_logged_once(
-    reasons, settings, caplog
-):
+def test_what_cannot_be_stacked_is_trained_one_by_one_and_why_is_logged(reasons, settings, caplog):
     settings = {"kind": Classifier, "max_epochs": 2, **settings}
     kind = settings.pop("kind")
     compare(make_each([settings] * 3, kind))
@@ -511,18 +504,6 @@ def test_errors_end_all_trainings(same_threads):
     nets[2].set_params(flatness_layer="nowhere")
     with pytest.raises(Exception, match="nowhere"):
         FleetTrainer(nets, fleet=3).fit(X, Y)
-
-
-@pytest.mark.parametrize(
-    ("estimators", "error", "match"),
-    [
-        ([], ValueError, "at least one estimator"),
-        (Classifier(), TypeError, "must be a list, got a Rel"),
-    ],
-)
-def test_estimators_are_a_list_of_at_least_one(estimators, error, match):
-    with pytest.raises(error, match=match):
-        FleetTrainer(estimators).fit(X, Y)
 
 
 # -- fits of scikit-learn ----------------------------------------------------------------
@@ -608,7 +589,11 @@ def test_filters_of_warnings_are_given_back():
     assert warnings.filters == before
 
 
-@pytest.mark.parametrize("fleet", [None, 0, 1.5, "all"])
-def test_the_size_is_checked(fleet):
-    with pytest.raises(ValueError, match="fleet must be"), fleet_training(fleet):
-        pass
+def test_sizes_and_estimators_are_checked():
+    for size in (None, 0, 1.5, "all"):
+        with pytest.raises(ValueError, match="fleet must be"), fleet_training(size):
+            pass
+    with pytest.raises(ValueError, match="at least one estimator"):
+        FleetTrainer([]).fit(X, Y)
+    with pytest.raises(TypeError, match="must be a list, got a Rel"):
+        FleetTrainer(Classifier()).fit(X, Y)

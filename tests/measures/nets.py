@@ -151,7 +151,6 @@ def dense(net, name, X, y, criterion=CE):
 
 
 def network(net, criterion, X, y=None, **options):
-    """The network on its data, which functions of one measure take."""
     return Network(net, Loss(criterion), make_batches(X, y, **options))
 
 
@@ -163,18 +162,15 @@ def opened(name, model, X, y=None, *, layer=-1, **params):
 
 
 def evaluate(name, model, X, y=None, **params):
-    """Return what a measure finds."""
     return opened(name, model, X, y, **params)[1]
 
 
 def constant_loss(model, X, y, **of_data):
-    """Return the mean loss of the best constant prediction."""
     network, measured = opened("relative_flatness", model, X, y, **of_data)
     return range_of(network, measured.passes).constant
 
 
 def count_runs(net, call):
-    """How often the network runs in a call."""
     runs = []
     handle = net.register_forward_hook(lambda *_: runs.append(1))
     call()
@@ -230,7 +226,6 @@ HEADS, SIZE = 2, 2
 
 
 def allowed():
-    """The kernels of attention that torch may use."""
     return (
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
@@ -343,23 +338,19 @@ class Problem:
         return net, (self.names or {}).get(layer, layer), self.loss or self.criterion
 
     def hessian(self, layer, oracle=oracles.weight_hessian):
-        """The dense Hessian in a layer's weight."""
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             return oracle(*self.written_out(layer), self.X, self.y)
 
     def risk(self):
-        """The mean loss."""
         net, _, loss = self.written_out("")
         return loss(net(self.X), self.y)
 
     def gradient_norm(self, layer):
-        """The norm of the gradient of the mean loss in a layer's weight."""
         net, name, _ = self.written_out(layer)
         (gradient,) = torch.autograd.grad(self.risk(), net.get_submodule(name).weight)
         return gradient.norm().item()
 
     def all_layers(self):
-        """The names of the layers that are measured."""
         named = self.net.named_modules()
         return self.layers or tuple(name for name, m in named if isinstance(m, LAYERS))
 
@@ -373,7 +364,6 @@ def of_kind(kind):
 
 
 def of_layer(kind):
-    """A layer before a head."""
     make_layer, shape = BEFORE_A_HEAD[kind]
     return Problem(before_a_head(make_layer(), *shape).double(), *labelled(*shape, n=4))
 

@@ -25,14 +25,12 @@ OF_CRITERION |= {"pac_bayes_flatness"}
 
 
 def value(name, net, X, y, **options):
-    """Measure, with few draws and steps."""
     if "criterion" in options:
         options["criterion"], y = reached(name, options["criterion"], X, y)
     return measure(name, net, X, y, **few(name), **options)
 
 
 def few(name):
-    """Return the arguments of a measure for few draws and steps."""
     takes = NETWORK_WIDE[name].arguments if name in NETWORK_WIDE else {"random_state"}
     own = {key: one for key, one in QUICK.items() if key in takes or key == "random_state"}
     return own | {"risk": "loss"} if name.startswith("pac_bayes") else own

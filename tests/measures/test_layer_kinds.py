@@ -86,7 +86,6 @@ def assert_measures(problem, layer, every_term=False, top=True):
 
 
 def assert_terms(problem, layer, W, neuron, names, options):
-    """Compare the terms of the samples with a dense Hessian of each."""
     each = problem.hessian(layer, oracles.weight_hessians)
     table = {**oracles.TABLE_1, "neuron_flatness_max": lambda H, W: oracles.rho(H, W)[neuron]}
     for name in names:

@@ -1,5 +1,7 @@
 """Normalisation, probes and their budget, labels, and the best constant."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -160,6 +162,8 @@ def test_probabilities_in_place_of_logits_are_doubtful(criterion, message, layer
     X, y = torch.randn(6, 5), torch.arange(6) % 3
     with pytest.warns(relflat_sk.FlatnessWarning, match=message):
         relative_flatness(net, X, y, layer=layer, criterion=criterion)
+    with pytest.warns(relflat_sk.FlatnessWarning, match=message):
+        penalty_of(RelativeFlatnessPenalty(layer), net, criterion, X, y)
 
 
 @pytest.mark.parametrize(("k", "criterion"), [(1, nn.MSELoss()), (3, CE)])
@@ -167,10 +171,8 @@ def test_a_lone_last_sample_squeezed_away(k, criterion):
     net, X = nn.Sequential(nn.Linear(5, k)).double(), torch.randn(7, 5).double()
     net.register_forward_hook(lambda module, args, output: output.squeeze())
     y = torch.randn(7).double() if k == 1 else torch.arange(7) % 3
-    whole, parts = (
-        evaluate("relative_flatness", net, X, y, criterion=criterion, batch_size=size)
-        for size in (7, 3)
-    )
+    found = partial(evaluate, "relative_flatness", net, X, y, criterion=criterion)
+    whole, parts = found(batch_size=7), found(batch_size=3)
     assert parts.method == "closed form"
     assert parts.value == pytest.approx(whole.value, rel=1e-12)
     assert parts.passes.risk == pytest.approx(whole.passes.risk, rel=1e-12)

@@ -39,7 +39,6 @@ def network(n_outputs, activation=nn.ReLU):
 
 
 def warned(message, call, *args, **options):
-    """Return what a call that warns once returns."""
     with pytest.warns(FlatnessWarning, match=message) as caught:
         value = call(*args, **options)
     assert len(caught) == 1

@@ -48,9 +48,8 @@ def calls(function, *args, **defaults):
 
 
 on_net = calls(measure, NET, X, y=Y, criterion=CE)
-flat, sensitive = (
-    calls(f, NET, X, y=Y, criterion=CE) for f in (relative_flatness, layer_sensitivity)
-)
+flat = calls(relative_flatness, NET, X, y=Y, criterion=CE)
+sensitive = calls(layer_sensitivity, NET, X, y=Y, criterion=CE)
 report = calls(flatness_report, CONV, IMAGES, LABELS, criterion=CE)
 line = calls(measure, LINE, INPUTS, NUMBERS.double(), criterion=MSE)
 on_iris = calls(measure, LOGISTIC, *IRIS)
@@ -66,8 +65,6 @@ def scores(*args, **own):
 
 
 def called(name):
-    """A measure of the user's with a name."""
-
     def function(model, X, y):
         return 1.0
 

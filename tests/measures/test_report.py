@@ -38,9 +38,7 @@ def test_the_second_eigenvalue_is_not_taken_for_the_largest(seed, random_state):
     )  # fmt: skip
 
     hessian, _ = dense(net.double(), "0", X.double(), y.double(), criterion)
-    assert report["value"].item() == pytest.approx(
-        np.linalg.eigvalsh(hessian.reshape(30, 30))[-1], 0.01
-    )
+    assert report["value"].item() == pytest.approx(oracles.largest(hessian), 0.01)
 
 
 @pytest.mark.parametrize("seed", [179, 272])
@@ -147,13 +145,6 @@ def test_a_named_measure_that_does_not_apply_is_nan_beside_the_others():
         flatness_report(net, X, y, criterion=CE, measures=names, layers=-1, risk="all")
 
 
-def test_a_saddle_warns():
-    net, X, y = make("mlp tanh")
-    with pytest.warns(FlatnessWarning, match="is negative .*: the loss curves down"):
-        value = measure("hessian_trace", net, X, y, criterion=lambda z, y: -z.square().mean())
-    assert value < 0
-
-
 def test_the_table_covers_every_measure():
     assert sorted(SAME) == get_measure_names()
     assert all(set(same) <= set(REPARAMETERIZATIONS) for same in SAME.values())
@@ -204,9 +195,8 @@ def changed(seed, change, factors):
 
 def mlp(seed):
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
-    ).double()
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)
+    return nn.Sequential(*layers).double()
 
 
 def before_and_after(factors, seed, same):

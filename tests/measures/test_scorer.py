@@ -75,7 +75,6 @@ def folds(model, scoring, X=X, y=NAMES, **options):
 
 
 def assert_no_score(message, scorer, *data):
-    """The score is nan, with a warning."""
     with pytest.warns(FlatnessWarning, match=message) as caught:
         assert math.isnan(scorer(*data))
     assert [warning.filename for warning in caught] == [__file__]

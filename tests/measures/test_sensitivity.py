@@ -29,7 +29,6 @@ def rounded(W, bits, per_channel):
 
 
 def with_rounded(net, name, bits, per_channel):
-    """Copy a network, and round one of its weights."""
     net = copy.deepcopy(net)
     layer = net.get_submodule(name)
     index, flat = oracles.row_index(layer), layer.weight.data.view(-1)

@@ -49,8 +49,6 @@ def data():
 
 @pytest.fixture
 def two_heads():
-    """A network of a mean and a variance."""
-
     def run(net, x):
         h = net.body(x).relu()
         return net.mean(h), net.log_variance(h)

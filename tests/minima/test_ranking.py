@@ -238,7 +238,6 @@ def test_measures_are_the_numeric_columns_without_another_meaning():
 
 
 def axes_of(table, axes=None):
-    """The hyper-parameters along which minima are compared."""
     values = np.arange(len(table))
     table = table.assign(relative_flatness=values, generalization_gap=values)
     row = granulated_kendall(table, axes, n_bootstrap=1, random_state=0)

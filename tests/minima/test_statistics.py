@@ -56,9 +56,7 @@ def psi_along(rows, axis):
     for shared in set(map(others, rows)):
         pairs = combinations([row for row in rows if others(row) == shared], 2)
         signs = [
-            np.sign(a[1] - b[1]) * np.sign(a[2] - b[2])
-            for a, b in pairs
-            if a[0][axis] != b[0][axis]
+            np.sign((a[1] - b[1]) * (a[2] - b[2])) for a, b in pairs if a[0][axis] != b[0][axis]
         ]
         if signs:
             taus.append(np.mean(signs))

@@ -95,8 +95,6 @@ def test_numbers_that_torch_does_not_know_and_whole_numbers(net):
 
 
 class Named(nn.Module):
-    """A network whose inputs have names."""
-
     def __init__(self):
         super().__init__()
         self.head = nn.Linear(4, 3)
@@ -205,8 +203,6 @@ class Pair(NamedTuple):
 
 
 class Two(nn.Module):
-    """A network whose inputs come in two parts."""
-
     def __init__(self):
         super().__init__()
         self.out = nn.Linear(4, 3)

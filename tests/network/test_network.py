@@ -205,8 +205,6 @@ class Adapters(nn.Module):
 
 
 class FrozenNorm(nn.Sequential):
-    """Keeps its batch norm in evaluation mode."""
-
     def train(self, mode=True):
         super().train(mode)
         self[1].eval()
@@ -313,10 +311,8 @@ def test_the_weight_of_evaluation_mode_is_measured():
     found = relative_flatness(net, X, y, criterion=CE, layer=0)
     assert found == pytest.approx(expected, rel=1e-9)
     for name in ("fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness"):
-        found, expected = (
-            measure(name, net.train(mode), X, y, criterion=CE, random_state=0)
-            for mode in (True, False)
-        )
+        options = {"criterion": CE, "random_state": 0}
+        found, expected = (measure(name, net.train(m), X, y, **options) for m in (True, False))
         assert found == pytest.approx(expected, rel=1e-6)
 
 

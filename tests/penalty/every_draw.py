@@ -75,7 +75,6 @@ def evaluate(penalty, net, criterion, X, y, seed=0, **options):
 
 
 def train(penalty, net, criterion, X, y, n_steps, *, lr=0.1, after_step=lambda: None):
-    """Train a network with its penalty by a plain loop."""
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     for _ in range(n_steps):
         optimizer.zero_grad()

@@ -287,9 +287,7 @@ def train_digits(weights, lr, max_epochs, *, wrong=0, seeds=5, sizes=(64, 64)):
     labels[changed] = (labels[changed] + rng.integers(1, 10, wrong)) % 10
     settings = {"lr": lr, "max_epochs": max_epochs, "module__hidden_layer_sizes": sizes}
     settings |= {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9}
-    nets = [
-        make_flat("all", w, random_state=seed, **settings) for w in weights for seed in range(seeds)
-    ]
+    nets = [make_flat("all", w, random_state=i, **settings) for w in weights for i in range(seeds)]
     nets = FleetTrainer(nets, fleet=len(nets)).fit(X[:600], labels).estimators_
     accuracies = [net.score(X[600:], y[600:]) for net in nets]
     return nets, np.reshape(accuracies, (len(weights), seeds))

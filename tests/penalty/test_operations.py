@@ -23,7 +23,6 @@ STEPS = {
 
 @cache
 def count_step(network, penalty=None):
-    """Count the multiplications of a step; the first one finds the layers."""
     torch.manual_seed(0)
     net, criterion = network(), nn.CrossEntropyLoss()
     X, y = torch.randn(2, 3, SIZE, SIZE), torch.arange(2)

@@ -40,12 +40,6 @@ def make(case, n=11):
     return network(), criterion(), torch.randn(n, 5).double(), target(n)
 
 
-def test_probabilities_under_cross_entropy_are_doubtful():
-    net, X, y = nn.Sequential(nn.Linear(5, 3), nn.Softmax(dim=1)), torch.randn(4, 5), torch.ones(4)
-    with pytest.warns(FlatnessWarning, match="CrossEntropyLoss takes logits, .* ends in a softmax"):
-        evaluate(published_penalty(), net, CE, X, y.long())
-
-
 def expected(net, layer, criterion, X, y):
     """kappa / (2 m) of the full Hessian at a layer, or the sum over several layers."""
     names = [name for name, m in net.named_modules() if isinstance(m, nn.Linear)]

@@ -26,7 +26,6 @@ AT = [(kind, layer) for kind in KINDS for layer in PROBLEMS[kind]().all_layers()
 
 
 def prepared(kind):
-    """A problem, and the arguments of an evaluation."""
     problem = PROBLEMS[kind]()
     return problem, (problem.net.eval(), CE, problem.X, problem.y)
 
@@ -287,12 +286,10 @@ def test_dropout_in_adapters_that_are_loaded_is_noise_in_the_output(inside, tmp_
 
 
 def own(kind, forward):
-    """A subclass of a normalisation with a forward method of a user."""
     return type("Own", (kind,), {"forward": forward})
 
 
 def in_channels_last(norm):
-    """A norm of torch itself, over the channels of images."""
     return Net(lambda net, x: net.norm(x.movedim(1, -1)).movedim(-1, 1), norm=norm)
 
 

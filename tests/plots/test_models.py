@@ -215,9 +215,8 @@ def test_layers_are_drawn_in_forward_order_as_reported(model):
 
 def test_rises_under_rounding_are_drawn_for_each_number_of_bits(model):
     options, seed = {"bits": [6, 3], "measured": True}, {"random_state": 0}
-    display = LayerSensitivityDisplay.from_estimator(
-        model, X, y, sensitivity_params=seed, **options
-    )
+    draw = LayerSensitivityDisplay.from_estimator
+    display = draw(model, X, y, sensitivity_params=seed, **options)
     table = layer_sensitivity(model, X, y, **options, **seed)
     crosses = [line for line in display.ax_.lines if line.get_marker() == "x"]
     drawn = zip([6, 3], display.ax_.containers, crosses, strict=True)

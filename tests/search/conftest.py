@@ -49,13 +49,11 @@ def end_training(monkeypatch):
 
 @pytest.fixture
 def untrained(end_training):
-    """Nothing can be trained."""
     end_training()
 
 
 @pytest.fixture
 def trained(monkeypatch):
-    """A list that grows with each training."""
     trainings, fit = [], _task.fit
     monkeypatch.setattr(_task, "fit", lambda *args: trainings.append(1) or fit(*args))
     return trainings

@@ -84,7 +84,6 @@ def logistic(space=None, estimator=None, **parameters):
 
 
 def attributes_of(trial):
-    """What a trial records, as users read it."""
     return {**trial.user_attrs, **trial.user_attrs.get("details", {})}
 
 
@@ -110,8 +109,6 @@ def load(stored):
 
 
 class Fails(LogisticRegression):
-    """Fails for one value of C."""
-
     def fit(self, X, y):
         if self.C == 1.0:
             raise RuntimeError("out of luck")

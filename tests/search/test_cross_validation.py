@@ -63,9 +63,7 @@ def test_ties_go_to_the_weaker_penalty():
 def test_the_mean_of_the_folds_needs_no_further_training():
     folds = KFold(3, shuffle=True, random_state=0)
     search = RelativeFlatnessPenaltyCV(make_net(), [NONE, ALL], cv=folds, refit="mean").fit(X, y)
-    trained = [
-        make_net(**search.best_params_).fit(X[train], y[train]) for train, _ in folds.split(X)
-    ]
+    trained = [make_net(**search.best_params_).fit(X[at], y[at]) for at, _ in folds.split(X)]
     want = np.mean([net.predict_proba(X) for net in trained], axis=0)
     assert_allclose(search.predict_proba(X), want, atol=1e-3)
     assert search.score(X, y) == np.mean(search.predict(X) == y)
@@ -140,7 +138,6 @@ PIPELINE = Pipeline([("scaler", StandardScaler()), ("net", make_net())])
 
 
 def fit(net=None, labels=y, penalties=(NONE,), refit=True, **params):
-    """A call of `fit`."""
     search = RelativeFlatnessPenaltyCV(net or make_net(), list(penalties), refit=refit)
     return lambda: search.fit(X, labels, **params)
 

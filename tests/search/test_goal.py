@@ -29,7 +29,6 @@ WINE = scale(WINE).astype(np.float32)
 
 
 def net(**parameters):
-    """A net without a goal of its own."""
     return make_net(**{"callbacks": None, "lr": 0.01, **parameters})
 
 
@@ -82,9 +81,8 @@ def test_a_parameter_that_scales_the_loss_is_compared_by_the_loss_itself():
         flatness = relative_flatness(module, WINE, OF_WINE, criterion=criterion)
         assert minimum["ended_by"] == "goal"
         assert loss <= entropy(OF_WINE) / 20
-        assert_allclose(
-            [minimum["train_loss"], minimum["relative_flatness"]], [loss, flatness], rtol=1e-5
-        )
+        recorded = [minimum["train_loss"], minimum["relative_flatness"]]
+        assert_allclose(recorded, [loss, flatness], rtol=1e-5)
 
 
 def test_the_automatic_goal_counts_weights_and_the_training_part_only():

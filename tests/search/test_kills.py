@@ -322,9 +322,7 @@ def test_ctrl_c_waits_until_a_result_is_stored(storage, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("way", "n_trials"), [*((way, None) for way in WAYS), ("alone", 5)], ids=str
 )
-def test_a_candidate_that_crashes_is_named_and_tried_again_only_if_asked(
-    way, n_trials, tmp_path, engine
-):
+def test_a_crashed_candidate_is_named_and_tried_again_if_asked(way, n_trials, tmp_path, engine):
     order(tmp_path, CHOICES[0], "crash")
     search = make_search(tmp_path, "sqlite", way, refit=False, n_trials=n_trials)
     for retry_failed, n_trained in ((False, 1), (False, 1), (True, 2)):
@@ -364,9 +362,7 @@ FAULTS = [(full_disk, "sqlite", FULL), (full_disk, "journal", FULL), (lock, "sql
 
 @pytest.mark.parametrize(("fault", "storage", "why"), FAULTS)
 @pytest.mark.parametrize("way", ["alone", "loky"])
-def test_a_storage_that_fails_is_named_and_the_next_call_goes_on(
-    fault, storage, why, way, tmp_path
-):
+def test_a_failing_storage_is_named_and_the_next_call_goes_on(fault, storage, why, way, tmp_path):
     n_told, (begin, end) = [], fault(tmp_path / FILES[storage])
 
     def begin_late(study, trial):

@@ -318,9 +318,7 @@ def test_the_mean_has_networks_that_have_learned_but_do_not_reach_the_common_los
 @pytest.mark.parametrize(
     ("estimator", "prefix", "n_jobs"), [(net(), "", 2), (piped(net()), "net__", None)]
 )
-def test_sample_weights_count_in_training_and_in_measures_also_of_workers_and_of_restored_minima(
-    estimator, prefix, n_jobs, tmp_path
-):
+def test_weights_count_in_training_and_measures_also_later(estimator, prefix, n_jobs, tmp_path):
     weights, options = {f"{prefix}sample_weight": WEIGHTS}, {"sample_weight": WEIGHTS}
     space = {f"{prefix}lr": [0.01, 0.02]}
     search = search_nets(estimator, space, n_jobs=n_jobs, artifact_store=tmp_path)

@@ -157,9 +157,7 @@ def test_members_are_held_without_what_only_training_needs():
         ([np.nan] * 3, [False] * 3, [True, False, False]),
     ],
 )
-def test_a_mean_is_of_what_lowers_a_constant_s_loss_half_as_far_as_the_best(
-    losses, converged, averaged
-):
+def test_a_mean_is_of_what_gains_half_as_much_as_the_best(losses, converged, averaged):
     table = pd.DataFrame({"train_loss": losses, "converged": converged, "state": "complete"})
     assert is_averaged(table, [Minimum(constant_loss=1.0)] * 3).tolist() == averaged
 
@@ -176,7 +174,6 @@ def noisy(inputs, share=0.6):
 
 
 def distances(nets, inputs):
-    """How far each net is from the mean of all: classes, or squares."""
     if hasattr(nets[0], "predict_proba"):
         outputs = np.array([net.predict_proba(inputs) for net in nets])
         classes = outputs.mean(axis=0).argmax(axis=1)
@@ -242,8 +239,6 @@ def as_memmap(values, folder):
 
 
 class Remembers(Ridge):
-    """Remembers the last inputs that it predicted for."""
-
     def predict(self, X):
         Remembers.inputs = X
         return super().predict(X)

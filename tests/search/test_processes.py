@@ -67,7 +67,6 @@ CLUSTERS = ["dask", pytest.param("ray", marks=pytest.mark.scale)]
 
 @pytest.fixture(params=["loky", "multiprocessing", *CLUSTERS])
 def engine(request):
-    """The arguments of joblib's context."""
     if request.param in {"loky", "multiprocessing"}:  # the latter in rounds
         return {"backend": request.param}
     found = request.getfixturevalue(request.param)
@@ -306,7 +305,6 @@ def test_jobs_of_a_study_give_the_same_table(random_state):
 
 
 def n_threads():
-    """The numbers of threads of torch, BLAS and OpenMP."""
     return {torch.get_num_threads(), *(one["num_threads"] for one in threadpool_info())}
 
 

@@ -137,9 +137,7 @@ def test_paths_are_loaded_one_after_the_other(saved, steps, expected, tmp_path):
 def test_state_dicts_of_a_net(steps, expected):
     net = make_net(module__hidden_layer_sizes=(5,), module__activation="tanh").fit(X, Y)
     before = copy.deepcopy(net.module_.state_dict())
-    renamed = {
-        name: dict(zip(before, weights.values(), strict=True)) for name, weights in steps.items()
-    }
+    renamed = {name: dict(zip(before, w.values(), strict=True)) for name, w in steps.items()}
     table = rank_models(renamed, X, Y, module=net, X_test=X_TEST, y_test=Y_TEST, **KAPPA)
     assert_ranked(table, expected)
     assert table["ended_by"].eq("").all()  # the record of the net is of other weights

@@ -61,7 +61,6 @@ ROWS = np.arange(40)
 
 
 def search(*data, estimator=None, space=None, fit=(), **parameters):
-    """A call of `fit`."""
     data = data or (X, Y)
     return lambda: logistic(space, estimator, **parameters).fit(*data, **dict(fit))
 
@@ -86,7 +85,6 @@ def study(directions=("minimize",), **parameters):
 
 
 def name(estimator, name):
-    """A space of one name."""
     return objective(estimator, space={name: [1]})
 
 

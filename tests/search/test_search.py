@@ -81,9 +81,7 @@ def test_losses_and_scores_of_all_of_the_data_are_recorded():
 
 def test_an_objective_to_maximize_is_minus_the_measure():
     space = {"C": [0.01, 1.0]}
-    objective = MinimaObjective(
-        LogisticRegression(max_iter=1000), X, Y, space, direction="maximize"
-    )
+    objective = MinimaObjective(LogisticRegression(max_iter=500), X, Y, space, direction="maximize")
     study = run_objective(objective, GridSampler(space, seed=0), direction="maximize")
     assert all(t.value == -t.user_attrs["relative_flatness"] for t in study.trials)
     assert study.best_params == {"C": 0.01}
@@ -159,12 +157,9 @@ def test_samplers_of_ones_own():
 @pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
 def test_a_search_and_an_objective_with_one_random_state_train_the_same(make, make_state):
     net, space = make(callbacks=[StopAtLoss(0.9)]), {"lr": [0.03, 0.05]}
-    search, other = (
-        make_search(net, space, random_state=make_state(seed)).fit(X, Y) for seed in (3, 4)
-    )
-    study = run_objective(
-        MinimaObjective(net, X, Y, space, random_state=make_state(3)), GridSampler(space)
-    )
+    search, other = (make_search(net, space, random_state=make_state(s)).fit(X, Y) for s in (3, 4))
+    objective = MinimaObjective(net, X, Y, space, random_state=make_state(3))
+    study = run_objective(objective, GridSampler(space))
     columns = ["param_lr", "relative_flatness", "train_loss"]
     assert_frame_equal(search.minima_[columns], rank_minima(study)[columns])
     trials = search.study_.trials + other.study_.trials

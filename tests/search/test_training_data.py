@@ -43,7 +43,6 @@ ROWS = np.arange(N)
 
 
 def study_of(space, n_trials=1):
-    """A study whose trials drew from a space."""
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
 
     def objective(trial):

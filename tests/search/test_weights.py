@@ -62,7 +62,6 @@ def outputs(estimator):
 
 
 def settings(estimator):
-    """Return the parameters of an estimator as text, without addresses."""
     params = final_estimator(estimator).get_params(deep=False)
     params.pop("_params_to_validate", None)  # skorch's note to itself
     return re.sub(r" at 0x\w+|<class '|'>", "", repr(params))
@@ -147,9 +146,7 @@ def test_trials_without_an_estimator():
 # -- measured again -------------------------------------------------------------------------------
 
 
-def test_remeasure_is_what_would_have_been_measured(
-    make_storage, tmp_path, monkeypatch, end_training
-):
+def test_remeasure_finds_what_a_search_would(make_storage, tmp_path, monkeypatch, end_training):
     kept = {"artifact_store": tmp_path, "storage": make_storage(), "study_name": "sweep"}
     search = logistic(**kept).fit(X, Y)
     columns = list(search.minima_)

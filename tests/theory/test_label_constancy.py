@@ -30,9 +30,7 @@ def test_neighbours_by_brute_force(layer, batch_size):
     expected = (y.numpy()[near] == y.numpy()[:, None]).mean()
     assert label_constancy(net, X, y, **options) == pytest.approx(expected, rel=1e-12)
     output = net(X).detach()
-    rises = [
-        EACH(output[near[:, k]], y) - EACH(output[near[:, k]], y[near[:, k]]) for k in range(3)
-    ]
+    rises = [EACH(output[at], y) - EACH(output[at], y[at]) for at in near.T]
     found = label_constancy(net, X, y, by="loss", **options, **CE)
     assert found == pytest.approx(float(torch.stack(rises).mean()), rel=1e-9)
 

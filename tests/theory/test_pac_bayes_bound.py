@@ -25,7 +25,6 @@ GRID = (0.125, 0.25, 0.5, 1.0, 2.0)
 
 
 def divergence(q, p):
-    """Of two coins, by its definition."""
     return sum(a * math.log(a / b) for a, b in ((q, p), (1 - q, 1 - p)) if a)
 
 

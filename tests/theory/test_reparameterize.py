@@ -82,7 +82,6 @@ KINDS = (nn.Linear, *CONVS.values(), *TRANSPOSED.values())
 
 
 def draw_factors(data, n):
-    """Draw factors in [0.1, 25] that differ, which lists of hypothesis seldom do."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     return np.exp(rng.uniform(np.log(0.1), np.log(25), n))
 
@@ -115,10 +114,8 @@ def test_factors_leave_function_and_flatness(kind, case, data):
     new = reparameterize(net, factors, X=X, kind=kind)
     check_same_function(net, new, X)
     y, options = torch.arange(len(X)) % 2, {"normalize": kind == "neuron"}
-    expected, found = (
-        relative_flatness(which, X, y, criterion=nn.CrossEntropyLoss(), **options)
-        for which in (net, new)
-    )
+    options["criterion"] = nn.CrossEntropyLoss()
+    expected, found = (relative_flatness(which, X, y, **options) for which in (net, new))
     assert found == pytest.approx(expected, rel=1e-6)
     same(before, state_of(net))
     so_far = 1.0
@@ -151,9 +148,8 @@ def test_batch_norm_keeps_honest_statistics():
 
 
 def pooled(pool):
-    return Net(
-        lambda net, x: net.fc(pool(net.conv(x).relu())), conv=nn.Conv2d(2, 3, 2), fc=nn.Linear(3, 2)
-    )
+    layers = {"conv": nn.Conv2d(2, 3, 2), "fc": nn.Linear(3, 2)}
+    return Net(lambda net, x: net.fc(pool(net.conv(x).relu())), **layers)
 
 
 def of_set(net, x):
@@ -394,9 +390,6 @@ ONE, THREE_EACH = (rf"must be positive finite numbers of shape \({n}\)" for n in
 def test_refuses_bad_arguments(factors, kind, message):
     with pytest.raises((ValueError, LayerNotFoundError), match=message):
         reparameterize(mlp(), factors, X=torch.randn(5, 4), kind=kind)
-
-
-def test_refuses_what_is_no_module():
     with pytest.raises(TypeError, match="must be a torch.nn.Module, got Tensor"):
         reparameterize(torch.ones(2), TWO, X=torch.ones(2))
 

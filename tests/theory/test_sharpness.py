@@ -245,9 +245,7 @@ def right_hand_side(net, X, y, sigmas, delta, slope):
     )
     W = [m.weight.detach().numpy() for m in linear_of(net)]
     sizes = [np.linalg.norm(w) for w in W]
-    gammas = [
-        s * math.sqrt(w.size) / (mu**2 * size) for s, w, size in zip(sigmas, W, sizes, strict=True)
-    ]
+    gammas = [s * math.sqrt(w.size) / (mu**2 * n) for s, w, n in zip(sigmas, W, sizes, strict=True)]
     spread, first, second = 1.0, 1.0, 1.0
     for g, w in zip(gammas, W, strict=True):
         c_delta = (1 + delta / len(W)) * math.sqrt(2 * math.log(w.shape[0]))

@@ -38,7 +38,6 @@ TASKS = {
 
 
 def make(kind=Classifier, **params):
-    """Make a net that is trained for three short epochs."""
     defaults = {"verbose": 0, "random_state": 0, "max_epochs": 3, "batch_size": 16}
     return kind(**{**defaults, **params})
 
@@ -57,7 +56,6 @@ def results_of(net, inputs=X):
 
 
 def weights_of(net):
-    """All weights of a net in one vector."""
     return torch.cat([p.detach().flatten() for p in net.module_.parameters()])
 
 
@@ -88,8 +86,6 @@ class Recording(nn.Module):
 
 
 class Ending(nn.Module):
-    """A linear network that ends in a function."""
-
     def __init__(self, n_features, n_outputs, function):
         super().__init__()
         self.linear, self.function = nn.Linear(n_features, n_outputs), function
@@ -107,8 +103,6 @@ Quartic = criterion_of(lambda output, target: (output - target).pow(4).mean())
 
 
 def in_bfloat16(kind, method):
-    """A class of nets whose method runs under autocast."""
-
     def cast(self, *args, **kwargs):
         with torch.autocast(self.device, dtype=torch.bfloat16):
             return getattr(super(made, self), method)(*args, **kwargs)
@@ -133,7 +127,6 @@ class AccumulatingMixin:
 
 
 def dataset(y=INDEX):
-    """The samples as a data set of tensors."""
     return TensorDataset(torch.tensor(X), torch.tensor(y))
 
 

@@ -44,8 +44,6 @@ def callback_of(net, kind):
 
 
 class Dropping(nn.Sequential):
-    """Batch norm and dropout in front of the last layer."""
-
     def __init__(self, n_features=4, n_outputs=3, ending=nn.Identity):
         features = nn.Linear(n_features, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Dropout(0.6)
         super().__init__(*features, nn.Linear(40, n_outputs), ending())
@@ -287,8 +285,6 @@ class CopyingEpochs(Callback):
 
 
 class CopyingSteps(CopyingEpochs):
-    """Copies the net in each step as well."""
-
     on_batch_end = on_grad_computed = on_train_end = CopyingEpochs.on_epoch_end
 
 

@@ -34,14 +34,11 @@ PLAIN = {"flatness_weight": 0}
 
 
 def make(kind=Classifier, **params):
-    """Make a net in float64."""
     defaults = {"module": Double, "flatness_weight": 1.0, "optimizer": torch.optim.SGD}
     return common.make(kind, **{**defaults, "batch_size": 32, **params})
 
 
 class Fourth(nn.MSELoss):
-    """A criterion that no table knows, with a reduction."""
-
     def forward(self, output, target):
         return super().forward((output - target).square(), torch.zeros_like(output))
 

@@ -53,8 +53,6 @@ class Cache:
 
 
 class Module(nn.Module):
-    """Returns its output in a form."""
-
     def __init__(self, n_features, n_outputs, wrap=lambda hidden, logits: logits):
         super().__init__()
         self.hidden, self.head = nn.Linear(n_features, 8), nn.Linear(8, n_outputs)

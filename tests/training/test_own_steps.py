@@ -166,8 +166,6 @@ def test_a_part_of_the_output_and_a_term_of_the_rest():
 
 
 def step_with(loss_of):
-    """A training step whose loss is a function of net, output and target."""
-
     def step(self, batch, **fit_params):
         self._set_training(True)
         y_pred = self.infer(batch[0])

@@ -92,8 +92,6 @@ def test_order_is_kept_in_validation_and_prediction():
 
 
 class OwnLoader(DataLoader):
-    """A loader without the argument `shuffle`."""
-
     def __init__(self, dataset, batch_size):
         super().__init__(dataset, batch_size=batch_size)
 
@@ -216,9 +214,7 @@ def test_what_was_measured_belongs_to_the_weights(change, tmp_path):
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("measured", [relative_flatness, flatness_report])
 @pytest.mark.parametrize("wrap", [lambda net: net, partial(make_pipeline, "passthrough")])
-def test_a_network_that_was_made_after_fit_is_measured_with_a_warning(
-    change, measured, wrap, tmp_path
-):
+def test_a_network_made_after_fit_is_measured_with_a_warning(change, measured, wrap, tmp_path):
     net = make(max_epochs=1).fit(X, INDEX)
     CHANGES[change](net, tmp_path / "weights.pt")
     with warnings.catch_warnings(record=True) as caught:
@@ -231,8 +227,6 @@ def test_a_network_that_was_made_after_fit_is_measured_with_a_warning(
 
 
 class BatchSizes(nn.Module):
-    """A linear network that notes the sizes of its batches."""
-
     def __init__(self, part=None):
         super().__init__()
         self.last, self.part = nn.LazyLinear(2), part or nn.Identity()
@@ -256,9 +250,7 @@ BATCHES = [  # shapes of data, and of the batches
 
 @pytest.mark.parametrize(("shape", "arguments", "sizes"), BATCHES)
 @pytest.mark.filterwarnings("ignore:batch norm without running statistics")
-def test_predictions_are_made_in_large_batches_where_the_size_does_not_matter(
-    shape, arguments, sizes
-):
+def test_predictions_are_made_in_large_batches_where_they_may_be(shape, arguments, sizes):
     inputs = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     net = make(module=BatchSizes, max_epochs=0, batch_size=4, **arguments)
     net.fit(inputs, np.arange(len(inputs)) % 2).module_.sizes.clear()
@@ -503,8 +495,6 @@ def test_accelerate(accelerated, layer, weights, precision):
 
 
 class Parts(torch.utils.data.Dataset):
-    """Labels that are not one array."""
-
     def __len__(self):
         return len(X)
 
