@@ -49,10 +49,5 @@ SETS = {
     "tensors": lambda folder, X, y: (TensorDataset(*map(torch.from_numpy, (X, y))), None),
     "stream": lambda folder, X, y: (Stream(X, y), None),
 }
-LOADER = {
-    "loader": lambda folder, X, y: (
-        DataLoader(TensorDataset(*map(torch.from_numpy, (X, y))), batch_size=13),
-        None,
-    )
-}
+LOADER = {"loader": lambda *data: (DataLoader(SETS["tensors"](*data)[0], batch_size=13), None)}
 KINDS = {**ARRAYS, **SETS, **LOADER}

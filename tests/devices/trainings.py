@@ -16,14 +16,13 @@ from relflat_sk import (
     FlatnessWarning,
     FleetTrainer,
     RelativeFlatnessPenalty,
-    SharpnessAwareMixin,
     StopAtGradientNorm,
     StopAtLoss,
     fleet_training,
 )
 from tests.devices.networks import CRITERION, NETWORKS, make_data, make_mlp, trained
 from tests.devices.place import DEVICE, IS_SIMULATED, other_device
-from tests.training.common import Classifier, make
+from tests.training.common import Classifier, Sam, make
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +30,6 @@ def device():
     with other_device(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FlatnessWarning)  # of half-trained networks
         yield
-
-
-class SAM(SharpnessAwareMixin, Classifier):
-    pass
 
 
 TRAININGS = {
@@ -54,7 +49,7 @@ TRAININGS = {
 
 def make_net(network, name, device, **params):
     params = {"max_epochs": 2, "device": device, **TRAININGS[name], **params}
-    kind = SAM if name == "SAM" else Classifier
+    kind = Sam if name == "SAM" else Classifier
     return make(kind, module=lambda: NETWORKS[network]().double(), **params)
 
 

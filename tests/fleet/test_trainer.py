@@ -19,7 +19,6 @@ from torch.utils.data import TensorDataset
 from relflat_sk import (
     MLP,
     FleetTrainer,
-    SharpnessAwareMixin,
     StopAtGradientNorm,
     StopAtLoss,
     fleet_training,
@@ -28,7 +27,7 @@ from relflat_sk.fleet._stack import Stack
 from tests.cases import Net
 from tests.engine.compare import AtEpoch, assert_same, compare, curve, data
 from tests.engine.test_any_engine import OPTIMIZERS
-from tests.training.common import Classifier, Double, make
+from tests.training.common import Classifier, Double, Sam, make
 
 # steps of 16 samples, the last one of fewer
 STEPS = {"batch_size": 16, "max_epochs": 5, "verbose": 0}
@@ -147,10 +146,8 @@ FREE, FIRST = {"flatness_weight": 0}, {"flatness_layer": 0}
 SHORT = {"flatness_weight": 0, "max_epochs": 3}
 NORMED = {"module": batch_norm, "optimizer": torch.optim.SGD}
 HEAVY_CLASS = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-EARLY = [
-    EarlyStopping("train_loss", patience=1, threshold=0.05),
-    LRScheduler("StepLR", step_size=2, gamma=0.3),
-]
+EARLY = [EarlyStopping("train_loss", patience=1, threshold=0.05)]
+EARLY += [LRScheduler("StepLR", step_size=2, gamma=0.3)]
 # settings of each net, and arguments of `compare`
 ALIKE = {
     "batch norm": ([NORMED] * 3, {}),
@@ -389,10 +386,6 @@ HOOKED = [
 ]
 
 
-class SAM(SharpnessAwareMixin, Classifier):
-    pass
-
-
 def own(name):
     """A class of nets with a method of its own, which does what it did."""
     inherited = getattr(Classifier, name)
@@ -438,7 +431,7 @@ REASONS = [
     (["attribute passes"], {"module": annealing}),
     (["vmap: called random"], FREE | {"module": partial(network, noisy)}),
     (["torch.func cannot"], FREE | {"module": partial(network, branching)}),
-    (["SAM has its own"], {"kind": SAM}),
+    (["Sam has its own"], {"kind": Sam}),
     *(
         ([f"Own has its own {name}"], {"kind": own(name)})
         for name in ("on_batch_end", "on_grad_computed", "_step_optimizer", "notify")

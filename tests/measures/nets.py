@@ -226,12 +226,8 @@ HEADS, SIZE = 2, 2
 
 
 def allowed():
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-    )
+    kernels = "flash", "mem_efficient", "cudnn", "math"
+    return tuple(getattr(cuda, f"{kernel}_sdp_enabled")() for kernel in kernels)
 
 
 class FusedAttention(nn.Module):

@@ -15,19 +15,13 @@ from tests import oracles
 from tests.cases import CASES
 from tests.measures.nets import CE, best_constant, constant_loss, evaluate
 from tests.penalty.every_draw import evaluate as penalty_of
+from tests.penalty.test_penalty import EXACT, make
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
     # networks with random weights are at no minimum
     pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
 ]
-EXACT = 1e-10  # float64: both sum the same terms
-
-
-def make(case, n=11):
-    network, criterion, target, _ = CASES[case]
-    torch.manual_seed(1)
-    return network(), criterion(), torch.randn(n, 5).double(), target(n)
 
 
 @pytest.mark.parametrize("layer", ["0", "4"])

@@ -13,6 +13,7 @@ from tests import oracles
 from tests.cases import Net, published_penalty
 from tests.measures.nets import CE, HEADS, NETS, PROBLEMS, Problem, allowed, make, make_fused
 from tests.measures.nets import KINDS as ATTENTIONS
+from tests.measures.test_layer_kinds import penalty_at as truth_at
 from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 from tests.penalty.test_penalty import EXACT, assert_slope_is_that_of_differences
 
@@ -28,11 +29,6 @@ AT = [(kind, layer) for kind in KINDS for layer in PROBLEMS[kind]().all_layers()
 def prepared(kind):
     problem = PROBLEMS[kind]()
     return problem, (problem.net.eval(), CE, problem.X, problem.y)
-
-
-def truth_at(problem, layer):
-    H, W = problem.hessian(layer)
-    return oracles.kappa_of(H, W) / (2 * W.shape[1])
 
 
 @pytest.mark.parametrize(("kind", "layer"), AT)

@@ -196,10 +196,8 @@ def test_a_missing_layer_is_found_before_the_first_epoch(layer, stored):
 
 # -- one pass over the data -----------------------------------------------------------------------
 
-TRACES = [
-    *("relative_flatness", "hessian_trace", "trace_flatness"),
-    *("neuron_flatness_sum", "neuron_flatness_max"),
-]
+TRACES = ["relative_flatness", "hessian_trace", "trace_flatness"]
+TRACES += ["neuron_flatness_sum", "neuron_flatness_max"]
 # The first batch, here all samples, runs once more for all measures together: a class of the
 # user's may use the weight of a layer outside of its call, which only a run with a graph shows.
 FIRST_BATCH = len(X)

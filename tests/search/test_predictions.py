@@ -258,10 +258,8 @@ def test_noise_is_drawn_by_the_documented_rule_and_keeps_the_kind_of_inputs(kind
     space = {"alpha": [1.0, 1.1, 1.2]}
     make_search(Remembers(), space, refit="nearest", random_state=SEED).fit(inputs, TARGET)
     np.testing.assert_allclose(Remembers.inputs, noisy(INPUTS), rtol=1e-4, atol=1e-4)
-    types, expected = (
-        [*values.dtypes] if kind == "frame" else values.dtype
-        for values in (Remembers.inputs, inputs)
-    )
+    both = Remembers.inputs, inputs
+    types, expected = ([*x.dtypes] if kind == "frame" else x.dtype for x in both)
     assert types == expected
 
 

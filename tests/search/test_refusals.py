@@ -49,10 +49,8 @@ from tests.search.examples import (
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 NET = NeuralNetClassifier(MLP)
-NESTED = Pipeline([
-    ("scale", StandardScaler()),
-    ("net", TransformedTargetRegressor(NeuralNetRegressor(MLP))),
-])
+INNER = TransformedTargetRegressor(NeuralNetRegressor(MLP))
+NESTED = Pipeline([("scale", StandardScaler()), ("net", INNER)])
 LR, ESTIMATOR_C = {"lr": [0.1]}, {"estimator__C": [1.0]}
 THRESHOLD = FixedThresholdClassifier(LogisticRegression(), threshold=0.2)
 MISSPELT = RelativeFlatnessRegularizedClassifier(flatnes_weight=1)

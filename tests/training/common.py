@@ -1,11 +1,13 @@
 """Data, nets and comparisons that the tests of training share."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from sklearn.base import is_regressor
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from relflat_sk import (
     MLP,
@@ -13,7 +15,9 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedNet,
     RelativeFlatnessRegularizedRegressor,
+    SharpnessAwareMixin,
 )
+from tests import data_kinds
 
 Net = RelativeFlatnessRegularizedNet
 Classifier = RelativeFlatnessRegularizedClassifier
@@ -35,6 +39,10 @@ TASKS = {
     "labels": (Binary, LABELS),
     "regression": (Regressor, VALUES),
 }
+
+
+class Sam(SharpnessAwareMixin, Classifier):
+    pass
 
 
 def make(kind=Classifier, **params):
@@ -130,8 +138,4 @@ def dataset(y=INDEX):
     return TensorDataset(torch.tensor(X), torch.tensor(y))
 
 
-class Stream(IterableDataset):
-    """The samples as a stream that starts anew each time that it is iterated."""
-
-    def __iter__(self):
-        return iter(dataset())
+Stream = partial(data_kinds.Stream, X, INDEX)

@@ -21,7 +21,7 @@ from skorch.dataset import ValidSplit
 from torch import nn
 from torch.testing import assert_close
 
-from relflat_sk import MLP, FlatnessWarning, SharpnessAwareMixin, measure, relative_flatness
+from relflat_sk import MLP, FlatnessWarning, measure, relative_flatness
 from tests.engine.compare import AtEpoch
 from tests.rounding import FLOAT32, rounding
 from tests.training import common
@@ -35,6 +35,7 @@ from tests.training.common import (
     Classifier,
     Net,
     Regressor,
+    Sam,
     X,
     make,
     same,
@@ -82,10 +83,6 @@ def test_the_penalty_begins_late_and_anew_with_a_new_training(settings, shares):
     assert net.history[:, "flatness_penalty"] == pytest.approx(expected, rel=FLOAT32)
     net.fit(X, NAMES)
     assert net.history[:, "flatness_penalty"] == pytest.approx(expected[:4], rel=FLOAT32)
-
-
-class Sam(SharpnessAwareMixin, Classifier):
-    pass
 
 
 class WithLoss(Classifier):

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, default_collate
 from relflat_sk import (
     FlatnessWarning,
     LayerNotFoundError,
-    SharpnessAwareMixin,
     StopAtGradientNorm,
     StopAtLoss,
     WeightAverage,
@@ -33,6 +32,7 @@ from tests.training.common import (
     Ending,
     Net,
     Regressor,
+    Sam,
     Stream,
     X,
     criterion_of,
@@ -40,10 +40,6 @@ from tests.training.common import (
     make,
 )
 from tests.training.test_outputs import Module, as_dict, as_scores
-
-
-class Sam(SharpnessAwareMixin, Classifier):
-    pass
 
 
 def spoilt(value):
