@@ -250,7 +250,7 @@ def layer_names(network: Network) -> list[str]:
     with borrowed(network.module), torch.no_grad(), record_order(network.module) as recorder:
         network(next(network.batches()).x)
     if not recorder.order:
-        find_layer(network.module, -1)  # raises and says that there is no layer
+        find_layer(network.module, -1, recorder.order)  # raises and says that there is no layer
     return recorder.order
 
 

@@ -118,7 +118,7 @@ class _Recording:
         logits = self._logits(forward)
         largest = logits.abs().where(logits > _MASKED, 0).amax()
         self._largest = max(self._largest, float(largest))
-        if self._largest > -_MASKED:
+        if math.inf > self._largest > -_MASKED:
             raise ValueError(
                 f"at_loss needs logits below {-_MASKED:g}, got {self._largest:.3g}. Rescale the "
                 "last layer: the value does not depend on it."
@@ -139,7 +139,7 @@ class _Recording:
                 "logarithms of probabilities, but the probabilities do not sum to 1. Let the "
                 "network end in LogSoftmax, or pass criterion=torch.nn.CrossEntropyLoss()."
             )
-        if link == "sigmoid" and bool(logits.isinf().any()):
+        if link == "sigmoid" != forward.link and bool(logits.isinf().any()):
             raise ValueError(
                 "at_loss needs the network's logits, and its sigmoid rounded some to 0 or 1. Let "
                 "the network end in logits, with BCEWithLogitsLoss as its criterion, or measure "
@@ -150,7 +150,7 @@ class _Recording:
     def temperature(self, mean: float, share: float, losses: LossRange) -> float | str:
         """Find the temperature of a share of a loss, nan if that is, or say why there is none."""
         lowest, constant = losses
-        if math.isnan(mean) or not math.isfinite(constant):
+        if math.isnan(mean) or not math.isfinite(constant) or math.isinf(self._largest):
             return math.nan
         if constant - lowest <= _ROUNDING * constant:
             return (

@@ -355,9 +355,9 @@ class _Runner:
             if all(bool(rows.any()) for rows in seen.values()):  # slopes of zero show nothing
                 self._sizes.add(len(output))
         rest = [record for record in records if record.name not in reasons]
-        if self.found is not None or self.layers != "all" or not rest:
+        if self.checked and (self.layers != "all" or not rest):
             refuse_layers(reasons.values())
-        if reasons:
+        if self.checked and reasons:
             warn(f"{', '.join(map(repr, reasons))} left out: {' '.join(reasons.values())}")
         self.found = [record.name for record in rest]
         return _make_forward_pass(self.network, batch, output, rest)
@@ -373,7 +373,9 @@ class _Runner:
             output, records = _record(self.network, guess, batch)
         self.order = recorder.order
         if every and not self.order:
-            find_layer(module, -1)  # raises: the network has none
+            find_layer(module, -1, self.order)  # raises: the network has none
+        if not (self.checked or self.order):
+            return output, []
         asked = find_names(module, None if every else self.layers, self.order)
         # layers that are not called come first, and are refused
         place = {name: place for place, name in enumerate(self.order)}
@@ -391,15 +393,17 @@ class _Runner:
     def _find_reasons(
         self, output: Tensor, records: list[LayerRecord], elsewhere: set[str]
     ) -> dict[str, str]:
-        """Say at which layers the curvature would not be that of one weight and single samples."""
+        """Say which layers cannot be measured; where they need not be, which were not recorded."""
         reasons: dict[str, str] = {}
         named = dict(self.network.module.named_modules())
-        for record in records if self.checked else ():
-            name = record.name
+        for record in records:
+            name, reason = record.name, ""
             try:
-                reason = why_shared(name, named) or why_not_linear(
-                    record, *few_rows(record, *record.check())
-                )
+                passed = record.check()
+                if self.checked:
+                    reason = why_shared(name, named) or why_not_linear(
+                        record, *few_rows(record, *passed)
+                    )
             except ValueError as error:  # it was not called once, for example
                 reason = str(error)
             if not reason and name in elsewhere:

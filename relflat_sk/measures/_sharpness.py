@@ -55,8 +55,16 @@ def parameters_of(network: Network) -> dict[str, Tensor]:
     """Collect the floating-point parameters of a network, each shared one once."""
     check_real(network.module)
     with evaluation_mode(network.module):
+        # an embedding with max_norm limits its rows before it reads them
+        limits: dict[Any, Any] = {
+            part.weight: (part.norm_type, 0, part.max_norm)
+            for part in network.module.modules()
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm
+        }
         found = {
-            name: parameter.detach()
+            name: torch.renorm(parameter.detach(), *limits[parameter])
+            if parameter in limits
+            else parameter.detach()
             for name, parameter in network.module.named_parameters()
             if parameter.is_floating_point()
         }
@@ -80,7 +88,10 @@ def with_weights(network: Network, weights: Tensor) -> Network:
     runner, own = _Runner(network), parameters_of(network)
     parts = torch.split(weights, [part.numel() for part in own.values()])
     pairs = zip(own.items(), parts, strict=True)
-    named = {f"module.{name}": part.reshape(one.shape).to(one) for (name, one), part in pairs}
+    # as a copy, which an embedding with max_norm can change
+    named = {
+        f"module.{name}": part.reshape(one.shape).to(one, copy=True) for (name, one), part in pairs
+    }
     return replace(network, forward=lambda x: functional_call(runner, named, (x,)), output=None)
 
 

@@ -223,10 +223,11 @@ def test_measures_of_weights_that_are_not_finite_warn_once(value, parameter, nam
     assert not math.isfinite(warned(message, measure, *at, criterion=CE, **options))
 
 
+@pytest.mark.parametrize("parameter", ["hidden0.weight", "output.bias"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_reports_warn_once(value):
-    message = rf"and {len(get_measure_names()) - 1} more is nan or inf.*'hidden0.weight'"
-    at = with_weight(value), RANDOM, THREE
+def test_reports_warn_once(value, parameter):
+    message = rf"and {len(get_measure_names()) - 1} more is nan or inf.*'{parameter}'"
+    at = with_weight(value, parameter), RANDOM, THREE
     report = warned(message, flatness_report, *at, criterion=CE).set_index("measure")
     assert not np.isfinite(report.loc[get_measure_names(), "value"]).any()
 

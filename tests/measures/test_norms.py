@@ -436,6 +436,18 @@ def test_weights_of_other_kinds_count_in_the_l2_norm_only():
         value("l1_path_norm", net, X)
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [lambda net, x: net.body(torch.relu(net.body(x))), lambda net, x: x @ net.body.weight],
+)
+def test_measures_of_the_whole_network_need_no_layer_that_is_called_once(forward):
+    net, X, y = Net(forward, body=nn.Linear(4, 4)), torch.randn(9, 4), torch.arange(9) % 4
+    count = evaluate("parameter_count", net, X, y, criterion=CE)
+    assert (count.value, count.passes.risk) == (20, pytest.approx(CE(net(X), y).item()))
+    norm = net.body.weight.norm().item()
+    assert evaluate("l2_norm", net, X, y, criterion=CE).value == pytest.approx(norm)
+
+
 @pytest.mark.parametrize("labelled", [False, True])
 def test_a_network_without_linear_layers_has_norms_and_a_loss(labelled):
     net, X, y = nn.Sequential(nn.Embedding(5, 3)), torch.arange(5), torch.arange(5) % 3

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -408,6 +409,26 @@ def test_sparse_gradients_make_no_difference(name):
         found.append(measure(name, net, X, Y, criterion=CE, random_state=0))
         assert net[0].sparse is sparse
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_derivatives_of_an_embedding_that_limits_its_rows_are_those_at_the_limit(max_norm):
+    net = nn.Sequential(nn.Embedding(9, 4, max_norm=max_norm), nn.Flatten(), nn.Linear(12, 3))
+    X, options = torch.arange(36).reshape(12, 3) % 9, {"criterion": CE, "random_state": 0}
+    norm, top, rise = (
+        measure(name, net, X, Y, **options)
+        for name in ("fisher_rao_norm", "joint_eigenvalue_flatness", "keskar_sharpness")
+    )
+    slopes = []
+    for x, y in zip(X, Y, strict=True):
+        net.zero_grad()
+        CE(net(x[None]), y[None]).backward()  # limits the rows
+        slopes.append(sum((p.detach() * p.grad).sum().item() for p in net.parameters()))
+    assert norm == pytest.approx(np.sqrt(np.mean(np.square(slopes))), rel=1e-5)
+    net[0].max_norm = None
+    expected = measure("joint_eigenvalue_flatness", net, X, Y, **options)
+    assert top == pytest.approx(expected, rel=1e-4)
+    assert rise > 0
 
 
 @pytest.mark.parametrize(("kind", "which"), [(dict, "out"), (tuple, 1), (list, -1)])
