@@ -197,8 +197,6 @@ _PENALTIES: tuple[dict[str, Any], ...] = (
     {"flatness_weight": 0.0},
     {"flatness_layer": -1, "flatness_weight": 1.0},
     {"flatness_layer": -1, "flatness_weight": 10.0},
-    {"flatness_layer": 0, "flatness_weight": 1.0},
-    {"flatness_layer": "all", "flatness_weight": 0.1},
     {"flatness_layer": "all", "flatness_weight": 0.3},
     {"flatness_layer": "all", "flatness_weight": 1.0},
     {"flatness_layer": "all", "flatness_weight": 3.0},
@@ -226,9 +224,9 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         parameters. None is ``RelativeFlatnessRegularizedClassifier(verbose=0)``.
     penalties : sequence of dict, optional
         The settings to choose from: parameters of the net, without prefix. None takes no penalty;
-        the last layer with the weights 1 and 10; the first with 1; all layers with 0.1, 0.3, 1
-        and 3; and, if the optimizer is Adam or AdamW, AdamW's weight decay of 1 and 3 alone, and
-        of 1 together with the penalty at all layers.
+        the last layer with the weights 1 and 10; all layers with 0.3, 1 and 3; and, if the
+        optimizer is Adam or AdamW, AdamW's weight decay of 1 and 3 alone, and of 1 together with
+        the penalty at all layers.
     cv : int, splitter or iterable, default=5
         The folds, as in `GridSearchCV`.
     scoring : str or callable, optional
