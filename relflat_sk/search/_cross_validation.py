@@ -255,7 +255,7 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
     ------
     ValueError
         From `fit`, if the estimator has no parameter `flatness_weight`, or more than one, if a
-        setting names no parameter of the net, or `refit` is none of the above.
+        setting names no parameter of the net, or `refit` or `scoring` is none of the above.
 
     See Also
     --------
@@ -322,6 +322,8 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         """
         if self.refit not in (True, False, "mean"):
             raise ValueError(f"refit must be True, False or 'mean', got {self.refit!r}.")
+        if isinstance(self.scoring, Iterable) and not isinstance(self.scoring, str):
+            raise ValueError(f"scoring must be a single name or callable, got {self.scoring!r}.")
         search = self._grid_search()
         _check_labels(search.estimator, y)
         check_fit_params(X, params, last_prefix(search.estimator))
@@ -340,6 +342,9 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         for name, learned in vars(search).items():
             if name.endswith("_"):
                 setattr(self, name, learned)
+        self.best_index_ = best = _weakest_of_best(self.cv_results_)
+        self.best_params_ = self.cv_results_["params"][best]
+        self.best_score_ = self.cv_results_[SCORE][best]
         if keep is not None:
             self.scorer_ = keep.scorer
             chosen = clone(search.estimator).set_params(**self.best_params_)
@@ -358,7 +363,7 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
             estimator,
             [{name: [value] for name, value in setting.items()} for setting in settings],
             scoring=self.scoring,
-            refit=self.refit is True,
+            refit=_weakest_of_best if self.refit is True else False,
             cv=self.cv,
         )
 
@@ -403,6 +408,12 @@ def _settings(
             penalties += [{"optimizer": torch.optim.AdamW} | setting for setting in _DECAYS]
     settings = sorted(map(dict, penalties), key=_strength)
     return [{f"{prefix}{name}": value for name, value in setting.items()} for setting in settings]
+
+
+def _weakest_of_best(cv_results: Mapping[str, Any]) -> int:
+    """Return the index of the first setting whose score is the best one, but for rounding."""
+    scores = np.nan_to_num(cv_results[SCORE], nan=-np.inf)
+    return int(np.argmax(scores >= scores.max() - ROUNDING * abs(scores.max())))
 
 
 def _check_labels(estimator: Any, y: Any) -> None:

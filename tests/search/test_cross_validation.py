@@ -56,8 +56,15 @@ def test_it_chooses_what_a_grid_search_chooses():
 def test_ties_go_to_the_weaker_penalty():
     weights = [2.0, 0.5, 1.0]
     penalties = [{"flatness_layer": "all", "flatness_weight": weight} for weight in weights]
-    search = RelativeFlatnessPenaltyCV(make_net(), penalties, scoring=lambda *args: 1.0)
-    assert search.fit(X, y).best_params_["flatness_weight"] == 0.5
+    scores = {0.5: [0.1, 0.2, 0.3], 1.0: [0.3, 0.2, 0.1], 2.0: [0.2, 0.3, 0.1]}  # means by rounding
+
+    def score(net, *data):
+        return scores[net.flatness_weight].pop()
+
+    search = RelativeFlatnessPenaltyCV(make_net(), penalties, 3, score).fit(X, y)
+    assert search.best_params_["flatness_weight"] == 0.5
+    assert search.best_estimator_.flatness_weight == 0.5
+    assert search.best_score_ == pytest.approx(0.2)
 
 
 def test_the_mean_of_the_folds_needs_no_further_training():
@@ -137,8 +144,9 @@ OF_VALUES = "RelativeFlatnessRegularizedRegressor"
 PIPELINE = Pipeline([("scaler", StandardScaler()), ("net", make_net())])
 
 
-def fit(net=None, labels=y, penalties=(NONE,), refit=True, **params):
-    search = RelativeFlatnessPenaltyCV(net or make_net(), list(penalties), refit=refit)
+def fit(net=None, labels=y, penalties=(NONE,), refit=True, scoring=None, **params):
+    net = net or make_net()
+    search = RelativeFlatnessPenaltyCV(net, list(penalties), scoring=scoring, refit=refit)
     return lambda: search.fit(X, labels, **params)
 
 
@@ -147,6 +155,7 @@ def fit(net=None, labels=y, penalties=(NONE,), refit=True, **params):
     [
         (fit(LogisticRegression()), "flatness_weight"),
         (fit(refit="best"), "refit"),
+        (fit(scoring=["accuracy"]), "scoring"),
         (fit(labels=np.arange(len(y)) / 7), OF_VALUES),
         (fit(labels=np.arange(len(y), dtype=float)), OF_VALUES),
         (fit(labels=np.arange(len(y))), OF_VALUES),
@@ -168,7 +177,10 @@ def test_a_misspelt_parameter_is_named():
 @pytest.mark.parametrize("labels", [np.arange(len(y)) % 30, (X > 0).astype(int)])
 def test_many_labels_and_several_are_no_values(monkeypatch, labels):
     """Listed classes, and tasks of several labels, are left to the net."""
-    monkeypatch.setattr(GridSearchCV, "fit", lambda *args, **kwargs: None)
+    results = {"mean_test_score": [1.0], "params": [NONE]}
+    monkeypatch.setattr(
+        GridSearchCV, "fit", lambda self, *data: vars(self).update(cv_results_=results)
+    )
     RelativeFlatnessPenaltyCV(make_net(classes=range(30)), [NONE], refit=False).fit(X, labels)
 
 
