@@ -112,6 +112,11 @@ class Row:
 class ProbabilityNLLLoss(nn.NLLLoss):
     """Negative log-likelihood of probabilities, as skorch's classifiers use `NLLLoss`."""
 
+    @classmethod
+    def of(cls, loss: nn.NLLLoss) -> "ProbabilityNLLLoss":
+        """Take over the arguments of a loss of torch."""
+        return cls(weight=loss.weight, ignore_index=loss.ignore_index, reduction=loss.reduction)
+
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of logarithms, with skorch's `eps`."""
         return super().forward(torch.log(input + torch.finfo(input.dtype).eps), target)

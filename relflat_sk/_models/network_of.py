@@ -136,11 +136,7 @@ def skorch_network(net: NeuralNet, batches: Batches, options: DataOptions) -> Ne
     get_loss = type(net).get_loss
     if get_loss is NeuralNetClassifier.get_loss and type(criterion) is nn.NLLLoss:
         # skorch's classifiers take the logarithm of the module's probabilities
-        criterion = ProbabilityNLLLoss(
-            weight=criterion.weight,
-            ignore_index=criterion.ignore_index,
-            reduction=criterion.reduction,
-        )
+        criterion = ProbabilityNLLLoss.of(criterion)
 
     def forward(x: Any) -> Any:
         measured = IS_MEASURED.set(True)

@@ -2,8 +2,6 @@
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +13,7 @@ from torch.optim.swa_utils import update_bn
 
 from relflat_sk._checks import check_integer, check_number, check_probability, warn
 from relflat_sk._network.batches import split_labels, split_target
-from relflat_sk._network.borrowing import borrowed
+from relflat_sk._network.borrowing import borrowed, changed
 from relflat_sk._network.network import loss_range, mean_loss, output_shape, primary_output
 from relflat_sk.training._data import training_network
 from relflat_sk.training._skorch_net import check_start, epochs_before
@@ -220,8 +218,15 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
     sums = [torch.zeros_like(p) for p in parameters]
     loss = training_network(net, dataset).loss
     summed = getattr(net.criterion_, "reduction", "mean") == "sum"
-    divisor = 0.0
-    with borrowed(net.module_), torch.enable_grad(), _between_steps(net):
+    divisor, limit = 0.0, getattr(net, "_limit", None)
+    penalised = [] if limit is None else [net]  # nets of others have no limit
+    with (
+        borrowed(net.module_),
+        torch.enable_grad(),
+        # these are no steps of the training: each is penalised, and the limit learns nothing
+        changed(penalised, "flatness_every", 1),
+        changed(penalised, "_limit", copy.copy(limit)),
+    ):
         for X, y in map(split_labels, net.get_iterator(dataset, training=False)):
             output = net.infer(X)
             objective = net.get_loss(output, y, X=X, training=True)
@@ -242,21 +247,6 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
             "iterator each time."
         )
     return float(torch.stack([(total / divisor).double().norm() for total in sums]).norm())
-
-
-@contextmanager
-def _between_steps(net: Any) -> Iterator[None]:
-    """Penalise every pass, and leave the limit as it is: these are no steps of the training."""
-    limit = getattr(net, "_limit", None)  # nets of others have none
-    if limit is None:
-        yield
-        return
-    every, net.flatness_every = net.flatness_every, 1
-    net._limit = copy.copy(limit)
-    try:
-        yield
-    finally:
-        net._limit, net.flatness_every = limit, every
 
 
 class StopAtDepth(StopAtLoss):

@@ -269,9 +269,7 @@ class FlatNet(SkorchNet):
 
         Check how the epochs `since` one went, if given.
         """
-        self._check_penalty()
-        self._check_task()
-        check_device(self.device)
+        self._check_parameters()
         check_stream(self, X, sample_weight)
         *data, weights = self._prepare(X, y, sample_weight, reset=restart, classes=classes)
         self._training = _Training(weights, labels_encoded=True)
@@ -509,15 +507,6 @@ class FlatNet(SkorchNet):
         task, n_outputs = self._learned
         return n_outputs if task == (self._fixed_task or self._criterion_task) else None
 
-    def _check_task(self) -> None:
-        """Refuse a criterion of another task than the estimator's."""
-        if self._fixed_task and self._criterion_task not in {None, self._fixed_task}:
-            raise ValueError(
-                f"{type(self).__name__} does {self._fixed_task}, but "
-                f"{self._criterion_class.__name__} is a {self._criterion_task} loss. Use "
-                "RelativeFlatnessRegularizedNet, which takes its task from the criterion."
-            )
-
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
         tags.estimator_type = self._task.estimator_type
@@ -585,9 +574,7 @@ class FlatNet(SkorchNet):
         kwargs = with_class_weights(self._criterion_class, self.get_params_for("criterion"), dtype)
         made = self.initialized_instance(self.criterion, kwargs)
         if type(made) is nn.NLLLoss:
-            made = ProbabilityNLLLoss(
-                weight=made.weight, ignore_index=made.ignore_index, reduction=made.reduction
-            )
+            made = ProbabilityNLLLoss.of(made)
         # class weights are float32 tensors, and data of float64 make an MLP of float64
         if isinstance(made, nn.Module) and type(self.module_) is MLP:
             made.to(dtype)
@@ -608,8 +595,8 @@ class FlatNet(SkorchNet):
 
     # -- the penalty ---------------------------------------------------------------------
 
-    def _check_penalty(self) -> None:
-        """Refuse parameters that make no penalty, and optimizers that do not work with one."""
+    def _check_parameters(self) -> None:
+        """Refuse parameters with which the net cannot be trained."""
         check_settings(self, "flatness_")
         check_number("flatness_warmup", self.flatness_warmup, positive=False)
         check_start("flatness_start", self.flatness_start)
@@ -627,6 +614,13 @@ class FlatNet(SkorchNet):
                 "penalty may draw new random probes each time. Use another optimizer, such as SGD "
                 "or Adam, or flatness_weight=0."
             )
+        if self._fixed_task and self._criterion_task not in {None, self._fixed_task}:
+            raise ValueError(
+                f"{type(self).__name__} does {self._fixed_task}, but "
+                f"{self._criterion_class.__name__} is a {self._criterion_task} loss. Use "
+                "RelativeFlatnessRegularizedNet, which takes its task from the criterion."
+            )
+        check_device(self.device)
 
     def _layers(self) -> Any:
         """Return the penalised layers in the form that measures take: a sequence or "all"."""
