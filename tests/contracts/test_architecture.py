@@ -12,7 +12,8 @@ import pytest
 from sklearn.datasets import load_iris
 from torch import nn
 
-from relflat_sk import FlatnessScorer, RelativeFlatnessRegularizedClassifier
+from relflat_sk import FlatnessScorer
+from relflat_sk import RelativeFlatnessRegularizedClassifier as Net
 from tests.contracts.pages import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -101,27 +102,16 @@ def calls(function):
 @pytest.mark.parametrize(
     ("section", "layer", "normalize", "call"),
     [
-        ("From a scorer to a number", "all", False, lambda net, X, y: FlatnessScorer()(net, X, y)),
-        (
-            "From a fit to written-out gradients",
-            -1,
-            False,
-            lambda net, *data: net.partial_fit(*data),
-        ),
-        (
-            "From a training step to autograd",
-            "all",
-            True,
-            lambda net, *data: net.partial_fit(*data),
-        ),
+        ("From a scorer to a number", "all", False, FlatnessScorer()),
+        ("From a fit to written-out gradients", -1, False, Net.partial_fit),
+        ("From a training step to autograd", "all", True, Net.partial_fit),
     ],
     ids=["scorer", "fit", "training step"],
 )
 def test_functions_are_called_in_the_order_of_the_page(section, layer, normalize, call):
     X, y = load_iris(return_X_y=True)
-    net = RelativeFlatnessRegularizedClassifier(
-        flatness_layer=layer, flatness_normalize=normalize, max_epochs=3, verbose=0, random_state=0
-    ).fit(X, y)
+    params = {"flatness_layer": layer, "flatness_normalize": normalize, "max_epochs": 3}
+    net = Net(**params, verbose=0, random_state=0).fit(X, y)
     expected = told(section)
     assert len(expected) > 5
     assert [one for one in calls(lambda: call(net, X, y)) if one in expected] == expected

@@ -15,11 +15,7 @@ from tests.contracts.pages import ROOT
 
 DEFINITIONS = (ROOT / "docs" / "definitions.md").read_text(encoding="utf-8")
 PAPERS = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    ROOT / "benchmarks" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-]
+PAGES = [ROOT / "benchmarks" / "README.md", *sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])]
 
 
 @pytest.mark.parametrize("name", sorted(SAME))

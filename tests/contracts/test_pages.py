@@ -195,15 +195,9 @@ def run_as_script(block, folder, *options):
     """Run a block in an interpreter of its own, since it starts processes; return its lines."""
     script = folder / "block.py"
     script.write_text(block, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *options, str(script)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
+    command = [sys.executable, "-W", "ignore", *options, str(script)]
+    settings = {"cwd": folder, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "timeout": 900}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

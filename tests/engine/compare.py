@@ -40,9 +40,8 @@ def assert_same(one, other, atol=1e-8):
         np.testing.assert_allclose(curve(one, name), curve(other, name), rtol=0, atol=atol)
     for before, after in zip(one.history, other.history, strict=True):
         assert set(before) == set(after)
-    torch.testing.assert_close(
-        one.module_.state_dict(), other.module_.state_dict(), rtol=0, atol=atol
-    )
+    weights = (net.module_.state_dict() for net in (one, other))
+    torch.testing.assert_close(*weights, rtol=0, atol=atol)
     states = [states_of(net.optimizer_) for net in (one, other)]
     torch.testing.assert_close(*states, rtol=0, atol=atol)
     np.testing.assert_allclose(one.relative_flatness_, other.relative_flatness_, atol=atol)

@@ -251,9 +251,8 @@ def test_data_are_converted_batch_by_batch(monkeypatch):
     """No copy of all data is made, of which networks of another dtype need one."""
     sizes, cast = [], epoch.cast_inputs
     monkeypatch.setattr(epoch, "_NUMBERS", 100)
-    monkeypatch.setattr(
-        epoch, "cast_inputs", lambda x, *args: sizes.append(x.numel()) or cast(x, *args)
-    )
+    note = lambda x, *args: sizes.append(x.numel()) or cast(x, *args)  # noqa: E731
+    monkeypatch.setattr(epoch, "cast_inputs", note)
     X, y = data()
     single = {"module": nn.Linear, "module__in_features": 6, "module__out_features": 3}
     found = classifier(**single).fit(X, y)  # from float64 to float32

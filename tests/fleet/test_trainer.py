@@ -159,10 +159,7 @@ ALIKE = {
     "callbacks of epochs": ([{"callbacks": EARLY, "lr": 0.05}] * 5, {"fleet": 3}),
     "data of each": ([{}] * 6, {"each": OWN_DATA}),
     "results of the forward pass": ([{"module": partial(network, holding)}] * 2, {}),
-    "mappings": (
-        [{"module": partial(network, mapped), "flatness_weight": w} for w in (0.1, 1)],
-        {},
-    ),
+    "mappings": ([{"module": partial(network, mapped), "flatness_weight": w} for w in (1, 2)], {}),
     # nets of several groups, side by side
     "activations in other places": (
         [SHORT | {"module": ordered, "module__kind": kind} for kind in [nn.Tanh, nn.Sigmoid] * 2],
@@ -422,10 +419,7 @@ REASONS = [
     (["its network has hooks"], {"callbacks": HOOKS, "max_epochs": 4}),
     *((["its network has hooks"], {"module": partial(chain, change)}) for change in HOOKED),
     (["parameter twice"], {"module": partial(chain, tie)}),
-    (
-        ["each layer of dropout once"],
-        {"module": lambda: network(drops_twice, dropout=nn.Dropout(0.5))},
-    ),
+    (["layer of dropout once"], {"module": lambda: network(drops_twice, dropout=nn.Dropout())}),
     (["bfloat16"], {"module": lambda: chain(lambda net: net.bfloat16())}),
     (["its criterion has hooks"], FREE | {"callbacks": [TRIPLES]}),
     (["attribute passes"], {"module": annealing}),

@@ -106,10 +106,8 @@ def test_standard_errors_of_weighted_means(of):
     options = {"bits": 3, "measured": True, "n_probes": None}
     table = layer_sensitivity(net, X, y, batch_size=4, **weighted, **options)
     share, n = (weight / weight.sum()).numpy(), int((weight > 0).sum())
-    alone = [
-        layer_sensitivity(net, X[i : i + 1], y[i : i + 1], criterion=CE, **options)
-        for i in range(len(X))
-    ]
+    single = zip(X.split(1), y.split(1), strict=True)
+    alone = [layer_sensitivity(net, *one, criterion=CE, **options) for one in single]
     names = {"predicted": "stderr", "by_trace": "by_trace_stderr", "measured": "measured_stderr"}
     for column, error in names.items():
         each = np.array([one[column] for one in alone])

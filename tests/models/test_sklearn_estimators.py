@@ -262,9 +262,7 @@ def test_balanced_weights_ignore_classes_that_the_labels_lack():
 OBJECTS = np.array(["x", "y", "z"], dtype=object)
 
 
-@pytest.mark.parametrize(
-    "classes", [["a", "b", "c"], [-1, 5, 7], [0.0, 1.0, 7.0], OBJECTS], ids=str
-)
+@pytest.mark.parametrize("classes", [["a", "b", "c"], [-1, 5, 7], [0.0, 1, 7], OBJECTS], ids=str)
 def test_labels_of_any_type_become_class_indices(classes):
     indices = SCORES.argmax(axis=1)
     labels = np.asarray(classes)[indices]

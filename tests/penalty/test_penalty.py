@@ -630,9 +630,7 @@ def test_a_resumed_training_goes_on_as_the_uninterrupted_one(copied, layer, ever
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize(
-    "order", [[0] * 12 + [1] * 12, [0, 1] * 12], ids=["in turn", "alternately"]
-)
+@pytest.mark.parametrize("order", [[0] * 12 + [1] * 12, [0, 1] * 12], ids=["in turn", "mixed"])
 def test_each_network_has_a_limit_of_its_own(order, every):
     X, y = torch.randn(20, 5), torch.arange(20) % 3
 

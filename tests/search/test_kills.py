@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import optuna
 import pytest
@@ -319,9 +320,7 @@ def test_ctrl_c_waits_until_a_result_is_stored(storage, tmp_path, monkeypatch):
     assert_complete(make_search(tmp_path, storage, refit=False).fit(X, Y), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("way", "n_trials"), [*((way, None) for way in WAYS), ("alone", 5)], ids=str
-)
+@pytest.mark.parametrize(("way", "n_trials"), [*product(WAYS, [None]), ("alone", 5)], ids=str)
 def test_a_crashed_candidate_is_named_and_tried_again_if_asked(way, n_trials, tmp_path, engine):
     order(tmp_path, CHOICES[0], "crash")
     search = make_search(tmp_path, "sqlite", way, refit=False, n_trials=n_trials)
