@@ -315,19 +315,9 @@ class Loss:
         return rows.sum(dim=1) if summed or reduction == "batchmean" else rows.mean(dim=1)
 
 
-def weighted_loss(loss: Loss, output: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-    """Compute the weighted mean loss of a batch, its weighted sum for ``reduction="sum"``."""
-    losses, divisors = loss.terms(output, target, each=weight is not None)
-    weight = torch.ones_like(losses) if weight is None else weight
-    total = (weight * losses).sum()  # a product of vectors loses digits under autocast
-    if getattr(loss.criterion, "reduction", "mean") == "sum":
-        return total
-    return total / or_one((weight * divisors).sum())
-
-
 @dataclass(frozen=True)
 class BatchLoss:
-    """The loss of a batch, as a function of its outputs."""
+    """The loss of a batch, as a function of its outputs: a weighted mean, or the weighted sum."""
 
     loss: Loss
     target: Target
@@ -346,7 +336,12 @@ class BatchLoss:
             value: Tensor = criterion(output, target)
             if value.numel() == 1:
                 return value
-        return weighted_loss(self.loss, output, target, self.weight)
+        losses, divisors = self.loss.terms(output, target, each=self.weight is not None)
+        weight = torch.ones_like(losses) if self.weight is None else self.weight
+        total = (weight * losses).sum()  # a product of vectors loses digits under autocast
+        if getattr(criterion, "reduction", "mean") == "sum":
+            return total
+        return total / or_one((weight * divisors).sum())
 
     def counts(self, output: Tensor) -> Tensor | None:
         """Return what each sample counts in the mean, (n,); None if all count alike."""
