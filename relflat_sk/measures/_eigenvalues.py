@@ -21,7 +21,7 @@ from relflat_sk.measures._scan import (
     scan_again,
 )
 
-# Up to this number of rows, the vectors of the iteration span the whole space.
+# Up to this number of rows, the iteration goes on to the whole space, and is exact.
 _SMALL = 24
 # Vectors that the iteration holds at most, and with how many of them it goes on then. With more,
 # it takes hardly fewer products.
@@ -70,7 +70,8 @@ def largest_eigenvalue(
         norm = np.linalg.norm(rest)
         values, vectors = np.linalg.eigh(projected[:k, :k])
         value, error = float(values[-1]), float(norm * abs(vectors[-1, -1]))
-        tolerance = _RESIDUAL * rtol * abs(value) if n_products >= _FEWEST_PRODUCTS else 0.0
+        goes_on = most == size or n_products < _FEWEST_PRODUCTS
+        tolerance = 0.0 if goes_on else _RESIDUAL * rtol * abs(value)
         if error <= max(tolerance, _ROUNDING * abs(values).max()):
             return value, error
         if k == most:
