@@ -239,9 +239,8 @@ def conditions(minima: pd.DataFrame, names: Sequence[str], by: Sequence[str] = (
             for group, keys in groups.items():
                 cells = {"measure": column, "minima": group}
                 for unit, gap in gaps.items():
-                    part = minima.dropna(subset=[column, gap]).assign(
-                        generalization_gap=minima[gap]
-                    )
+                    part = minima.assign(generalization_gap=minima[gap])
+                    part = part.dropna(subset=[column, gap])
                     part = within(part, column, keys) if keys else part
                     claim = correlation(unit, "> 0", part, column)
                     r = f"{claim.value:.2f} {claim.interval()}"

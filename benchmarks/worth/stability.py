@@ -103,9 +103,8 @@ class FlatnessAtLoss(Callback):
             before = self._flatness(net)
             net.module_.load_state_dict(weights)
             losses = np.log(np.maximum([risk, earlier], 1e-300))
-            self.value = float(
-                np.exp(np.interp(np.log(self.loss), losses, np.log([after, before])))
-            )
+            log = np.interp(np.log(self.loss), losses, np.log([after, before]))
+            self.value = float(np.exp(log))
         self.before = risk, weights
 
     def _flatness(self, net: Any) -> float:
@@ -162,9 +161,7 @@ def main() -> None:
         for cell in tqdm(cells, desc="settings") for seed in seeds
     }  # fmt: skip
     names = pd.MultiIndex.from_tuples(found, names=["optimizer", "rate", "layer", "weight", "seed"])
-    frame = pd.DataFrame(
-        [*found.values()], index=names, columns=["accuracy", "flatness", "seconds"]
-    )
+    frame = pd.DataFrame([*found.values()], names, ["accuracy", "flatness", "seconds"])
     report(frame.unstack("weight"))
 
 

@@ -257,9 +257,8 @@ def report(frame: pd.DataFrame, tasks: Sequence[str], seeds: int) -> None:
 
 def summary(accuracies: pd.DataFrame) -> pd.DataFrame:
     """Return a row for each method, from accuracies with a row for each task."""
-    over_plain, over_decay = (
-        accuracies.sub(accuracies[name], axis=0) for name in ("plain", "decay")
-    )
+    over_plain = accuracies.sub(accuracies["plain"], axis=0)
+    over_decay = accuracies.sub(accuracies["decay"], axis=0)
     ranks = accuracies[[*METHODS]].rank(axis=1, ascending=False).mean()
     return pd.DataFrame({
         "accuracy": accuracies.mean().map("{:.1f}".format),
