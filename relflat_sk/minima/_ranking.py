@@ -45,20 +45,16 @@ def depth_of(train_loss: float, losses: LossRange) -> float:
     return float(drop / max(train_loss - lowest, drop / DEEPEST))
 
 
-def check_depth_band(band: Any) -> None:
-    """Refuse a width of the band that is not valid."""
-    if band not in (None, AUTO) and not (is_number(band) and band >= 1):
+def find_depth_band(band: Any, by: str, at_loss: float | None = None) -> float | None:
+    """Check the width of the band, or choose it: none where minima are measured at equal loss."""
+    if band == AUTO:
+        return None if at_loss is not None or by in AT_EQUAL_LOSS else DEPTH_BAND
+    if band is not None and not (is_number(band) and band >= 1):
         raise ValueError(
             "depth_band must be a number of at least 1, the largest ratio of the depths of minima "
             f"that are compared, {AUTO!r}, or None to compare all minima, got {band!r}."
         )
-
-
-def find_depth_band(band: Any, by: str, at_loss: float | None = None) -> float | None:
-    """Choose the width of the band; there is none where minima are measured at equal loss."""
-    if not isinstance(band, str):
-        return band  # type: ignore[no-any-return]
-    return None if at_loss is not None or by in AT_EQUAL_LOSS else DEPTH_BAND
+    return band  # type: ignore[no-any-return]
 
 
 def _find_band(
@@ -194,12 +190,10 @@ def rank_minima(
     1      0                3.0       True     2
     2      1                0.0      False     3
     """
-    check_depth_band(depth_band)
     table = minima_table(minima)
     by = measure_column(minima, table, by)
-    if depth_band != AUTO:
-        table = forget_depth_band(table)
-    table = mark_depth_band(table, find_depth_band(depth_band, by))
+    band = find_depth_band(depth_band, by)
+    table = mark_depth_band(table if depth_band == AUTO else forget_depth_band(table), band)
     if isinstance(minima, optuna.Study):
         _check_trained(table)
     values = numeric_column(table, by, argument="by")
