@@ -22,6 +22,7 @@ N_THREADS = int(os.environ.get("TEST_THREADS", "1"))
 os.environ["OMP_NUM_THREADS"] = str(N_THREADS)  # of libraries loaded later, and of child processes
 torch.set_num_threads(N_THREADS)
 threadpool_limits(N_THREADS)
+torch.manual_seed(0)  # of layers that modules of tests build when they are imported
 
 
 @pytest.fixture(autouse=True)

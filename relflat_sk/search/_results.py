@@ -88,14 +88,26 @@ def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
     ):
         if rows.any():
             warn(f"{rows.sum()} of {what}. Reasons:\n{list_reasons(table[rows])}")
+    ranked = table[table["comparable"]]
+    _warn_if_criteria_vary(ranked)
     left_out = table[table["converged"] & ~table["comparable"]]
     if len(left_out):
         warn(
             f"{len(left_out)} of {table['converged'].sum()} minima are left out of the ranking, "
             f"because their training losses ({_losses(left_out)}) differ too much from those of "
-            f"the others ({_losses(table[table['comparable']])}). Rank at equal loss "
+            f"the others ({_losses(ranked)}). Rank at equal loss "
             "(measure='comparable_flatness'), or all by rank_minima(search, depth_band=None)."
         )
+
+
+def _warn_if_criteria_vary(ranked: pd.DataFrame) -> None:
+    """Warn of a ranking of minima whose losses are not the same function."""
+    for name in ranked.filter(regex=rf"^{PARAM_PREFIX}(.*__)?criterion(__|$)"):
+        if ranked[name].astype(str).nunique() > 1:
+            warn(
+                f"{name} varies: the ranking compares the flatness of different losses. Search "
+                "with each by itself, or choose by held-out data."
+            )
 
 
 def _failure(table: pd.DataFrame) -> Exception:
@@ -186,10 +198,10 @@ def is_averaged(minima: pd.DataFrame, records: Sequence[Minimum]) -> NDArray[np.
     """Return which rows the mean is of: networks that have learned, on the best of the data.
 
     The best data have the fewest random labels and the most samples. Networks have learned if they
-    lower a constant's loss at least half as far as the best of them: the worst that
-    benchmarks.worth.selection averages. A larger share keeps what fits wrong labels best. Where a
-    constant has no loss, all that converged have. It is the first row if there are none. `records`
-    are what the trials of the rows recorded.
+    lower a constant's loss at least half as far as the best of them, as shares of how far it can
+    fall if that is known: the worst that benchmarks.worth.selection averages. A larger share keeps
+    what fits wrong labels best. Where a constant has no loss, all that converged have. It is the
+    first row if there are none. `records` are what the trials of the rows recorded.
     """
 
     def recorded(name: str) -> NDArray[np.float64]:
@@ -205,7 +217,9 @@ def is_averaged(minima: pd.DataFrame, records: Sequence[Minimum]) -> NDArray[np.
     size = recorded("n_samples") if varies else np.zeros(len(minima))
     for amount in (varied("random_labels"), varied("confusion_size"), -size):
         kept &= amount == amount[kept].min(initial=np.inf)
-    drop = recorded("constant_loss") - minima["train_loss"].to_numpy(dtype=float)
+    drop = 1 - 1 / recorded("depth")
+    if np.isnan(drop[kept]).any():
+        drop = recorded("constant_loss") - minima["train_loss"].to_numpy(dtype=float)
     far = drop >= np.fmax.reduce(drop[kept], initial=0.0) / 2
     kept &= np.where(np.isnan(drop), minima["converged"], far).astype(bool)
     return kept if kept.any() else np.arange(len(minima)) == 0

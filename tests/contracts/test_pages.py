@@ -51,7 +51,7 @@ def test_the_readme_fits_on_a_screen_and_begins_the_site():
 
 
 SCORED = {"searching": blocks("docs/searching.md")[0]}  # the last number printed is a score
-NAMES = ("penalty", "regression", "fleet", "torch", "sam")
+NAMES = ("penalty", "regression", "fleet", "torch")
 SCORED |= zip(NAMES, blocks("docs/training.md"), strict=True)
 
 

@@ -446,7 +446,7 @@ def test_refuses_a_model_that_records_nothing():
         FlatnessScorer(data="train")(model, X, Y)
 
 
-@pytest.mark.filterwarnings("ignore:'last' left out")
+@pytest.mark.filterwarnings("ignore:'last' left out", "ignore:.*is negative")
 @pytest.mark.parametrize(("model", "asked", "message"), NOT_RECORDED)
 def test_flatness_that_was_not_recorded_is_no_score(model, asked, message):
     model = model.fit(X, Y)

@@ -162,6 +162,15 @@ def test_a_mean_is_of_what_gains_half_as_much_as_the_best(losses, converged, ave
     assert is_averaged(table, [Minimum(constant_loss=1.0)] * 3).tolist() == averaged
 
 
+@NO_MINIMA
+def test_the_mean_has_networks_of_smoothed_losses_which_cannot_fall_as_far():
+    smoothed = {"net__criterion__label_smoothing": [0.0, 0.4], "net__random_state": [0, 1]}
+    with pytest.warns(FlatnessWarning, match="label_smoothing varies: .* different losses"):
+        search = make_search(piped(make_net(callbacks=None, max_epochs=100)), smoothed).fit(X, Y)
+    assert search.minima_["depth"].min() > 0.5 * search.minima_["depth"].max()
+    assert len(members_of(search)) == 4
+
+
 # -- the nearest ----------------------------------------------------------------------------------
 
 
