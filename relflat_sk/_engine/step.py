@@ -99,21 +99,25 @@ class Body(Protocol):
 
 
 class EarlierTerm(NamedTuple):
-    """A penalty at earlier layers by its partial derivatives, each times the networks' factors."""
+    """A penalty at earlier layers by its partial derivatives, times the networks' factors."""
 
     z: Any  # (k, n, d), in the outputs
     weights: dict[int, Any]  # (k, d, m), in the weights of layers
     of_features: dict[int, Any]  # (k, n, 1); the derivative in a layer's input is that times it
 
-    def times(self, shares: Any) -> "EarlierTerm":
-        """Multiply by numbers of the networks, (k,)."""
-        each = shares[:, None, None]
-        weights, of_features = ({i: each * x for i, x in part.items()} for part in self[1:])
-        return EarlierTerm(each * self.z, weights, of_features)
+    def plus(self, other: "EarlierTerm") -> "EarlierTerm":
+        """Add the derivatives of another penalty at these layers."""
+        weights, of_features = (
+            {i: mine[i] + theirs[i] for i in mine}
+            for mine, theirs in zip(self[1:], other[1:], strict=True)
+        )
+        return EarlierTerm(self.z + other.z, weights, of_features)
 
 
+# from shares of the penalties, (k,), to the derivatives of what is left
+EarlierSlopes = Callable[[Any], EarlierTerm]
 # from a batch, the networks' factors, (k,), and what outputs predict, to penalties, (k,)
-EarlierTerms = Callable[[StepBatch, Any, Any], tuple[Any, EarlierTerm]]
+EarlierTerms = Callable[[StepBatch, Any, Any], tuple[Any, EarlierSlopes]]
 
 
 class Step:
@@ -151,7 +155,7 @@ class Step:
 
         def differentiate(of_z: Any, shares: Any) -> None:
             """Write the gradients of losses, given those in outputs, and of shares of penalties."""
-            earlier = None if of_earlier is None else of_earlier.times(shares)
+            earlier = None if of_earlier is None else of_earlier(shares)
             if earlier is not None:
                 of_z = of_z + earlier.z
             if term is None:

@@ -158,22 +158,22 @@ class CrossEntropy(ArrayLoss):
 
     def root_product(self, p: Any, vectors: Any) -> tuple[Any, Callable[[Any], Any]]:
         # see `Softmax.root_product`, which has fewer operations for a device and autograd
-        xp, roots = namespace(p), safe_root(p)
-        top = p.argmax(-1)[..., None]
+        roots, top = safe_root(p), p.argmax(-1)[..., None]
+        classes: Any = np.arange(p.shape[-1])
         if isinstance(p, Tensor):
-            is_top: Any = torch.zeros_like(p, dtype=torch.bool).scatter(-1, top, True)
-        else:
-            is_top = top == np.arange(p.shape[-1])
-        divisor = 1 + xp.where(is_top, roots, 0 * roots).sum(-1)[..., None]
-        common = xp.where(is_top, p + roots, p) / divisor
-        parts = xp.where(is_top, 0 * roots, roots * vectors)
-        sums = parts.sum(-1)[..., None]
+            classes = torch.as_tensor(classes, device=p.device)
+        rest = roots * (top != classes)
+        of_top = roots - rest  # 0 but for the most probable class
+        divisor = 1 + of_top.sum(-1)[..., None]
+        common = (p + of_top) / divisor
+        parts = rest * vectors
+        sums = dots(rest, vectors)[..., None]
 
         def pull(outer: Any) -> Any:
             # the derivatives in log p, in which roots are smooth
             share = sums / divisor
             centred = (outer - dots(outer, common)[..., None]) / 2
-            of_logs = centred * xp.where(is_top, -share * roots, parts) - share * p * outer
+            of_logs = centred * (parts - share * of_top) - share * p * outer
             return of_logs - p * of_logs.sum(-1)[..., None]
 
         return parts - common * sums, pull
