@@ -117,7 +117,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
         `train_split` also `valid_loss` (without penalty).
     classes_ : ndarray of shape (n_classes,)
         The class labels of a classifier. After training on a Dataset, whose labels are class
-        indices, the indices of the outputs: 0 and 1 for one logit.
+        indices, the indices of the outputs: 0 and 1 for one logit. In callbacks, the net's data
+        sets hold positions in it, and its methods and measures take and return these as well.
     n_features_in_ : int
         Number of input features.
     module_ : nn.Module
