@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from scipy.optimize import bisect, brentq
+from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -230,10 +230,11 @@ def estimate_mean(draws: np.ndarray) -> Measured:
 
 # Tolerance of the risk, in its standard errors, and of log(sigma) where that is zero.
 _TOLERANCE, _XTOL = 0.1, 0.005
-# Number of draws that tell where to begin.
-_FEW = 2
-# Step of log(sigma) in search of the target, which is doubled from one step to the next.
-_STEP = 0.3
+# Number of draws that tell where to begin, with the tolerance of log(sigma) there.
+_FEW, _ROUGH = 2, 0.1
+# First steps of log(sigma) in search of the target by few draws and by all, which are doubled from
+# one to the next.
+_STEPS = 0.3, 0.15
 # How far log(sigma) goes down and up in that search. Where noise is a hundred times as large as the
 # weights, doubling it changes nothing any more.
 _DOWN, _UP = 20.0, 7.0
@@ -284,34 +285,39 @@ def _flatness(
         return 0.0 if is_near else gap(log_sigma, n)
 
     log_sigma = math.log(start)
-    rough = _bracket(partial(gap, n=_FEW), log_sigma)
+    limits = log_sigma - _DOWN, log_sigma + _UP
+    few, every = partial(gap, n=_FEW), partial(gap, n=n_draws)
+    rough = _bracket(few, log_sigma, _STEPS[0], limits)
     if rough is not None:
-        log_sigma = bisect(partial(gap, n=_FEW), *rough, xtol=_STEP)
-    bracket = _bracket(partial(gap, n=n_draws), log_sigma)
+        log_sigma = brentq(few, *rough, xtol=_ROUGH)
+    else:  # all draws need not go the way of the few again
+        log_sigma = limits[0] if few(log_sigma) > 0 else limits[1]
+    bracket = _bracket(every, log_sigma, _STEPS[1], limits)
     if bracket is None:
-        if gap(log_sigma, n_draws) <= 0:
+        if every(log_sigma) <= 0:
             return Measured(0.0, 0.0, "monte carlo")
         raise NotApplicableError(
             f"the risk rises beyond the target at any sigma down to {start * math.exp(-_DOWN):.1g}:"
             " the noise eps, which does not depend on sigma, is too large. Use a smaller eps."
         )
     low, high = bracket
-    slope = (gap(high, n_draws) - gap(low, n_draws)) / (high - low)
+    slope = (every(high) - every(low)) / (high - low)
     last = brentq(excess, low, high, args=(n_draws,), xtol=_XTOL)
     # near the target, a straight line leads to it
-    way = gap(last, n_draws) / slope if excess(last, n_draws) == 0 else 0.0
+    way = every(last) / slope if excess(last, n_draws) == 0 else 0.0
     value = math.exp(-2 * (last - way))
     # delta method: d(sigma^-2) = -2 sigma^-2 d(log sigma)
     return Measured(value, 2 * value * rise(last, n_draws).stderr / slope, "monte carlo")
 
 
-def _bracket(excess: Callable[[float], float], start: float) -> tuple[float, float] | None:
+def _bracket(
+    excess: Callable[[float], float], start: float, step: float, limits: tuple[float, float]
+) -> tuple[float, float] | None:
     """Find two numbers between which a function turns positive, by growing steps from a start."""
     above = excess(start) > 0
-    sign, most = (-1, _DOWN) if above else (1, _UP)
-    near, step = start, _STEP
-    while abs(near - start) < most:
-        far = near + sign * step
+    near, (lowest, highest) = start, limits
+    while near > lowest if above else near < highest:
+        far = near - step if above else near + step
         if (excess(far) > 0) != above:
             return (far, near) if above else (near, far)
         near, step = far, 2 * step
