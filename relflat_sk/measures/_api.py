@@ -444,7 +444,8 @@ def relative_flatness(  # noqa: PLR0913
         Position among the layers with a weight matrix, in forward order (-1: the last),
         dotted module name, or the module itself.
     criterion : torch loss, optional
-        The loss; needed for a bare module only: estimators and causal LMs know their own.
+        The loss; needed for a bare module only: estimators and causal LMs know their own. Its mean
+        is measured, whatever its `reduction` is: the value of a sum would grow with the samples.
     normalize : bool, default=False
         Measure features in units of their standard deviation (Theorem 4), which makes the value
         independent of the scale of every single feature.

@@ -500,23 +500,25 @@ def test_errors_end_all_trainings(same_threads):
 @pytest.mark.parametrize("fleet", [4, "auto"])
 def test_a_grid_search_finds_the_same(sizes, fleet):
     grid = {"lr": [0.003, 0.03], "random_state": [0, 1]}
-    alone, together = (GridSearchCV(make(), grid, cv=3) for _ in range(2))
+    # no share of right labels, which one rounding error may change
+    alone, together = (GridSearchCV(make(), grid, cv=3, scoring="neg_log_loss") for _ in range(2))
     alone.fit(*data(48))  # folds of the same size
     with fleet_training(fleet):
         together.fit(*data(48))
     assert max(sizes) == (4 if fleet == 4 else 12)
     for key, values in alone.cv_results_.items():
-        if "time" not in key:
-            np.testing.assert_array_equal(together.cv_results_[key], values)
+        if "score" in key and "time" not in key:
+            np.testing.assert_allclose(together.cv_results_[key], values, rtol=1e-6, atol=1e-8)
+    assert together.cv_results_["params"] == alone.cv_results_["params"]
     assert_same(together.best_estimator_, alone.best_estimator_)
 
 
 def test_a_search_inside_of_a_fit_runs_in_order(sizes):
-    search = GridSearchCV(make(max_epochs=1), {"lr": [0.003, 0.03]}, cv=2)
+    search = GridSearchCV(make(max_epochs=1), {"lr": [0.003, 0.03]}, cv=2, scoring="neg_log_loss")
     alone = cross_validate(search, X, Y, cv=3)["test_score"]
     with fleet_training():
         found = cross_validate(search, X, Y, cv=3)["test_score"]
-    np.testing.assert_array_equal(found, alone)
+    np.testing.assert_allclose(found, alone, rtol=1e-6)
     assert max(sizes) == 3
 
 
