@@ -1,10 +1,11 @@
-"""Time of flatness at all layers of LeNet-5, in passes and next to other libraries."""
+"""Time of flatness at all layers of LeNet-5 and in all weights, in passes, and of rivals."""
 
 import math
 import statistics
 from argparse import Namespace
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks._harness.data import load_images
 from benchmarks._harness.networks import LeNet5, epochs
 from benchmarks._harness.options import IMAGES, read_options
 from benchmarks._harness.timing import Budget, environment, interleave, ratio, verdict
-from relflat_sk import flatness_report
+from relflat_sk import flatness_report, measure
 
 CRITERION = nn.CrossEntropyLoss()
 BATCH_SIZE = 1024
@@ -28,6 +29,12 @@ TRACE_LIKE = [
     "relative_flatness", "normalized_relative_flatness", "hessian_trace", "trace_flatness",
     "neuron_flatness_max", "neuron_flatness_sum",
 ]  # fmt: skip
+# most forward passes on N_WHOLE images
+WHOLE = {
+    "network_flatness": 55, "joint_eigenvalue_flatness": 40, "pac_bayes_flatness": 116,
+    "pac_bayes_magnitude_flatness": 107,
+}  # fmt: skip
+N_WHOLE = 1000
 LAYERS = [
     name for name, layer in LeNet5().named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)
 ]
@@ -107,6 +114,7 @@ def main() -> int:
     right = float((output.argmax(dim=1) == y).float().mean())
     print(f"training loss {float(CRITERION(output, y)):.3f}, accuracy {right:.3f}")
     budgets = [time_report(model, X, y, options.rounds)]
+    budgets += time_whole(model, X[:N_WHOLE], y[:N_WHOLE], options.rounds)
     print(EXPLANATION)
     for name in ("pyhessian", "curvlinops"):
         if not find_spec(name):
@@ -134,6 +142,23 @@ def time_report(model: nn.Module, X: Tensor, y: Tensor, rounds: int) -> Budget:
     print(pd.DataFrame(times).median().to_string(float_format="{:.3f}".format))
     print(f"flatness_report / forward-backward [quartiles]: {to_pass}")
     return Budget("flatness_report / forward-backward", to_pass.value, 60)
+
+
+def time_whole(model: nn.Module, X: Tensor, y: Tensor, rounds: int) -> list[Budget]:
+    """Time measures of the whole network next to a forward pass."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(X)
+
+    ways: dict[str, Callable[[], object]] = {"forward": forward}
+    for name in WHOLE:
+        ways[name] = partial(measure, name, model, X, y, criterion=CRITERION, random_state=0)
+    times = interleave(ways, rounds)
+    return [
+        Budget(f"{name} / forward", ratio(times[name], times["forward"]).value, most)
+        for name, most in WHOLE.items()
+    ]
 
 
 def compare_at(

@@ -234,7 +234,7 @@ _TOLERANCE, _XTOL = 0.1, 0.005
 _FEW, _ROUGH = 2, 0.1
 # First steps of log(sigma) in search of the target by few draws and by all, which are doubled from
 # one to the next.
-_STEPS = 0.3, 0.15
+_STEPS = 0.3, 0.1
 # How far log(sigma) goes down and up in that search. Where noise is a hundred times as large as the
 # weights, doubling it changes nothing any more.
 _DOWN, _UP = 20.0, 7.0
@@ -301,13 +301,20 @@ def _flatness(
             " the noise eps, which does not depend on sigma, is too large. Use a smaller eps."
         )
     low, high = bracket
-    slope = (every(high) - every(low)) / (high - low)
-    last = brentq(excess, low, high, args=(n_draws,), xtol=_XTOL)
-    # near the target, a straight line leads to it
-    way = every(last) / slope if excess(last, n_draws) == 0 else 0.0
-    value = math.exp(-2 * (last - way))
+    climb = every(high) - every(low)
+    slope = climb / (high - low)
+    root = low - every(low) / slope
+    stderr = float(np.interp(root, bracket, [rise(end, n_draws).stderr for end in bracket]))
+    # a power of sigma is that far from the straight line between two of its values
+    bend = climb**2 / (8 * target)
+    if bend > _TOLERANCE * rise(low, n_draws).stderr:
+        root = brentq(excess, low, high, args=(n_draws,), xtol=_XTOL)
+        stderr = rise(root, n_draws).stderr
+        if excess(root, n_draws) == 0:  # near the target, a straight line leads to it
+            root -= every(root) / slope
+    value = math.exp(-2 * root)
     # delta method: d(sigma^-2) = -2 sigma^-2 d(log sigma)
-    return Measured(value, 2 * value * rise(last, n_draws).stderr / slope, "monte carlo")
+    return Measured(value, 2 * value * stderr / slope, "monte carlo")
 
 
 def _bracket(

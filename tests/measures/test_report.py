@@ -82,7 +82,8 @@ def test_eigenvalues_that_do_not_converge_warn(monkeypatch):
     with pytest.warns(FlatnessWarning, match="did not converge to a relative tolerance of 0.01"):
         found = evaluate("hessian_max_eigenvalue", net, X, y, layer=0, criterion=CE)
     H, _ = dense(net, "0", X, y)
-    assert abs(found.value - oracles.largest(H)) <= found.stderr
+    eigenvalues = np.linalg.eigvalsh(H.reshape(36, 36))
+    assert np.abs(eigenvalues - found.value).min() <= found.stderr  # of one that is not the largest
 
 
 # networks with random weights; tanh has no paths
