@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import optuna
+import pandas as pd
 import pytest
 import torch
 from optuna.artifacts import FileSystemArtifactStore
@@ -82,6 +83,9 @@ def study(directions=("minimize",), **parameters):
     return lambda: optuna.create_study(directions=directions).optimize(made, 1)
 
 
+MINIMA = pd.DataFrame({"relative_flatness": [1.0], "converged": [True]})
+
+
 def name(estimator, name):
     return objective(estimator, space={name: [1]})
 
@@ -128,7 +132,7 @@ VALUES = [
     (search(n_jobs=2, pruner=MedianPruner()), "pruner.*n_jobs"),
     (search(study_name="sweep"), "study_name='sweep' needs a storage"),
     (search(refit="all"), "refit must be True, False, 'mean' or 'nearest', got 'all'"),
-    (partial(rank_minima, None, depth_band=0.5), "depth_band must be"),
+    (partial(rank_minima, MINIMA, depth_band=0.5), "depth_band must be"),
     # data
     (search(X[:1], Y[:1]), r"X holds 1 sample\(s\)"),
     (objective(X_test=X), "X_test and y_test go together"),
