@@ -115,8 +115,8 @@ def test_of_killed_workers_only_the_culprit_is_lost(storage, way, tmp_path, engi
     assert table["state"][CHOICES[1:]].eq("complete").all()
     counts = trained(tmp_path)
     assert counts.pop(CHOICES[0]) >= 2  # dask itself tries again, too
-    # its companion, and a result that was on its way
-    assert sum(counts.values()) <= len(counts) + 2
+    # its companion of each time, and a result that was on its way
+    assert sum(counts.values()) <= len(counts) + 3
 
 
 @pytest.mark.parametrize(("storage", "way"), IN_WORKERS)
