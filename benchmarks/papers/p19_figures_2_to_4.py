@@ -1,8 +1,5 @@
 """P19 Figures 2 to 4: LeNet-5, flatness at the last layer against the gap, rescaled, robustness.
 
-    python -m benchmarks.papers.p19_figures_2_to_4 --data NPZ   # 144 minima, 5,000 images, a day
-    python -m benchmarks.papers.p19_figures_2_to_4 --data NPZ --full --device cuda  # 50,000 images
-
 The paper's gap, five times the summed test losses minus the summed training losses, is ours times
 the size of the training sample, so that the correlations are the same. Networks whose training loss
 is above 0.1 after 400 epochs are left out: they are at no minimum.

@@ -1,8 +1,5 @@
 """P21 Figure 5: LeNet-5, relative flatness and four other measures against the gap.
 
-    python -m benchmarks.papers.p21_figure_5 --data NPZ   # 108 minima, 5,000 images, hours
-    python -m benchmarks.papers.p21_figure_5 --data NPZ --full --device cuda  # 50,000 images
-
 The paper has 110 minima over initialisations, rates, batch sizes and optimisers, and prints no
 coefficients in its text: relative flatness has the largest, the Fisher-Rao norm the smallest. As in
 the authors' code, training ends at a mean loss of 0.1. With 50,000 images, weight decay is an axis

@@ -9,9 +9,6 @@ SAM      a radius of 0.1; left out with wrong labels
 last     a penalty of weight 1 at the last layer
 all      the same at all layers but the whitening, in the last quarter of the steps
 
-    python -m benchmarks.worth.speedrun --data NPZ                # on a GPU, about 8 minutes
-    python -m benchmarks.worth.speedrun --data NPZ --wrong 0.2 0.4 --seeds 10
-
 With ``--results FILE`` each run is saved, and an interrupted program goes on where it ended.
 """
 

@@ -3,14 +3,8 @@
 A dead network is perfectly flat, so that a large penalty without limit ends there; a limit that is
 too strict does nothing. For each optimizer, learning rate, penalised layer and weight, networks
 with a penalty are compared with networks without one of the same seeds. Both flatnesses are taken
-at the same training loss, interpolated between the epochs before and after it.
-
-    python -m benchmarks.worth.stability --problem "breast cancer"    # 10 minutes
-    python -m benchmarks.worth.stability --problem CIFAR-10 --data NPZ --epochs 25 --loss 1
-    python -m benchmarks.worth.stability --wrong 0.2 --every 4 --start 0.5  # wrong labels
-    python -m benchmarks.worth.stability --clip none                  # as published
-
-With ``--store FOLDER`` each training is saved, and an interrupted run can be continued.
+at the same training loss, interpolated between the epochs before and after it. With
+``--store FOLDER`` each training is saved, and an interrupted run can be continued.
 """
 
 import warnings

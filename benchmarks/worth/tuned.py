@@ -5,10 +5,6 @@ penalties and weight decay in one grid, has nine. A perceptron of two hidden lay
 AdamW with each setting, on each fold and on all training data. The setting with the highest mean
 accuracy over the folds counts, the weakest if several have it.
 
-    python -m benchmarks.worth.tuned --results FILE     # ten seeds, a minute or two a task and seed
-    python -m benchmarks.worth.tuned --results FILE --report   # the tables of what is there
-    python -m benchmarks.worth.tuned --data NPZ --tasks "CIFAR-10 1000"  # CIFAR-10 needs --data
-
 The tables have the seeds that all tasks have. The tool's grid is that of earlier trials on the
 tables of `CHOSEN_ON`. Two of its settings were dropped on these tables, the first layer with weight
 1 and all layers with 0.1, which folds hardly ever chose. The other tasks are reported apart.
