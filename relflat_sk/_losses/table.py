@@ -373,8 +373,16 @@ def _median(y: Tensor, weight: Tensor) -> Tensor:
     return ordered.gather(0, reached.int().argmax(dim=0)[None])[0]
 
 
-def _output_row(task: Task, check: CheckTarget, *rest: Any, **further: Any) -> Row:
-    """Return the row of a criterion that is a sum over outputs, with the rest of its fields."""
+def _output_row(
+    task: Task,
+    check: CheckTarget,
+    best_constant: BestConstant | None,
+    links: Mapping[str, CurvatureOf],
+    needs_target: Callable[[Any], bool] = never,
+    has_temperature: bool = True,
+    shares: SharesOf | None = None,
+) -> Row:
+    """Return the row of a criterion that is a sum over outputs."""
 
     def read(criterion: Any, output: Tensor, target: Tensor) -> Target:
         target = check(criterion, output, target)
@@ -383,7 +391,7 @@ def _output_row(task: Task, check: CheckTarget, *rest: Any, **further: Any) -> R
     def divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
         return 1 if criterion.reduction == "sum" else output.numel() / len(output)
 
-    return Row(task, read, divisors, *rest, **further)
+    return Row(task, read, divisors, best_constant, links, needs_target, has_temperature, shares)
 
 
 OUTPUT_LOSSES: dict[type, Row] = {

@@ -139,7 +139,7 @@ class _Recording:
                 "logarithms of probabilities, but the probabilities do not sum to 1. Let the "
                 "network end in LogSoftmax, or pass criterion=torch.nn.CrossEntropyLoss()."
             )
-        if link == "sigmoid" != forward.link and bool(logits.isinf().any()):
+        if link == "sigmoid" and forward.link != link and bool(logits.isinf().any()):
             raise ValueError(
                 "at_loss needs the network's logits, and its sigmoid rounded some to 0 or 1. Let "
                 "the network end in logits, with BCEWithLogitsLoss as its criterion, or measure "

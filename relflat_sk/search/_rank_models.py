@@ -185,6 +185,7 @@ def rank_models(  # noqa: PLR0913
     target = None if module is None else _find_module(module)
     seed = draw_seed(None) if seed is None else seed
     reading = _Reading(data, measuring, seed, module, target, load)
+    own_weights = {} if target is None else copy.deepcopy(target.state_dict())
     rows: list[dict[str, Any]] = []
     name = ended = ""
     total = len(models) if isinstance(models, Sized) else None
@@ -193,6 +194,8 @@ def rank_models(  # noqa: PLR0913
             for name, item in _named(models):
                 rows.append({"model": name, "trial": len(rows)} | reading.row(item))
                 del item  # or this model would be in memory together with the next
+                if target is not None:  # the next may be the module itself, or share its weights
+                    target.load_state_dict(own_weights)
                 bar.update()
         except CallError as error:
             raise ValueError(f"{name!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
@@ -202,6 +205,9 @@ def rank_models(  # noqa: PLR0913
             ended = "interrupted"
             if isinstance(error, Exception):
                 ended = f"models ended with {type(error).__name__}: {error}"
+        finally:
+            if target is not None:
+                target.load_state_dict(own_weights)
     return _rank(rows, ended, measuring)
 
 
@@ -245,7 +251,6 @@ class _Reading:
         """Load and measure one model; one that cannot be has a row with the reason."""
         minimum = Minimum(converged=False, ended_by="", reason="")
         kind, params, units = None, dict[str, Any](), dict[str, str]()
-        own_weights = {} if self.target is None else copy.deepcopy(self.target.state_dict())
         try:
             model, has_record = self._read(item)
             kind, params = (type(model), type(final_estimator(model))), _parameters(model)
@@ -260,9 +265,6 @@ class _Reading:
             raise
         except Exception as error:
             minimum.fail(error)
-        finally:
-            if self.target is not None:  # the next model may be the module, or share its weights
-                self.target.load_state_dict(own_weights)
         state = "failed" if minimum.failed else "complete"
         return params | minimum.row() | {"state": state, "kind": kind, "units": units}
 
