@@ -12,7 +12,7 @@ tables of `CHOSEN_ON`. Two of its settings were dropped on these tables, the fir
 
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -112,17 +112,15 @@ SETTINGS: dict[str, Params] = {"none": {}} | {
     for strength in strengths
 }
 SETTINGS |= {f"{first}, {second}": SETTINGS[first] | SETTINGS[second] for first, second in _BOTH}
-TOOL = [
-    "none", "last 1", "last 10", "all 0.3", "all 1", "all 3",
-    "decay 1", "decay 3", "all 1, decay 1",
-]  # fmt: skip
+PENALTIES = ["none", "last 1", "last 10", "all 0.3", "all 1", "all 3"]
+TOOL = [*PENALTIES, "decay 1", "decay 3", "all 1, decay 1"]
 METHODS = {
     "plain": ["none"],
     **{
         kind: ["none", *(f"{kind} {strength:g}" for strength in _KINDS[kind][0])]
         for kind in ("epochs", "decay", "dropout", "SAM", "ASAM", "average")
     },
-    "penalty": ["none", "last 1", "last 10", "all 0.3", "all 1", "all 3"],
+    "penalty": PENALTIES,
     "tool": TOOL,
 }
 PEERS = {
@@ -236,6 +234,10 @@ def report(frame: pd.DataFrame, tasks: Sequence[str], seeds: int) -> None:
     print("\nTest accuracy in percent, mean over seeds:\n")
     means = accuracies.assign(seeds=by_task.size().astype(str))
     print(means.to_string(float_format="{:.1f}".format))
+    print("\nGain of single settings over none, in points:\n")
+    tests = frame.pivot_table("test", "param_task", "param_setting", sort=False)[[*SETTINGS]]
+    gains = 100 * tests.sub(tests["none"], axis=0).filter(regex="^(last|first|all) [0-9.]+$")
+    print(gains.to_string(float_format="{:+.1f}".format))
     is_wrong = accuracies.index.str.contains("wrong")
     is_chosen = accuracies.index.str.startswith(CHOSEN_ON)
     for title, chosen in {
@@ -277,9 +279,7 @@ def main() -> None:
     names = [*PEERS, *SETTINGS]
     runs = [
         {"param_task": task, "param_seed": seed, "param_setting": name}
-        for seed in range(options.seeds)
-        for task in tasks
-        for name in names
+        for seed, task, name in product(range(options.seeds), tasks, names)
     ]
     arguments = options.folds, options.epochs, options.data
     frame = completed(options, runs, train_rows, *arguments, size=len(names))
