@@ -1,5 +1,6 @@
 """Choose by score in searches of scikit-learn: with flatness beside it, or a flatness penalty."""
 
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -8,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sklearn.base import clone, is_classifier
 from sklearn.metrics import check_scoring
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import GridSearchCV, check_cv
 from sklearn.utils import get_tags
-from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.multiclass import type_of_target
 
 from relflat_sk._checks import check_number, warn
@@ -20,7 +21,8 @@ from relflat_sk._models.network_of import last_prefix
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.fleet._trainer import in_turns
 from relflat_sk.search._recipe import check_fit_params
-from relflat_sk.search._results import average
+from relflat_sk.search._results import average, check_mean
+from relflat_sk.search._space import describe
 from relflat_sk.training._after_fit import measured_later
 from relflat_sk.training._nets import RelativeFlatnessRegularizedClassifier
 from relflat_sk.training._tasks import looks_like_values, to_array
@@ -255,7 +257,8 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
     ------
     ValueError
         From `fit`, if the estimator has no parameter `flatness_weight`, or more than one, if a
-        setting names no parameter of the net, or `refit` or `scoring` is none of the above.
+        setting names no parameter of the net, `refit` or `scoring` is none of the above, or with
+        ``refit="mean"``, if predictions have no mean or a fold is trained without a class.
 
     See Also
     --------
@@ -324,14 +327,18 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
             raise ValueError(f"refit must be True, False or 'mean', got {self.refit!r}.")
         if isinstance(self.scoring, Iterable) and not isinstance(self.scoring, str):
             raise ValueError(f"scoring must be a single name or callable, got {self.scoring!r}.")
-        search = self._grid_search()
+        search, averages = self._grid_search(), self.refit == "mean"
         _check_labels(search.estimator, y)
-        check_fit_params(X, params, last_prefix(search.estimator))
-        keep = None
-        if self.refit == "mean":
-            search.scoring = keep = _KeepEstimators(check_scoring(search.estimator, self.scoring))
+        weights = check_fit_params(X, params, last_prefix(search.estimator))["sample_weight"]
+        scorer = check_scoring(search.estimator, self.scoring)
+        search.scoring = judge = _Scorer(scorer, keeps=averages)
+        if averages:
+            check_mean("mean", search.estimator, y)
+            learns_classes = is_classifier(search.estimator) and y is not None
+            if learns_classes and not _lists_classes(search.estimator):
+                search.cv = _FoldsOfAllClasses(check_cv(self.cv, y, classifier=True), weights)
         # a net that only predicts for its score need not be measured
-        is_seen = self.refit == "mean" or not isinstance(self.scoring, str | None)
+        is_seen = averages or not isinstance(self.scoring, str | None)
         with (
             in_turns(within=nullcontext if is_seen else measured_later),
             warnings.catch_warnings(),
@@ -345,12 +352,16 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         self.best_index_ = best = _weakest_of_best(self.cv_results_)
         self.best_params_ = self.cv_results_["params"][best]
         self.best_score_ = self.cv_results_[SCORE][best]
-        if keep is not None:
-            self.scorer_ = keep.scorer
+        self.scorer_ = scorer
+        if averages:
+            started = time.perf_counter()
             chosen = clone(search.estimator).set_params(**self.best_params_)
             names = set().union(*search.cv_results_["params"])
-            folds = enumerate(keep.trained_like(chosen, names))
+            folds = enumerate(judge.trained_like(chosen, names))
             self.best_estimator_ = average({f"fold{i}": net for i, net in folds}, y)
+            if hasattr(self.best_estimator_, "feature_names_in_"):
+                self.feature_names_in_ = self.best_estimator_.feature_names_in_
+            self.refit_time_ = time.perf_counter() - started
         return self
 
     def _grid_search(self) -> GridSearchCV:
@@ -363,7 +374,7 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
             estimator,
             [{name: [value] for name, value in setting.items()} for setting in settings],
             scoring=self.scoring,
-            refit=_weakest_of_best if self.refit is True else False,
+            refit=_weakest_of_best if self.refit and self.refit != "mean" else False,
             cv=self.cv,
         )
 
@@ -418,9 +429,7 @@ def _weakest_of_best(cv_results: Mapping[str, Any]) -> int:
 
 def _check_labels(estimator: Any, y: Any) -> None:
     """Refuse the targets of a regression for a classifier, once before all folds."""
-    params = estimator.get_params()
-    listed = any(params[name] is not None for name in params if name.split("__")[-1] == "classes")
-    if y is None or listed or not is_classifier(estimator):
+    if y is None or _lists_classes(estimator) or not is_classifier(estimator):
         return
     kind = type_of_target(to_array(y), input_name="y")
     if kind == "continuous":
@@ -438,31 +447,68 @@ def _check_labels(estimator: Any, y: Any) -> None:
     )
 
 
+def _lists_classes(estimator: Any) -> bool:
+    """Return whether the net of an estimator has a list of its classes."""
+    params = estimator.get_params()
+    return any(params[name] is not None for name in params if name.split("__")[-1] == "classes")
+
+
 def _strength(setting: Mapping[str, Any]) -> tuple[float, float]:
     """Return the weights of penalty and decay, to order settings by."""
     return setting.get("flatness_weight", 0.0), setting.get("optimizer__weight_decay", 0.0)
 
 
-class _KeepEstimators:
-    """A scorer that keeps the estimators it scores, those of the folds."""
+class _Scorer:
+    """A scorer of one number, which keeps the estimators of the folds if they are averaged."""
 
-    def __init__(self, scorer: Any) -> None:
-        self.scorer = scorer
+    def __init__(self, scorer: Any, *, keeps: bool) -> None:
+        self.__wrapped__ = scorer
+        self.keeps = keeps
         self.estimators: list[Any] = []
 
-    def __call__(self, estimator: Any, *args: Any, **kwargs: Any) -> Any:
-        score = self.scorer(estimator, *args, **kwargs)
-        self.estimators.append(estimator)
-        return score
+    def __getattr__(self, name: str) -> Any:
+        """Return what scikit-learn asks of a scorer, such as whether it takes weights."""
+        return getattr(self.__wrapped__, name)
 
-    def get_metadata_routing(self) -> Any:
-        return get_routing_for_object(self.scorer)
+    def __call__(self, estimator: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.keeps:
+            self.estimators.append(estimator)
+        score = self.__wrapped__(estimator, *args, **kwargs)
+        # scikit-learn refuses several scores where it expects one, at the first fold
+        return {"scoring": score} if isinstance(score, Mapping) else score
 
     def trained_like(self, chosen: Any, names: Iterable[str]) -> list[Any]:
         """Return the estimators that have these parameters of another one."""
-        expected = chosen.get_params()
-        return [
-            estimator
-            for estimator in self.estimators
-            if all(estimator.get_params().get(name) == expected.get(name) for name in names)
-        ]
+
+        def described(estimator: Any) -> list[str]:
+            params = estimator.get_params()
+            return [describe(params.get(name)) for name in sorted(names)]
+
+        expected = described(chosen)
+        return [estimator for estimator in self.estimators if described(estimator) == expected]
+
+
+class _FoldsOfAllClasses:
+    """A splitter that refuses folds whose networks know other classes, and so have no mean."""
+
+    def __init__(self, cv: Any, weights: NDArray[np.float64] | None) -> None:
+        self.cv = cv
+        self.weights = weights  # (n,)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what scikit-learn asks of a splitter, such as the number of folds."""
+        return getattr(self.cv, name)
+
+    def split(self, X: Any, y: Any, **params: Any) -> list[Any]:
+        """Split as the splitter does."""
+        folds, labels = list(self.cv.split(X, y, **params)), np.ravel(to_array(y))
+        counts = np.ones(len(labels), bool) if self.weights is None else self.weights > 0
+        for number, (train, _) in enumerate(folds):
+            missing = np.setdiff1d(labels[counts], labels[train][counts[train]])
+            if len(missing):
+                raise ValueError(
+                    f"refit='mean' averages networks that know all classes, and fold {number} is "
+                    f"trained without {missing.tolist()}. Use fewer or stratified folds, list all "
+                    "classes (classes=) in the net, or set refit=True."
+                )
+        return folds

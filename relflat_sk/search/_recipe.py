@@ -73,7 +73,8 @@ def check_fit_params(X: Any, fit_params: Mapping[str, Any] | None, prefix: str) 
     passed = {name: value for name, value in (fit_params or {}).items() if value is not None}
     weights = passed.get(f"{prefix}sample_weight", passed.get("sample_weight"))
     if weights is not None:
-        weights = check_weights(weights, get_len(X))
+        # rows of numbers are no arrays side by side
+        weights = check_weights(weights, len(X) if isinstance(X, list) else get_len(X))
     return {"fit_params": passed, "sample_weight": weights}
 
 

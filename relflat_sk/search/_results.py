@@ -275,13 +275,18 @@ def average(estimators: Mapping[str, Any], y: Any) -> Any:
     return ensemble
 
 
-def check_nearest(estimator: Any, X: Any, y: Any) -> None:
-    """Refuse what has no network that is nearest to the mean on noisy inputs."""
+def check_mean(refit: str, estimator: Any, y: Any) -> None:
+    """Refuse an estimator whose predictions have no mean."""
     if not has_mean(estimator, y):
         raise ValueError(
-            "refit='nearest' needs probabilities of single labels without a threshold, or a "
-            f"regressor, and got {describe(estimator)}. Set refit=True for the flattest."
+            f"refit={refit!r} needs probabilities of single labels without a threshold, or a "
+            f"regressor, and got {describe(estimator)}. Set refit=True."
         )
+
+
+def check_nearest(estimator: Any, X: Any, y: Any) -> None:
+    """Refuse what has no network that is nearest to the mean on noisy inputs."""
+    check_mean("nearest", estimator, y)
     if isinstance(X, Tensor):
         is_float = X.is_floating_point()
     elif isinstance(X, pd.DataFrame):

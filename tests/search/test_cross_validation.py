@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import optuna
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from sklearn.base import clone, is_regressor
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_diabetes, load_wine
 from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.metrics import accuracy_score
 from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
@@ -24,8 +26,10 @@ from relflat_sk import (
     FlatnessScorer,
     FlatnessWarning,
     RelativeFlatnessPenaltyCV,
+    RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
+    StopAtLoss,
     flattest_within,
 )
 from relflat_sk.training import _after_fit
@@ -87,6 +91,32 @@ def test_the_mean_leaves_out_settings_that_contain_the_best():
 
 
 @pytest.mark.parametrize(
+    "further", [{"callbacks": [StopAtLoss(1e-9)]}, {"criterion__weight": torch.ones(3)}]
+)
+@pytest.mark.filterwarnings("ignore:.*has not reached")
+def test_the_mean_is_of_settings_with_objects(further):
+    settings = [NONE | further, ALL | further]
+    search = RelativeFlatnessPenaltyCV(make_net(), settings, cv=3, refit="mean").fit(X, y)
+    assert len(search.best_estimator_.estimators_) == 3
+
+
+@pytest.mark.parametrize("refit", [True, "mean", np.True_])
+def test_folds_are_trained_and_scored_with_weights(refit):
+    weights, folds = np.linspace(0.1, 3, len(y))[::-1], StratifiedKFold(3)
+    expected = [
+        make_net(**NONE).fit(X[at], y[at], weights[at]).score(X[out], y[out], weights[out])
+        for at, out in folds.split(X, y)
+    ]
+    search = RelativeFlatnessPenaltyCV(make_net(), [NONE], cv=folds, refit=refit)
+    for data in (pd.DataFrame(X, columns=list("abcdefghijklm")), X.tolist()):
+        search.fit(data, y, sample_weight=weights.tolist())
+        scores = [search.cv_results_[f"split{i}_test_score"][0] for i in range(3)]
+        assert_allclose(scores, expected, atol=1e-6)
+        assert search.refit_time_ >= 0
+        assert_array_equal(search.feature_names_in_, list("abcdefghijklm"))
+
+
+@pytest.mark.parametrize(
     ("params", "n_measured"),
     [({}, 1), ({"refit": False}, 0), ({"refit": "mean"}, 6), ({"scoring": "by flatness"}, 7)],
     ids=["refit", "no refit", "mean", "a scorer that reads it"],
@@ -142,6 +172,7 @@ def test_pipelines_targets_and_weights():
 
 OF_VALUES = "RelativeFlatnessRegularizedRegressor"
 PIPELINE = Pipeline([("scaler", StandardScaler()), ("net", make_net())])
+OF_LABELS = make_net(RelativeFlatnessRegularizedBinaryClassifier)
 
 
 def fit(net=None, labels=y, penalties=(NONE,), refit=True, scoring=None, **params):
@@ -156,6 +187,8 @@ def fit(net=None, labels=y, penalties=(NONE,), refit=True, scoring=None, **param
         (fit(LogisticRegression()), "flatness_weight"),
         (fit(refit="best"), "refit"),
         (fit(scoring=["accuracy"]), "scoring"),
+        (fit(scoring=accuracy_score), "scoring .* metric"),
+        (fit(OF_LABELS, labels=(X > 0).astype(int), refit="mean"), "'mean' needs .* single labels"),
         (fit(labels=np.arange(len(y)) / 7), OF_VALUES),
         (fit(labels=np.arange(len(y), dtype=float)), OF_VALUES),
         (fit(labels=np.arange(len(y))), OF_VALUES),
@@ -167,6 +200,32 @@ def test_what_is_wrong_is_refused_once_before_the_folds(monkeypatch, call, match
     monkeypatch.setattr(GridSearchCV, "fit", lambda *args, **kwargs: pytest.fail("folds"))
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_several_scores_are_refused_at_the_first_fold():
+    nets = []
+    scoring = lambda net, X, y: nets.append(net) or {"accuracy": 1.0}  # noqa: E731
+    for refit in (True, False, "mean"):
+        with pytest.raises(ValueError, match="must return a number, got {'accuracy': 1.0}"):
+            fit(make_net(max_epochs=1), penalties=[NONE] * 30, scoring=scoring, refit=refit)()
+    assert len(nets) <= 3 * 64  # those that were trained with the first one
+
+
+@pytest.mark.filterwarnings("ignore:The least populated class")
+def test_folds_without_a_class_have_no_mean(monkeypatch):
+    rare, folds = np.where(np.arange(len(y)) == 3, 7, y), KFold(3)
+    weights = np.where(y == 1, np.arange(len(y)) == 70, 1.0)
+    search = RelativeFlatnessPenaltyCV(make_net(classes=[0, 1, 2, 7]), [NONE], 3, refit="mean")
+    assert_array_equal(search.fit(X, rare).classes_, [0, 1, 2, 7])
+    monkeypatch.setattr(type(search.estimator), "fit", lambda *args: pytest.fail("trained"))
+    search.set_params(estimator__classes=None)
+    for cv, labels, more, missing in (
+        (3, rare, {}, 7),
+        (iter([*folds.split(X)]), y, {}, 0),
+        (3, y.tolist(), {"sample_weight": weights.tolist()}, 1),
+    ):
+        with pytest.raises(ValueError, match=rf"without \[{missing}\]"):
+            search.set_params(cv=cv).fit(X, labels, **more)
 
 
 def test_a_misspelt_parameter_is_named():
