@@ -56,6 +56,11 @@ class LayerRecord:
         """The layer as a linear map of the weight that it had in its call."""
         return self.position_map or layer_map(self.layer, self.weight)
 
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether a step behind the layer changed its output, as kept with its graph, in place."""
+        return self.tail_input is None and getattr(self.output, "grad_fn", None) is not self.node
+
     def check(self) -> tuple[Tensor, Tensor]:
         """Return features and output of a layer that was called exactly once."""
         if self.calls != 1 or self.features is None or self.output is None:

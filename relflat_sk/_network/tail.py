@@ -88,9 +88,10 @@ class Tail:
             link = self._link(record)
             if link is None and z.shape == self.output.shape and z.shape[1] < MANY:
                 factor = find_factor(self.output, record.node) or 0.0
-                link = "identity" if factor else None
+                link, z = ("identity" if factor else None), self.output
         elif (
             loss.has_closed_form("identity")
+            and not record.is_overwritten
             and not loss.weighs_outputs  # along axes that have moved
             and (positions := record.map.by_position(features, z)) is not None
             and only_moves_axes(self.output, record.node, positions[-1])
@@ -106,14 +107,14 @@ class Tail:
             found = loss.closed_form(link, z, relevant)
             if isinstance(found, Softmax):
                 return record, features, ManyClasses(found.z, found.scale)
-        curvature = loss.closed_form(link, self.precise(z) * factor, relevant)
+        curvature = loss.closed_form(link, self.precise(z), relevant)
         if curvature is None:
             return None
         return record, features, curvature if factor == 1 else curvature.times(factor * factor)
 
     def _link(self, record: LayerRecord) -> str | None:
         """Return the function behind a layer; None where the criterion sees other axes than it."""
-        z = record.output
+        z = None if record.is_overwritten else record.output
         same = self.output.ndim <= 2 and z is not None and len(self.output) == len(z)
         return find_link(self.output, record.node) if same else None
 

@@ -66,6 +66,7 @@ SCALED = {
     "times": (lambda z: z * (1 / 9), True),
     "negative": (lambda z: -0.3 * z, True),
     "divided": (lambda z: z / torch.tensor(9.0), True),
+    "in place": (lambda z: z.div_(9), True),
     "each its own": (lambda z: z * torch.tensor([1.0, 2.0, 3.0]), False),
 }
 
@@ -83,6 +84,18 @@ def test_a_constant_factor_behind_the_last_layer_keeps_the_closed_form(name, cri
     assert torch.equal(torch.get_rng_state(), state) == is_closed  # no probe was drawn
     if is_closed:
         assert value.item() == pytest.approx(expected(net, -1, criterion, X, y), rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("change", "criterion"),
+    [(torch.sigmoid_, nn.BCELoss()), (lambda z: z.squeeze_(1), nn.BCEWithLogitsLoss())],
+    ids=["sigmoid", "squeeze"],
+)
+def test_a_step_may_overwrite_what_the_last_layer_puts_out(change, criterion):
+    net, X = Net(lambda own, X: change(own.net(X)), net=mlp(1)), torch.randn(11, 5).double()
+    y = (X[:, 0] > 0).double().reshape(net(X).shape)
+    truth = expected(net, -1, criterion, X, y)
+    assert_right_on_average(published_penalty(), net, criterion, X, y, truth)
 
 
 # torch's functions, the modules that compute the same, and cases with networks for them
