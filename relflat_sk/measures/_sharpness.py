@@ -29,6 +29,9 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn import grad
+from torch.overrides import TorchFunctionMode
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._losses.curvature import check_twice, one_to_differentiate
@@ -128,10 +131,57 @@ def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network,
         changed(backends, "enabled", False),
         changed(sparse, "sparse", False),
         MathAttention(),
+        _ConstantInputs(),
         torch.enable_grad(),
     ):
         leaf = weights.detach().clone().requires_grad_()
         yield with_weights(network, leaf), leaf
+
+
+class _ConstantInputs(TorchFunctionMode):
+    """Spares derivatives in the data, which torch's second one of a convolution always computes."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function of torch; a convolution of data as a linear map of its kernel."""
+        if func not in _OF_KERNEL or kwargs or len(args) < 3 or not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        x, kernel, bias, *options = args
+        # padding may have a name, and data no axis of samples
+        if x.requires_grad or x.ndim != kernel.ndim or any(isinstance(o, str) for o in options):
+            return func(*args)
+        size, of_kernel = kernel.shape, _OF_KERNEL[func]
+        output = _LinearMap.apply(  # type: ignore[no-untyped-call]
+            kernel,
+            lambda kernel: func(x, kernel, None, *options),
+            lambda outer: of_kernel(x, size, outer, *options),
+        )
+        return output if bias is None else output + bias.view(-1, *[1] * (x.ndim - 2))
+
+
+# convolutions, and their derivatives in the kernel
+_OF_KERNEL: dict[Any, Any] = {
+    F.conv1d: grad.conv1d_weight,
+    F.conv2d: grad.conv2d_weight,
+    F.conv3d: grad.conv3d_weight,
+}
+
+
+class _LinearMap(torch.autograd.Function):
+    """A linear map and its transpose, each of which is the derivative of the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, run: Callable[..., Tensor], transpose: Callable[..., Tensor]
+    ) -> Tensor:
+        ctx.maps = transpose, run
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None, None]:
+        pulled: Tensor = _LinearMap.apply(outer, *ctx.maps)  # type: ignore[no-untyped-call]
+        return pulled, None, None
 
 
 def loss_gradient(network: Network, weights: Tensor) -> tuple[float, Tensor]:

@@ -110,8 +110,8 @@ LAYERS = nn.Linear | nn.Conv1d | nn.Conv2d | nn.ConvTranspose2d | Conv1D
 
 def make(kind, n=7):
     torch.manual_seed(0)
-    build, shape = NETS[kind]
-    net = build().double()
+    build, shape = NETS.get(kind) or BEFORE_A_HEAD[kind]
+    net = (build() if kind in NETS else before_a_head(build(), *shape)).double()
     for m in net.modules():
         if isinstance(m, nn.BatchNorm2d):
             m.running_mean.normal_()
@@ -360,8 +360,7 @@ def of_kind(kind):
 
 
 def of_layer(kind):
-    make_layer, shape = BEFORE_A_HEAD[kind]
-    return Problem(before_a_head(make_layer(), *shape).double(), *labelled(*shape, n=4))
+    return Problem(*make(kind, n=4))
 
 
 def packed(kind):

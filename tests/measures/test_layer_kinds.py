@@ -126,7 +126,6 @@ def divide_channels(layer, units):
 
 @pytest.mark.parametrize("kind", BEFORE_A_HEAD)
 def test_every_kind_of_layer_before_a_head(kind):
-    torch.manual_seed(0)
     problem = of_layer(kind)
     net, X, y = problem.net, problem.X, problem.y
     assert_measures(problem, "0")

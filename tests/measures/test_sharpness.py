@@ -321,7 +321,11 @@ def joint(net, criterion, X, y):
 
 
 @pytest.mark.parametrize("batch_size", [4, 1024])
-@pytest.mark.parametrize("kind", ["mlp relu", "mlp tanh", "conv tanh"])
+@pytest.mark.parametrize(
+    "kind",
+    ["mlp relu", "mlp tanh", "conv tanh", "conv", "stride, padding, dilation", "same", "reflect",
+     "three axes"],
+)  # fmt: skip
 def test_joint_eigenvalue_flatness_is_that_of_the_dense_hessian(kind, batch_size):
     net, X, y = make_kind(kind)
     expected = joint(net, CE, X, y)
