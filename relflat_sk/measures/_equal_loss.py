@@ -53,7 +53,7 @@ class EqualLoss:
 
     network: Network
     own: Summary  # totals of the pass at temperature 1
-    reason: str = ""
+    reason: str | None = None  # empty if the loss or logits are nan or infinite
 
 
 def at_equal_loss(
@@ -107,6 +107,7 @@ class _Recording:
         self.labels: list[tuple[Tensor, Tensor]] = []
         self._scored: list[Outcome] = []  # of logits
         self._largest = 0.0  # of all logits
+        self._reason = ""  # why there is no temperature
         self._room = _MOST_STORED
 
     def add(self, forward: ForwardPass) -> None:
@@ -115,43 +116,45 @@ class _Recording:
         self.labels.append((forward.target, forward.sample_weight))
         if not self.network.loss.divides_logits:
             return
-        logits = self._logits(forward)
+        logits = forward.logits(self.network.loss)
         largest = logits.abs().where(logits > _MASKED, 0).amax()
         self._largest = max(self._largest, float(largest))
-        if math.inf > self._largest > -_MASKED:
-            raise ValueError(
-                f"at_loss needs logits below {-_MASKED:g}, got {self._largest:.3g}. Rescale the "
-                "last layer: the value does not depend on it."
-            )
+        self._reason = self._reason or self._why_not(forward, logits)
         self._room -= logits.numel()
         if self._room >= 0:
             loss, weight = self.network.loss, forward.sample_weight
             self._scored.append(Outcome(logits, forward.target, loss, weight, weighted=True))
 
-    def _logits(self, forward: ForwardPass) -> Tensor:
-        """Return the logits, and refuse outputs from which they do not follow."""
+    def _why_not(self, forward: ForwardPass, logits: Tensor) -> str:
+        """Say why logits do not follow from the outputs, or are too large."""
         loss = self.network.loss
         assert loss.row is not None
-        link, logits = loss.row.link, forward.logits(loss)
+        link = loss.row.link
         if link == "log_softmax" and are_no_logarithms(forward.output.detach()):
-            raise ValueError(
-                f"at_loss needs the outputs that {name_criterion(loss.criterion)} takes, "
-                "logarithms of probabilities, but the probabilities do not sum to 1. Let the "
-                "network end in LogSoftmax, or pass criterion=torch.nn.CrossEntropyLoss()."
+            return (
+                f"{name_criterion(loss.criterion)} takes logarithms of probabilities, but the "
+                "probabilities do not sum to 1. Let the network end in LogSoftmax, or pass "
+                "criterion=torch.nn.CrossEntropyLoss()"
             )
         if link == "sigmoid" and forward.link != link and bool(logits.isinf().any()):
-            raise ValueError(
-                "at_loss needs the network's logits, and its sigmoid rounded some to 0 or 1. Let "
-                "the network end in logits, with BCEWithLogitsLoss as its criterion, or measure "
-                "the last layer."
+            return (
+                "it needs the network's logits, and its sigmoid rounded some to 0 or 1. Let the "
+                "network end in logits, with BCEWithLogitsLoss as its criterion, or measure the "
+                "last layer"
             )
-        return logits
+        if math.inf > self._largest > -_MASKED:
+            return (
+                f"it needs logits below {-_MASKED:g}, got {self._largest:.3g}. Rescale the last "
+                "layer: the value does not depend on it"
+            )
+        return ""
 
     def temperature(self, mean: float, share: float, losses: LossRange) -> float | str:
-        """Find the temperature of a share of a loss, nan if that is, or say why there is none."""
+        """Find the temperature of a share of a loss, or say why there is none."""
         lowest, constant = losses
-        if math.isnan(mean) or not math.isfinite(constant) or math.isinf(self._largest):
-            return math.nan
+        is_finite = math.isfinite(constant) and math.isfinite(self._largest)
+        if self._reason or math.isnan(mean) or not is_finite:
+            return self._reason
         if constant - lowest <= _ROUNDING * constant:
             return (
                 f"the best constant prediction has a loss of {constant:.3g}, of which there is no "
@@ -171,7 +174,7 @@ class _Recording:
         for _ in range(_MAX_STEPS):
             loss, slope = self._at(beta)
             if not math.isfinite(loss):
-                return math.nan
+                return ""
             if abs(loss - target) <= _ROUNDING * target:
                 break
             if slope >= 0:

@@ -300,9 +300,10 @@ def _measure_at_loss(
     if share is not None:
         checked, where = bool(of_layers), layers if of_layers else [-1]
         equal = at_equal_loss(network, where, share, checked=checked)
-        if equal.reason:
+        if equal.reason is not None:
             reason = f"no temperature gives the loss of at_loss={share:g}: {equal.reason}"
-            nothing = Measured.without_value(reason, Passes(equal.own, at_loss=share))
+            passes = Passes(equal.own, at_loss=share)
+            nothing = Measured.without_value(equal.reason and reason, passes)
             keys = [*product(equal.own.layer_weights, of_layers), *product([""], wholes)]
             return dict.fromkeys(keys, nothing)
         network = equal.network

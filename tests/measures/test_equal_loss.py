@@ -240,6 +240,10 @@ def test_refused(net, criterion, y, message):
     y = net(X).detach() if y is None else y
     with pytest.raises(ValueError, match=message):
         relative_flatness(net, X, y, criterion=criterion, layer=0, at_loss=0.1)
+    names = ["comparable_flatness", "l2_norm"]
+    with pytest.warns(FlatnessWarning, match=f"^comparable_flatness is nan: .*{message}"):
+        report = flatness_report(net, X, y, criterion=criterion, layers=[0], measures=names)
+    assert report["value"].isna().tolist() == [True, False]
 
 
 def test_saturated_networks_are_scored():

@@ -232,6 +232,16 @@ def test_reports_warn_once(value, parameter):
     assert not np.isfinite(report.loc[get_measure_names(), "value"]).any()
 
 
+@pytest.mark.parametrize("criterion", [nn.BCELoss(), nn.BCEWithLogitsLoss()])
+def test_infinite_logits_of_two_classes_have_no_temperature(criterion):
+    net, y = network(1), (THREE > 0).float()[:, None]
+    net[2].bias.data.fill_(math.inf)
+    net = nn.Sequential(*net, nn.Sigmoid()) if isinstance(criterion, nn.BCELoss) else net
+    options = {"criterion": criterion, "measures": ["comparable_flatness"]}
+    message = "^the value of comparable_flatness is nan or infinite, because '2.bias'"
+    assert warned(message, flatness_report, net, RANDOM, y, **options)["value"].isna().all()
+
+
 def test_other_causes_are_named():
     net = MLP(4, 3)
     for layer in (net.hidden0, net.output):
