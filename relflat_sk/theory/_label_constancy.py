@@ -53,7 +53,8 @@ def label_constancy(  # noqa: PLR0913
         "labels" compares the labels, which must be classes. "loss" compares the losses of a
         prediction with the label of a neighbour and with its own label, also of regressions.
     criterion : torch loss, optional
-        With ``by="loss"``, needed for a bare module; an estimator knows its own.
+        Says which labels do not count; an estimator knows its own. With ``by="loss"``, needed for
+        a bare module.
     batch_size : int, default=1024
         Samples in one forward pass.
     device : str or torch.device, optional
@@ -105,7 +106,7 @@ def label_constancy(  # noqa: PLR0913
     """
     if by not in ("labels", "loss"):
         raise ValueError(f'by must be "labels" or "loss", got {by!r}.')
-    if by == "labels" and isinstance(model, nn.Module):
+    if by == "labels" and criterion is None and isinstance(model, nn.Module):
         criterion = nn.CrossEntropyLoss()  # `open_model` needs one; it is not used here
     network = open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device)
     features: list[Tensor] = []
