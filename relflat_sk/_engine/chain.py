@@ -128,7 +128,9 @@ def _silu_slope(g: Any, x: Any, y: Any) -> Any:
 
 # by the class of torch's layer
 _FUNCTIONS: dict[type, Callable[[Any], _Function]] = {
-    nn.ReLU: lambda layer: _Function(_relu, lambda g, x, y: g * (y > 0), in_pieces=True),
+    nn.ReLU: lambda layer: _Function(
+        _relu, lambda g, x, y: g * namespace(y).sign(y), in_pieces=True
+    ),
     nn.LeakyReLU: lambda layer: _Function(
         lambda x: namespace(x).where(x > 0, x, x * layer.negative_slope),
         lambda g, x, y: namespace(x).where(x > 0, g, g * layer.negative_slope),

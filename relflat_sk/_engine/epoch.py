@@ -19,7 +19,6 @@ from relflat_sk._engine.step import Own, Step, StepBatch, settings_of
 from relflat_sk._losses.curvature import namespace
 from relflat_sk._network.batches import cast_inputs
 from relflat_sk._network.layers import find_names
-from relflat_sk._numerics import or_one
 from relflat_sk._random import n_words
 
 # what trains the epochs of all nets that are fitted in this context, for instance of many nets
@@ -116,7 +115,7 @@ def train_epoch(step: Step, jobs: Sequence[Job], stack: Any, *, small: bool = Fa
 def _cut_batches(jobs: Sequence[Job], like: Tensor, *, small: bool) -> Iterator[StepBatch]:
     """Cut the batches of an epoch, those of several steps at once, of the type of a tensor."""
     first, size = jobs[0], jobs[0].batch_size
-    counts = torch.tensor([len(job.order) for job in jobs])
+    counts = np.array([len(job.order) for job in jobs])
     n = int(counts.max())
     # samples of share 0 stand where a net has fewer than others
     orders = [pad(job.order, (0, n - len(job.order))) for job in jobs]
@@ -159,18 +158,19 @@ def _taken(data: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
 def _shares(
     jobs: Sequence[Job],
     samples: Sequence[Tensor],
-    counts: Tensor,  # (k,), of the samples from the first of these on
+    counts: Any,  # (k,), of the samples from the first of these on
     like: Tensor,
 ) -> Tensor:  # (k, n)
     """Return the shares of samples in the weights of their batches."""
-    k, n, size = len(samples), len(samples[0]), jobs[0].batch_size
-    weights = (torch.arange(n) < counts[:, None]).to(like)
+    # by NumPy, whose operations take a third of the time on so few numbers
+    n, size = len(samples[0]), jobs[0].batch_size
+    weights = (np.arange(n) < counts[:, None]).astype(float)
     if jobs[0].weights is not None or jobs[0].class_weights is not None:
         rows = [job.weights_of(chosen) for job, chosen in zip(jobs, samples, strict=True)]
-        weights *= torch.stack(rows).to(like)
-    batches = pad(weights, (0, -n % size)).view(k, -1, size)
-    shares = batches / or_one(batches.sum(2, keepdim=True))
-    return shares.view(k, -1)[:, :n]
+        weights *= torch.stack(rows).double().numpy()
+    sums = np.add.reduceat(weights, range(0, n, size), axis=1)
+    sums[sums <= 0] = 1  # where the weights are 0
+    return torch.from_numpy(weights / sums.repeat(size, axis=1)[:, :n]).to(like)
 
 
 def make_generators(jobs: Sequence[Job], device: torch.device) -> list[torch.Generator]:

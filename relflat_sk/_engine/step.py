@@ -142,14 +142,13 @@ class Step:
         if settings is None:
             body.backward(of_z)
             return (loss,)
-        factors = settings.factors / self._loss.divisor(z.shape[-1])
+        divisor = self._loss.divisor(z.shape[-1])
+        penalty: Any = 0
         term = of_earlier = None
-        penalty = 0 * loss
         if self._earlier is not None:
-            value, of_earlier = self._earlier(batch, factors, p)
-            penalty = penalty + value
+            penalty, of_earlier = self._earlier(batch, settings.factors / divisor, p)
         if self._at_last:
-            factors = factors / (2 * phi.shape[-1])
+            factors = settings.factors / (2 * phi.shape[-1] * divisor)
             term = self._loss.trace_term(p, phi, weight, batch.shares[..., None])
             penalty = penalty + factors * term.value
 

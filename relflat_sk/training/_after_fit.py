@@ -208,9 +208,9 @@ def _bad_endings(net: Any, since: int, *, has_died: bool) -> Iterator[str]:
     elif ended.is_known and ended.is_lower_by(_HARDLY):
         # with callbacks="disable", a net records batches only
         share = _share_of_limit([b for epoch in epochs for b in epoch.get("batches", ())])
-        usual = defaults_of(type(net))
         if share >= _NEARLY_ALL and any(  # somebody chose a weight that could have mattered
-            getattr(net, name) != usual[name] for name in ("flatness_weight", "flatness_clip")
+            getattr(net, name) != defaults_of(type(net))[name]
+            for name in ("flatness_weight", "flatness_clip")
         ):
             # of the class only: one warning for many nets at a line
             yield (

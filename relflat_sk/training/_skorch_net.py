@@ -6,7 +6,6 @@ needs its own loop.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -67,8 +66,11 @@ _STEP = (
     "train_step",
     "train_step_single",
 )
-# what callbacks may do in every step
+# what a net's parts are
+_TRAINED = (nn.Module, Optimizer)
+# what callbacks may do in every step, and those that do nothing
 _EVENTS = ("on_batch_begin", "on_batch_end", "on_grad_computed")
+_EMPTY = [getattr(Callback, event, None) for event in _EVENTS]
 
 
 class SkorchNet(NeuralNet):
@@ -298,18 +300,18 @@ def _refuse_own_step(net: Any, fit_params: Mapping[str, Any]) -> None:
     for name in _STEP:
         if getattr(type(net), name, None) is not getattr(library, name, None):
             raise NeedsOwnLoop(f"{type(net).__name__} has its own {name}")
-    trained = {n for n, v in vars(net).items() if isinstance(v, nn.Module | Optimizer)}
+    trained = {n for n, v in vars(net).items() if isinstance(v, _TRAINED)}
     if not trained <= {"module", "module_", "criterion", "criterion_", "optimizer_"}:
         raise NeedsOwnLoop("it has other parts than one module, criterion and optimizer")
     if "_orig_mod" in getattr(net.module_, "_modules", {}):
         raise NeedsOwnLoop("its network is compiled")
-    for (_, callback), event in product(net.callbacks_, _EVENTS):
-        method = getattr(callback, event)
-        is_empty = getattr(method, "__func__", method) is getattr(Callback, event, None)
+    for _, callback in net.callbacks_:
         reads_validation = isinstance(callback, EpochScoring) and not callback.on_train
         # LRScheduler of skorch, and WeightAverage
         steps_by_epoch = getattr(callback, "step_every", "batch") == "epoch"
-        if not (is_empty or reads_validation or steps_by_epoch):
+        methods = [getattr(callback, event) for event in _EVENTS]
+        does_nothing = [getattr(method, "__func__", method) for method in methods] == _EMPTY
+        if not (does_nothing or reads_validation or steps_by_epoch):
             kind = type(callback).__name__
             raise NeedsOwnLoop(f"its callback {kind} is called in each step")
 
@@ -320,12 +322,20 @@ def _refuse_own_step(net: Any, fit_params: Mapping[str, Any]) -> None:
 class EpochMean(PassthroughScoring):
     """skorch's mean of a column over the batches of an epoch, which takes longer to read them."""
 
-    def get_avg_score(self, history: Any) -> Any:
-        """Compute the mean over samples."""
+    best_score_: np.float64
+
+    def on_epoch_end(self, net: Any, **kwargs: Any) -> None:
+        """Record the mean over samples, and whether it is the lowest."""
         size = "train_batch_size" if self.on_train else "valid_batch_size"
-        batches = [batch for batch in history[-1, "batches"] if self.name in batch]
+        epoch = net.history[-1]
+        batches = [batch for batch in epoch["batches"] if self.name in batch]
+        if not batches:
+            return
         total = sum(batch[size] * batch[self.name] for batch in batches)
-        return np.float64(total / sum(batch[size] for batch in batches))
+        mean = epoch[self.name] = np.float64(total / sum(batch[size] for batch in batches))
+        if self.lower_is_better:
+            epoch[f"{self.name}_best"] = bool(mean < self.best_score_)
+            self.best_score_ = np.fmin(mean, self.best_score_)
 
 
 class QuietPrintLog(PrintLog):
