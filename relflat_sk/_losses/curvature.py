@@ -43,6 +43,7 @@ from relflat_sk._numerics import (
     transposed,
     without_diagonal,
 )
+from relflat_sk._random import make_generator, rademacher
 
 # -- losses of arrays of NumPy or torch, with gradients and trace terms by formula ---------
 # Any leading axes stand for several networks: outputs z and targets are of shape (..., n, d),
@@ -574,6 +575,24 @@ class ProductCurvature:
             (products,) = pull_back([self._gradient], [self._z], [vectors], create_graph=False)
         # where the gradient does not depend on z, there is no curvature
         return torch.zeros_like(vectors) if products is None else products
+
+
+def is_curved_at(output: Tensor, loss: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether a loss's Hessian is not zero at some outputs, or the gradient is."""
+    with torch.enable_grad():
+        output = output.detach().requires_grad_()
+        value = loss(output)
+        if not value.requires_grad:
+            return False
+        (gradient,) = pull_back([value], [output], create_graph=False)
+        if gradient is None:
+            return False
+        if not bool(gradient.any()):
+            return True
+        # random signs do not cancel, as ones would in a softmax
+        signs = rademacher(output.shape, output, make_generator(0, output.device))
+        product = ProductCurvature(value, output).product(signs)
+    return bool(product.any())
 
 
 def pull_back(

@@ -315,6 +315,15 @@ class Loss:
         return rows.sum(dim=1) if summed or reduction == "batchmean" else rows.mean(dim=1)
 
 
+def warn_of_no_curvature(loss: Loss, penalty: str, remedy: str) -> None:
+    """Warn that a penalty has no effect, because the criterion has no curvature."""
+    warn(
+        f"{penalty} has no effect: {name_criterion(loss.criterion)} has no curvature at the "
+        "network's outputs, so that the flatness is 0 whatever the weights are. Train with a loss "
+        f"that is twice differentiable, such as criterion=torch.nn.MSELoss, or {remedy}."
+    )
+
+
 @dataclass(frozen=True)
 class BatchLoss:
     """The loss of a batch, as a function of its outputs: a weighted mean, or the weighted sum."""

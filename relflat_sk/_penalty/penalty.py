@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from relflat_sk._checks import check_boolean, check_integer, check_number
-from relflat_sk._losses.loss import BatchLoss, Loss, as_criterion, warn_of_ending
+from relflat_sk._losses.curvature import is_curved_at
+from relflat_sk._losses.loss import (
+    BatchLoss,
+    Loss,
+    as_criterion,
+    warn_of_ending,
+    warn_of_no_curvature,
+)
 from relflat_sk._network.batches import check_weights
 from relflat_sk._network.borrowing import requiring_grad, unwrapped
 from relflat_sk._network.layers import Layer
@@ -288,7 +295,10 @@ class RelativeFlatnessPenalty:
         target = loss.read_target(output, y)
         weight = None if sample_weight is None else sample_weight.to(output)
         batch = BatchLoss(loss, target, weight)
+        is_known = loss.is_curved or self._checked is loss.criterion
         term, share = penalise_batch(self, batch, output, batch(output))
+        if not is_known and self.weight and not term and not is_curved_at(output, batch):
+            warn_of_no_curvature(loss, "the penalty", "without it")
         return term if share is None else share * term
 
 

@@ -15,12 +15,11 @@ from skorch import NeuralNet
 from torch import nn
 
 from relflat_sk._checks import warn
-from relflat_sk._losses.curvature import ProductCurvature, pull_back
+from relflat_sk._losses.curvature import is_curved_at
 from relflat_sk._losses.loss import name_criterion
 from relflat_sk._network.batches import Batch
 from relflat_sk._network.borrowing import borrowed
 from relflat_sk._network.network import Network, outcome_of
-from relflat_sk._random import make_generator, rademacher
 from relflat_sk.measures._equal_loss import are_no_logarithms
 from relflat_sk.measures._measure_network import CURVATURES
 from relflat_sk.measures._predictions import Score, auc_of, score_of
@@ -239,20 +238,7 @@ def _is_curved(network: Network, batch: Batch) -> bool:
         return True
     with torch.no_grad():
         output = network(batch.x)
-    with torch.enable_grad():
-        output = output.detach().requires_grad_()
-        loss, _ = outcome_of(network, batch, output).total()
-        if not loss.requires_grad:
-            return False
-        (gradient,) = pull_back([loss], [output], create_graph=False)
-        if gradient is None:
-            return False
-        if not bool(gradient.any()):
-            return True
-        # random signs do not cancel, as ones would in a softmax
-        signs = rademacher(output.shape, output, make_generator(0, output.device))
-        product = ProductCurvature(loss, output).product(signs)
-    return bool(product.any())
+    return is_curved_at(output, lambda output: outcome_of(network, batch, output).total()[0])
 
 
 # -- what speaks against a minimum ----------------------------------------------------------

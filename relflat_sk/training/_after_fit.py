@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from relflat_sk._checks import warn
-from relflat_sk._losses.loss import name_criterion
+from relflat_sk._losses.loss import warn_of_no_curvature
 from relflat_sk._models.network_of import defaults_of, describe
 from relflat_sk._network.layers import weight_layers
 from relflat_sk._network.network import REFUSALS
@@ -169,12 +169,8 @@ def _warn_of_flat(net: Any, network: Any, *, has_died: bool) -> None:
         has_curvature = criterion_has_curvature(network)
     if not has_curvature:
         # of the class only: one warning for many nets at a line
-        warn(
-            f"the penalty of the {type(net).__name__} has no effect: "
-            f"{name_criterion(network.loss.criterion)} has no curvature at the network's outputs, "
-            "so that the flatness is 0 whatever the weights are. Train with a loss that is twice "
-            "differentiable, such as criterion=torch.nn.MSELoss, or with flatness_weight=0."
-        )
+        penalty = f"the penalty of the {type(net).__name__}"
+        warn_of_no_curvature(network.loss, penalty, "with flatness_weight=0")
     elif has_died:
         warn(
             f"the network of {describe(net)} is perfectly flat: it has probably died (its "

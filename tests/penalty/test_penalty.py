@@ -127,6 +127,21 @@ def test_functions_of_torch_are_known_as_their_modules(function, module, case):
     assert_close(*found, rtol=EXACT, atol=0)
 
 
+def cubic(output, target):
+    return (output - target).abs().pow(3).mean()
+
+
+def test_a_criterion_without_curvature_is_told_once():
+    net, _, X, y = make("huber")
+    penalty, criterion = RelativeFlatnessPenalty(), nn.L1Loss()
+    with pytest.warns(FlatnessWarning, match="penalty has no effect: L1Loss"):
+        evaluate(penalty, net, criterion, X, y)
+    # without a warning
+    assert evaluate(penalty, net, criterion, X, y) == 0
+    net[-1].weight.data.zero_()
+    assert evaluate(penalty, net, cubic, X, y) == 0
+
+
 EARLIER = [0, -2]
 SEVERAL = [[0, -1, "2"], ("0", "4", -2), "all"]
 DRAWN = [  # the last layer without a closed form, earlier ones, and several
