@@ -12,7 +12,14 @@ import torch
 from numpy.typing import NDArray
 from scipy.sparse import issparse
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+)
 
 from relflat_sk._checks import check_integer, warn
 from relflat_sk._numerics import native, native_type
@@ -74,6 +81,22 @@ def count_samples(X: Any) -> int:
     if len(sizes) != 1:
         raise ValueError(f"the arrays of X must have equal lengths, got {sorted(sizes)}.")
     return sizes.pop()
+
+
+def take_rows(data: Any, rows: NDArray[np.intp]) -> Any:
+    """Take some samples of data of any kind, as users give them to `fit`."""
+    if data is None:
+        return None
+    if isinstance(data, Dataset):
+        return Subset(data, rows.tolist())
+    if isinstance(data, Mapping) and not issparse(data):  # a dok_matrix is a Mapping
+        return {name: take_rows(values, rows) for name, values in data.items()}
+    if isinstance(data, tuple) and not np.isscalar(data[0]):  # of arrays
+        return tuple(take_rows(values, rows) for values in data)
+    if isinstance(data, list | tuple):
+        return [data[row] for row in rows]
+    # frames, arrays, sparse matrices, tensors
+    return getattr(data, "iloc", data)[rows]
 
 
 def cast_inputs(x: Any, module: nn.Module, device: torch.device | None = None) -> Any:

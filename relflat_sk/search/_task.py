@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import issparse
 from sklearn.base import clone, is_classifier
 from sklearn.model_selection import train_test_split
 from skorch import NeuralNet
@@ -21,11 +20,11 @@ from skorch.dataset import ValidSplit
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import Dataset, Subset
 
 from relflat_sk._checks import check_integer, is_integer, is_number, naming_parameters
 from relflat_sk._engine.epoch import EPOCH_TRAINER
 from relflat_sk._models.network_of import final_estimator
+from relflat_sk._network.batches import take_rows
 from relflat_sk._network.borrowing import unwrapped
 from relflat_sk._network.layers import find_layer
 from relflat_sk._random import IN_TURN, as_random_state, seeded
@@ -190,15 +189,15 @@ def vary_data(  # noqa: PLR0913
     confusion = rng.permutation(rest)[: int(confusion_size)]
     rows_fit = np.concatenate([rows, confusion])
     return TrainingData(
-        X_fit=_take(X, rows_fit),
-        y_fit=_take(y, np.concatenate([labels, rng.permutation(confusion)])),
-        X=_take(X, rows),
-        y=_take(y, labels),
+        X_fit=take_rows(X, rows_fit),
+        y_fit=take_rows(y, np.concatenate([labels, rng.permutation(confusion)])),
+        X=take_rows(X, rows),
+        y=take_rows(y, labels),
         fit_params={
-            name: _take(value, rows_fit) if _is_per_sample(value, len(y)) else value
+            name: take_rows(value, rows_fit) if _is_per_sample(value, len(y)) else value
             for name, value in (fit_params or {}).items()
         },
-        sample_weight=_take(sample_weight, rows),
+        sample_weight=take_rows(sample_weight, rows),
     )
 
 
@@ -219,22 +218,6 @@ def _choose(
         every, train_size=train_size, random_state=rng, stratify=y if stratify else None
     )
     return np.sort(chosen), np.sort(rest)
-
-
-def _take(data: Any, rows: NDArray[np.intp]) -> Any:
-    """Return some samples of data of any kind."""
-    if data is None:
-        return None
-    if isinstance(data, Dataset):
-        return Subset(data, rows.tolist())
-    if isinstance(data, Mapping) and not issparse(data):  # a dok_matrix is a Mapping
-        return {name: _take(values, rows) for name, values in data.items()}
-    if isinstance(data, tuple):
-        return tuple(_take(values, rows) for values in data)
-    if isinstance(data, list):
-        return [data[row] for row in rows]
-    # frames, arrays, sparse matrices, tensors
-    return getattr(data, "iloc", data)[rows]
 
 
 # -- learning rates in proportion to batch sizes -------------------------------------------------

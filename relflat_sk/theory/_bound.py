@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from scipy.stats import sem
 from sklearn.base import clone
 from sklearn.model_selection import ShuffleSplit
-from skorch.utils import multi_indexing
 
 from relflat_sk._checks import check_integer, check_number
 from relflat_sk._models.network_of import open_model
+from relflat_sk._network.batches import take_rows
 from relflat_sk._network.layers import Layer
 from relflat_sk._network.network import mean_loss
 from relflat_sk._random import RandomState, as_random_state, make_generator
@@ -335,9 +335,9 @@ def representativeness(  # noqa: PLR0913
         return float(np.mean(values)), math.hypot(sem(values), smoothed.stderr)
     values = []
     for rest, held in splits:
-        X_rest, y_rest = multi_indexing(X, rest), multi_indexing(y, rest)
+        X_rest, y_rest = take_rows(X, rest), take_rows(y, rest)
         fitted = clone(model).fit(X_rest, y_rest)
-        X_held, y_held = multi_indexing(X, held), multi_indexing(y, held)
+        X_held, y_held = take_rows(X, held), take_rows(y, held)
         risk = mean_loss(open_data(fitted, X_held, y_held))
         site = find_site(open_data(fitted, X_rest, y_rest), layer)
         smoothed = smooth(site, smoothing, delta, n_draws, rng, shares[rest])

@@ -122,14 +122,20 @@ def test_standard_errors_are_the_spread_over_seeds(refit, n_splits):
     assert np.sqrt(np.mean(stderrs**2)) == pytest.approx(values.std(ddof=1), rel=0.2)
 
 
-def test_skorch_nets_and_tensors_are_split():
+def test_tensors_data_sets_and_lists_are_split():
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     X, y = torch.randn(20, 3), torch.arange(20) % 2
     settings = {"criterion": nn.CrossEntropyLoss, "train_split": None, "verbose": 0}
     net = NeuralNetClassifier(module, max_epochs=1, **settings).fit(X, y)
     before = copy.deepcopy(net.module_.state_dict())
-    assert representativeness(net, X, y, refit=True, n_splits=3, random_state=0)[1] > 0
+    options = {"refit": True, "n_splits": 3, "random_state": 0}
+    expected = representativeness(net, X, y, **options)
+    assert expected[1] > 0
+    assert representativeness(net, TensorDataset(X, y), None, **options) == expected
     torch.testing.assert_close(net.module_.state_dict(), before, rtol=0, atol=0)
+    model, X, y = regression(n=30)
+    expected = representativeness(model, X, y, **options)
+    assert representativeness(model, X.tolist(), y.tolist(), **options) == expected
 
 
 def test_loaders_must_not_shuffle_only_where_samples_have_shares():
