@@ -212,6 +212,15 @@ def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
     if not is_logistic:
         make = _fitted_loss(estimator, {"log_loss": make})
     array, classes = class_weights(estimator, y), estimator.classes_
+    # scikit-learn before 1.8 has other losses as well
+    kind = getattr(estimator, "multi_class", "auto")
+    against_rest = is_logistic and (kind == "ovr" or estimator.solver == "liblinear")
+    if against_rest if len(classes) > 2 else kind == "multinomial":
+        raise TypeError(
+            f"{type(estimator).__name__}(solver={estimator.solver!r}, multi_class={kind!r}) of "
+            f"{len(classes)} classes cannot be measured: its loss is not that of one softmax, or "
+            "of one logit for two classes. Fit with the defaults of solver and multi_class."
+        )
     weights = None if array is None else torch.as_tensor(array)
     encode = partial(class_columns, classes=classes)
     if len(classes) == 2 and weights is not None:

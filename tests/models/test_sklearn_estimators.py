@@ -310,6 +310,12 @@ def test_a_frozen_estimator_is_the_one_inside():
         relative_flatness(FrozenEstimator(LogisticRegression()), X, THREE)
 
 
+def before_scikit_learn_1_8(y, **params):
+    model = LogisticRegression().fit(X, y)
+    vars(model).update(params)
+    return model
+
+
 BALANCED = r'"balanced"\) weighs .* which takes labels: pass y'
 NO_NETWORK = r"type {} is not a network .* are: ElasticNet, .*LogisticRegression, .*SGDRegressor\."
 REFUSED = [
@@ -318,6 +324,9 @@ REFUSED = [
     (LogisticRegression(class_weight="balanced"), TWO, BALANCED),
     (sgd(SGDClassifier, "log_loss").set_params(class_weight="balanced"), TWO, BALANCED),
     (RidgeClassifier(class_weight="balanced"), TWO, r"ht='balanced'\) weighs.* sample_weight"),
+    (before_scikit_learn_1_8(THREE, solver="liblinear"), None, "solver='libl.*of 3 classes"),
+    (before_scikit_learn_1_8(THREE, multi_class="ovr"), None, "multi_class='ovr'"),
+    (before_scikit_learn_1_8(TWO, multi_class="multinomial"), None, "'multinom.*of 2 classes"),
     (OneVsRestClassifier(LogisticRegression()), TWO, NO_NETWORK.format("OneVsRestCl.*")),
     (RandomForestClassifier(2), TWO, NO_NETWORK.format("RandomForestClassifier")),
     (None, None, "type NoneType is not a network"),
