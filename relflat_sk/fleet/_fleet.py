@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from sklearn import config_context, get_config
 from torch import Tensor, nn
 
 from relflat_sk._checks import check_integer
@@ -37,6 +38,7 @@ class Routine:
 
     def __init__(self, function: Callable[[], Any], seed: int) -> None:
         self._function, self._seed = function, seed
+        self._config = get_config()  # of scikit-learn, which has one for each thread
         # whose turn it is, rather than a signal, so that Ctrl-C while waiting loses nothing
         self._condition, self._turn = threading.Condition(), False
         self._states: list[Tensor] | None = None
@@ -52,7 +54,8 @@ class Routine:
     def _run(self) -> None:
         IN_TURN.set(True)
         try:
-            self.result = self._function()
+            with config_context(**self._config):
+                self.result = self._function()
         except BaseException as error:
             self._error = error
         finally:

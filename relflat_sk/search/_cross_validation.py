@@ -16,7 +16,7 @@ from sklearn.model_selection import GridSearchCV, check_cv
 from sklearn.utils import get_tags
 from sklearn.utils.multiclass import type_of_target
 
-from relflat_sk._checks import check_number, warn
+from relflat_sk._checks import check_kind, check_number, warn
 from relflat_sk._models.network_of import last_prefix
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.fleet._trainer import in_turns
@@ -259,6 +259,8 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         From `fit`, if the estimator has no parameter `flatness_weight`, or more than one, if a
         setting names no parameter of the net, `refit` or `scoring` is none of the above, or with
         ``refit="mean"``, if predictions have no mean or a fold is trained without a class.
+    TypeError
+        From `fit`, if `penalties` is no list of dicts.
 
     See Also
     --------
@@ -417,7 +419,11 @@ def _settings(
         optimizer = known[f"{prefix}optimizer"]
         if optimizer in (torch.optim.Adam, torch.optim.AdamW):
             penalties += [{"optimizer": torch.optim.AdamW} | setting for setting in _DECAYS]
-    settings = sorted(map(dict, penalties), key=_strength)
+    settings = list(penalties)
+    are_settings = all(isinstance(setting, Mapping) for setting in settings)
+    kind = "a list of dicts, such as list(ParameterGrid(...))"
+    check_kind(are_settings, "penalties", penalties, kind)
+    settings = sorted(map(dict, settings), key=_strength)
     return [{f"{prefix}{name}": value for name, value in setting.items()} for setting in settings]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn import config_context
 from sklearn.base import is_regressor
 from skorch import NeuralNet
 from torch import nn
@@ -252,7 +253,9 @@ def record_held_out(
         weights = data.sample_weight
         weighted = weights is not None and "sample_weight" in signature(estimator.score).parameters
         of_samples = {"sample_weight": weights} if weighted else {}
-        minimum.train_score = float(estimator.score(data.X, data.y, **of_samples))
+        # routing would ask for requests of steps that users of `fit` need not make
+        with config_context(enable_metadata_routing=False):
+            minimum.train_score = float(estimator.score(data.X, data.y, **of_samples))
     if X_test is None:
         return
     what = "X_test and y_test cannot be evaluated"

@@ -245,6 +245,8 @@ def has_mean(estimator: Any, y: Any = None) -> bool:
     steps = last_prefix(estimator).split("__")
     prefixes = ["__".join([*steps[:i], ""]) for i in range(len(steps))]
     limits = {str(params.get(f"{prefix}threshold", "auto")) for prefix in prefixes}
+    # of a TunedThresholdClassifierCV
+    limits |= {"tuned" for prefix in prefixes if f"{prefix}thresholds" in params}
     shape = y.shape if hasattr(y, "shape") else np.asarray(y).shape
     return limits <= {"auto", "0.5"} and (len(shape) < 2 or shape[1] < 2)
 

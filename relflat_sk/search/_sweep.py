@@ -35,7 +35,7 @@ from relflat_sk.fleet._fleet import Fleet, fleet_size
 from relflat_sk.minima._table import Minimum
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._space import labels_of
-from relflat_sk.search._storage import CallError, StorageFailedError, blame_storage
+from relflat_sk.search._storage import KEPT, CallError, StorageFailedError, blame_storage
 from relflat_sk.search._task import STOPPED, OnEpoch, Task, Trained, isolated, nets_of, train
 from relflat_sk.training import RelativeFlatnessRegularizedNet
 
@@ -255,6 +255,8 @@ class Candidates:
             params, problem = {}, ""
             try:
                 params = self.recipe.space.suggest(trial)
+            except ImportError as error:  # of a sampler, which lacks it for every candidate
+                raise CallError(f"the sampler cannot draw: {error}.{KEPT}") from error
             except Exception as error:  # of a function of the user's
                 problem = f"{type(error).__name__}: {error}"
         finally:

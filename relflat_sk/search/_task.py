@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn import config_context, get_config
 from sklearn.base import clone, is_classifier
 from sklearn.model_selection import train_test_split
 from skorch import NeuralNet
@@ -69,6 +70,8 @@ class Task:
     ranking: Sequence[str]  # the measures that are objectives of the study
     goal: Any
     n_threads: int | None
+    # of scikit-learn, which has one for each thread
+    config: Mapping[str, Any] = field(default_factory=get_config)
 
     def data(self, params: Mapping[str, Any]) -> TrainingData:
         """Choose the data that a candidate is trained and measured on."""
@@ -285,7 +288,7 @@ def train(
 ) -> "tuple[Minimum, Trained | None]":
     """Train and measure one candidate; what it raises is recorded, unless it is the call's."""
     minimum, trained = Minimum(seed=seed, in_fleet=EPOCH_TRAINER.get() is not None), None
-    with isolated(task.n_threads):
+    with isolated(task.n_threads), config_context(**task.config):
         try:
             trained = _train(minimum, task, params, seed, on_epoch)
         except CallError:

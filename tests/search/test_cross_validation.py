@@ -202,6 +202,14 @@ def test_what_is_wrong_is_refused_once_before_the_folds(monkeypatch, call, match
         call()
 
 
+def test_a_grid_is_no_list_of_settings():
+    for penalties in ({"flatness_weight": [0, 1]}, "all"):
+        with pytest.raises(
+            TypeError, match=r"penalties must be a list of dicts.* got .*weight|all"
+        ):
+            RelativeFlatnessPenaltyCV(make_net(), penalties).fit(X, y)
+
+
 def test_several_scores_are_refused_at_the_first_fold():
     nets = []
     scoring = lambda net, X, y: nets.append(net) or {"accuracy": 1.0}  # noqa: E731

@@ -12,7 +12,7 @@ from sklearn.datasets import make_blobs, make_classification
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from skorch import NeuralNet
 from skorch.callbacks import Callback
@@ -356,6 +356,24 @@ def test_other_arguments_of_fit_and_metadata_routing():
         inputs = StandardScaler().fit_transform(X)
         expected = clone(MODEL).fit(inputs, Y, sample_weight=WEIGHTS)
         assert_allclose(pipeline.predict_proba(X), expected.predict_proba(inputs))
+
+
+@pytest.mark.parametrize("how", [{}, {"fleet": 2}, {"n_jobs": 2}], ids=str)
+def test_candidates_are_trained_with_the_configuration_of_scikit_learn(how):
+    """A thread and a process have one of their own; nobody asked for weights in `score`."""
+    with sklearn.config_context(enable_metadata_routing=True):
+        scaler, net = (
+            x.set_fit_request(sample_weight=True) for x in (StandardScaler(), make_net())
+        )
+        search = make_search(
+            Pipeline([("scale", scaler), ("net", net)]), {"net__lr": [0.05]}, **how
+        )
+        search.fit(X, Y, sample_weight=WEIGHTS)
+    for _, row in search.minima_.iterrows():
+        model = search.get_estimator(row["trial"])
+        assert_allclose(model[0].mean_, np.average(X, axis=0, weights=WEIGHTS), atol=1e-6)
+        right = np.average(model.predict(X) == Y, weights=WEIGHTS)
+        assert row["train_score"] == pytest.approx(right)
 
 
 @pytest.mark.parametrize("refit", ["mean", True])

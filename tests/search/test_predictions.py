@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression, Ridge
-from sklearn.model_selection import FixedThresholdClassifier
+from sklearn.model_selection import FixedThresholdClassifier, TunedThresholdClassifierCV
 from sklearn.neural_network import MLPClassifier
 
 from relflat_sk import FlatnessWarning
@@ -85,6 +85,7 @@ def test_a_search_predicts_with_the_mean_of_what_has_learned(method, kept, end_t
 NO_MEANS = {  # estimator, labels
     "labels": (MLPClassifier((6,), max_iter=3000, tol=1e-2), np.stack([Y == 0, Y == 1], axis=1)),
     "threshold": (FixedThresholdClassifier(LogisticRegression(), threshold=0.2), Y == 0),
+    "tuned": (TunedThresholdClassifierCV(LogisticRegression(), cv=2), Y == 0),
 }
 
 

@@ -152,6 +152,18 @@ def test_samplers_of_ones_own():
     assert sorted(search.minima_["param_C"]) == [0.1, 1.0]
 
 
+class LacksPackage(RandomSampler):
+    def sample_independent(self, *args):
+        raise ModuleNotFoundError("No module named 'cmaes'")
+
+
+def test_a_sampler_without_its_package_is_no_failure_of_candidates(stored):
+    search = logistic({"C": FloatDistribution(0.3, 1.0)}, n_trials=2, **stored)
+    with pytest.raises(RuntimeError, match="the sampler cannot draw: .*'cmaes'"):
+        search.set_params(sampler=LacksPackage()).fit(X, Y)
+    assert len(search.set_params(sampler=RandomSampler(0)).fit(X, Y).minima_) == 2
+
+
 @NO_MINIMA
 @pytest.mark.parametrize("make_state", [int, np.random.RandomState], ids=["int", "RandomState"])
 @pytest.mark.parametrize("make", [make_net, plain_net], ids=["ours", "skorch"])
