@@ -303,7 +303,8 @@ def outcomes(network: Network) -> Iterator[Outcome]:
 
 def mean_loss(network: Network) -> float:
     """Compute the mean loss over the data, in evaluation mode."""
-    total, divisor = torch.zeros(2, dtype=torch.float64)
+    total: Any = 0.0
+    divisor: Any = 0.0
     with borrowed(network.module), torch.no_grad():
         for outcome in outcomes(network):
             loss, share = outcome.total()

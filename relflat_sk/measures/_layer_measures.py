@@ -418,7 +418,7 @@ class FeatureSpread:
 
     def __init__(self, layer: LayerPass) -> None:
         self._centre = layer.map.channels(layer.features).double().mean(dim=0)
-        self._sums = torch.zeros(())  # of weights, of weighted rows and of their squares
+        self._sums: Any = 0.0  # of weights, of weighted rows and of their squares
         self._low, self._high = (torch.full_like(self._centre, x) for x in (math.inf, -math.inf))
         self._eps = torch.finfo(layer.features.dtype).eps
         self._columns = layer.map.column_channels()  # that each column of the weight multiplies

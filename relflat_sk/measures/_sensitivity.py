@@ -70,8 +70,8 @@ class _Sums:
     """Sums of weighted numbers of samples, from whose ratio a mean and its error follow."""
 
     def __init__(self) -> None:
-        self.sums = torch.zeros(())  # of numbers, of their squares, and with weights: (3, bits, k)
-        self.of_weights = torch.zeros(())  # of squared weights, and of weights that count: (2,)
+        self.sums: Any = 0.0  # of numbers, of their squares, and with weights: (3, bits, k)
+        self.of_weights: Any = 0.0  # of squared weights, and of weights that count: (2,)
 
     def add(self, forms: Tensor, weight: Tensor) -> None:
         """Add the weighted numbers of some samples."""

@@ -248,7 +248,8 @@ def _seeds(random_state: RandomState, n_draws: int) -> list[int]:
 def draw_noise(weights: Tensor, seed: int) -> Tensor:
     """Draw independent standard normal numbers, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(weights.shape, generator=generator, dtype=torch.float64).to(weights)
+    with torch.device("cpu"):  # whatever the caller's default is
+        return torch.randn(weights.shape, generator=generator, dtype=torch.float64).to(weights)
 
 
 def noisy_risks(
@@ -497,8 +498,9 @@ def joint_eigenvalue_flatness(
     """Measure ``|w|^2 lambda_max(H)``, with H the Hessian in all weights ``w`` but biases."""
     weights = weights_of(network)
     parts = parameters_of(network).values()
-    is_weight = torch.cat([torch.full((part.numel(),), part.ndim >= 2) for part in parts])
-    is_weight = is_weight.to(weights.device)
+    is_weight = torch.cat([
+        torch.full_like(part, part.ndim >= 2, dtype=torch.bool).ravel() for part in parts
+    ])
 
     with hessian_products(network, weights) as multiply:
 

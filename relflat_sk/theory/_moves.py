@@ -212,11 +212,12 @@ class Moved:
 
 def mean_rises(site: Site, moves: Moves, relabel: Relabel | None = None) -> Tensor:
     """Compute the rise of the mean loss for each of k draws: (k,)."""
-    total, divisor = torch.zeros(()), 0.0
+    total: Any = 0.0
+    divisor = 0.0
     for moved in move_features(site, moves, relabel=relabel):
         total = total + (moved.rises @ moved.weights).cpu()
         divisor += float(moved.divisors @ moved.weights)
-    return total / divisor
+    return total / divisor  # type: ignore[no-any-return]
 
 
 def move_features(

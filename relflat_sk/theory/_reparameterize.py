@@ -304,7 +304,7 @@ def _rescale_layer(
     after: Floats,  # (d,) or (1,)
 ) -> None:
     """Multiply rows and divide columns of a layer's weight, and rescale its bias."""
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.device("cpu"):
         kernel = torch.zeros(layer.weight.shape, dtype=torch.float64, requires_grad=True)
         as_map = layer_map(layer, kernel)
         of_rows = torch.tensor(np.broadcast_to(rows, as_map.n_outputs))[:, None]
@@ -314,7 +314,7 @@ def _rescale_layer(
         (scale,) = torch.autograd.grad(as_map.matrix, kernel, factors)
     layer.weight.copy_(_exact(layer.weight) * scale)
     if layer.bias is not None:
-        layer.bias.copy_(_exact(layer.bias) * torch.tensor(after))
+        layer.bias.copy_(_exact(layer.bias) * torch.from_numpy(after))
 
 
 def _rescale_norm(norm: Any, factors: Floats) -> None:
@@ -326,7 +326,7 @@ def _rescale_norm(norm: Any, factors: Floats) -> None:
     """
     if norm.running_mean is None:
         return
-    c = torch.tensor(factors)
+    c = torch.from_numpy(factors)
     norm.running_mean.copy_(c * _exact(norm.running_mean))
     if norm.weight is None:
         return  # g and h are fixed at 1 and 0; v must stay as it is

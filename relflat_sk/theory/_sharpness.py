@@ -507,7 +507,7 @@ def _constants(chain: Chain) -> dict[tuple[str, int], Tensor]:
             constants["C1", k] = torch.stack(around).amin(dim=0)
             # the maximum of C2 is reached where delta is the size of one of the units
             sizes = chain.relative_sizes(k).sort(dim=1).values
-            counts = torch.arange(1, len(weight) + 1).to(sizes)
+            counts = sizes.new_ones(len(weight)).cumsum(dim=0)
             constants["C2", k] = (counts / len(weight) / sizes).amax(dim=1)
         rows = weight.norm(dim=1)
         active = (chain.slopes[k] * rows).norm(dim=1)  # |D W|_F of each sample

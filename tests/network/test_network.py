@@ -13,6 +13,7 @@ from relflat_sk import (
     feature_robustness,
     flatness_report,
     label_constancy,
+    layer_sensitivity,
     measure,
     relative_flatness,
 )
@@ -23,7 +24,7 @@ from tests import oracles
 from tests.cases import Net
 
 CE = nn.CrossEntropyLoss()
-LAYER_WISE = ["relative_flatness", "neuron_flatness_max", "gradient_norm"]
+LAYER_WISE = ["normalized_relative_flatness", "neuron_flatness_max", "gradient_norm"]
 
 
 class Rude(nn.Module):
@@ -101,12 +102,15 @@ def square_of_outputs(model, X, y):
         partial(measure, square_of_outputs),
         partial(feature_robustness, delta=0.1, random_state=0),
         label_constancy,
+        partial(layer_sensitivity, random_state=0),
     ],
-    ids=["report", "slopes", "noise", "margin", "own", "features", "labels"],
+    ids=["report", "slopes", "noise", "margin", "own", "features", "labels", "sensitivity"],
 )
-def test_the_caller_s_mixed_precision_does_not_reach_measures(compute):
+def test_the_caller_s_settings_do_not_reach_measures(compute):
     net, X, y = prepared()
     expected = compute(net, X, y, criterion=CE)
+    with torch.device("meta"):  # a default device that is not the network's
+        assert repr(compute(net, X, y, criterion=CE)) == repr(expected)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert repr(compute(net, X, y, criterion=CE)) == repr(expected)
         assert net(X).dtype == torch.bfloat16
