@@ -605,6 +605,9 @@ def pull_back(
     """Compute products of vectors with a Jacobian by one backward pass, which keeps the graph."""
     if create_graph and vectors is None:
         vectors = [one_to_differentiate(total) for total in of]
+    elif vectors is not None:
+        # in a batch of one, torch's instance norm misreads vectors in another order of axes
+        vectors = [vector.contiguous() for vector in vectors]
     try:
         return torch.autograd.grad(
             of,

@@ -431,6 +431,14 @@ def test_derivatives_of_an_embedding_that_limits_its_rows_are_those_at_the_limit
     assert rise > 0
 
 
+def test_instance_norm_in_batches_of_one():
+    layer = nn.ConvTranspose2d(2, 2, 1)  # whose output has the order of axes of channels last
+    net = nn.Sequential(layer, nn.InstanceNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3))
+    X, options = torch.randn(3, 2, 4, 4), {"layer": 0, "criterion": CE, "method": "exact"}
+    one_by_one = relative_flatness(net, X, Y[:3], batch_size=1, **options)
+    assert one_by_one == pytest.approx(relative_flatness(net, X, Y[:3], **options), rel=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "which"), [(dict, "out"), (tuple, 1), (list, -1)])
 def test_one_of_several_outputs_is_chosen(kind, which):
     """As networks of torchvision for segmentation have them, or with several heads."""
