@@ -23,6 +23,7 @@ from relflat_sk.fleet._trainer import in_turns
 from relflat_sk.search._recipe import check_fit_params
 from relflat_sk.search._results import average, check_mean
 from relflat_sk.search._space import describe
+from relflat_sk.search._task import isolated
 from relflat_sk.training._after_fit import measured_later
 from relflat_sk.training._nets import RelativeFlatnessRegularizedClassifier
 from relflat_sk.training._tasks import looks_like_values, to_array
@@ -342,6 +343,7 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         # a net that only predicts for its score need not be measured
         is_seen = averages or not isinstance(self.scoring, str | None)
         with (
+            isolated(None),  # torch has one random state for all threads
             in_turns(within=nullcontext if is_seen else measured_later),
             warnings.catch_warnings(),
         ):
