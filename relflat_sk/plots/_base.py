@@ -318,9 +318,10 @@ class Colors:
         from matplotlib import colormaps, colors  # noqa: PLC0415
         from matplotlib.cm import ScalarMappable  # noqa: PLC0415
 
-        self.column, self.names = column, list[str]()
+        is_known = column is not None and minima[column].notna().any()
+        self.column, self.names = column if is_known else None, list[str]()
         self.of_rows: NDArray[Any] = np.full(len(minima), COLORS[0])
-        if column is None:
+        if column is None or not is_known:
             return
         values = _plain(minima[column])
         codes, levels = pd.factorize(values, sort=True)  # numbers by size, before texts

@@ -76,8 +76,10 @@ def test_every_batch_size_has_a_color_and_otherwise_there_is_one(display):
     bar = made.figure_.axes[-1]
     assert (bar.get_ylabel(), ticks(bar.yaxis)) == ("batch size", ["8", "32", "128"])
     assert len({tuple(color) for color in made.ax_.collections[0].get_facecolors()}) == 3
-    plain = display.from_minima(table(), color_by=None, random_state=0)
-    assert len(plain.figure_.axes) == len(plain.axes_)
+    unknown = table(param_seen=None)
+    for color_by in (None, "seen"):
+        plain = display.from_minima(unknown, color_by=color_by, random_state=0)
+        assert len(plain.figure_.axes) == len(plain.axes_)
     assert display.from_minima(CONSTANT, random_state=0).color_by is None
 
 
