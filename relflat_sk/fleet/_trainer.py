@@ -48,10 +48,11 @@ class FleetTrainer(BaseEstimator):
     optimizers among SGD, Adam and AdamW. Networks that are no chain of layers must have equal
     numbers of samples. The criterion is a mean over samples by
     `CrossEntropyLoss` of classes, `BCEWithLogitsLoss` or `MSELoss`. Not stacked are nets with
-    callbacks that are called in each step, with random operations other than `torch.nn.Dropout`,
-    with ``flatness_normalize``, with a penalty at earlier layers unless the network is a chain of
-    linear layers and piecewise linear activations, with parameters that the output does not depend
-    on, with a bias in front of a batch norm and Adam, which amplifies its rounding errors, and
+    callbacks that are called in each step, with a `Checkpoint` that loads the best weights, with
+    random operations other than `torch.nn.Dropout`, with ``flatness_normalize``, with a penalty at
+    earlier layers unless the network is a chain of linear layers and piecewise linear activations,
+    with parameters that the output does not depend on, with a bias in front of a batch norm and
+    Adam, which amplifies its rounding errors, and
     networks that `torch.func.vmap` refuses. The log of the logger "relflat_sk" names the reason.
 
     Examples

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from skorch import NeuralNet
-from skorch.callbacks import Callback, EpochScoring, PassthroughScoring, PrintLog
+from skorch.callbacks import Callback, Checkpoint, EpochScoring, PassthroughScoring, PrintLog
 from skorch.utils import to_device
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -221,6 +221,11 @@ class SkorchNet(NeuralNet):
         fleet = EPOCH_TRAINER.get()
         try:
             job = make_job(self, iterator, fit_params)
+            if fleet is not None and any(
+                isinstance(callback, Checkpoint) and callback.load_best
+                for _, callback in self.callbacks_
+            ):
+                raise NeedsOwnLoop("its Checkpoint reads a file that the other nets write, too")
             epoch = train_alone(job) if fleet is None else fleet.train_epoch(job)
         except NeedsOwnLoop as reason:
             if fleet is not None:

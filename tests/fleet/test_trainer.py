@@ -11,7 +11,7 @@ import pytest
 import torch
 from joblib import Parallel, delayed
 from sklearn.model_selection import GridSearchCV, cross_validate
-from skorch.callbacks import EarlyStopping, GradientNormClipping, LRScheduler
+from skorch.callbacks import Checkpoint, EarlyStopping, GradientNormClipping, LRScheduler
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -439,6 +439,13 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_and_why_is_logged(reasons,
     kind = settings.pop("kind")
     compare(make_each([settings] * 3, kind))
     caplog.reasons = reasons
+
+
+def test_nets_with_one_file_of_the_best_weights_are_trained_one_by_one(tmp_path, caplog):
+    best = Checkpoint("train_loss_best", dirname=tmp_path, load_best=True)
+    settings = {"callbacks": [best], "lr": 0.5, "max_epochs": 7, "flatness_weight": 0}
+    compare(make_each([settings] * 3))
+    caplog.reasons = ["Checkpoint"]
 
 
 @pytest.mark.parametrize(
