@@ -50,6 +50,7 @@ TORCH = {
     "_saved_result": "the same",
     "_saved_stride": "the same",
     "_version": "changes in place of a recorded tensor",
+    "_weight_norm": "the function of weight norm",
 }
 ALLOWED = EXCEPTIONS | PYTHON | TORCH.keys()
 

@@ -131,20 +131,24 @@ def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network,
         changed(backends, "enabled", False),
         changed(sparse, "sparse", False),
         MathAttention(),
-        _ConstantInputs(),
+        _TwiceDifferentiable(),
         torch.enable_grad(),
     ):
         leaf = weights.detach().clone().requires_grad_()
         yield with_weights(network, leaf), leaf
 
 
-class _ConstantInputs(TorchFunctionMode):
-    """Spares derivatives in the data, which torch's second one of a convolution always computes."""
+class _TwiceDifferentiable(TorchFunctionMode):
+    """Runs functions so that their second derivatives are right, and take no time in vain."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch; a convolution of data as a linear map of its kernel."""
+        """Run a function of torch; weight norm by its definition, a convolution as a linear map."""
+        if func is torch._weight_norm:  # whose own second derivative is wrong
+            v, g, dim = args
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        # in the data, torch would always compute the second derivative of a convolution
         if func not in _OF_KERNEL or kwargs or len(args) < 3 or not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         x, kernel, bias, *options = args

@@ -336,3 +336,24 @@ def test_joint_eigenvalue_flatness_is_that_of_the_dense_hessian(kind, batch_size
     assert found.method == "lanczos"
     # a block of the Hessian has no larger eigenvalue, and no weight is larger than all of them
     assert found.value > measure("network_flatness", net, X, y, **options)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_joint_eigenvalue_flatness_of_weight_norm_is_that_of_its_definition(dim):
+    torch.manual_seed(0)
+    normed, out = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+    normed = nn.utils.parametrizations.weight_norm(normed, dim=dim)
+    g, v = (parameter.detach() for parameter in normed.parametrizations.weight.parameters())
+
+    def run(net, x):
+        v, over = net.of["v"], {0: 1, 1: 0, None: None}[dim]
+        weight = v * net.of["g"] / v.square().sum(over, keepdim=True).sqrt()
+        return net.out(torch.tanh(nn.functional.linear(x, weight, normed.bias)))
+
+    written = Net(run, of=nn.ParameterDict({"g": g, "v": v}), out=out)
+    X, y = torch.randn(9, 4).double(), torch.arange(9) % 3
+    options = {"criterion": CE, "rtol": 1e-9, "random_state": 0}
+    found = measure(
+        "joint_eigenvalue_flatness", nn.Sequential(normed, nn.Tanh(), out), X, y, **options
+    )
+    assert found == pytest.approx(joint(written, CE, X, y), rel=1e-7)
