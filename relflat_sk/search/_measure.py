@@ -330,10 +330,14 @@ ROUNDING = 1e-5  # of a loss, between two passes in float32
 
 def own_goals(net: Any) -> list[Any]:
     """List the callbacks of a net that stop its training at a goal."""
+    return callbacks_of(net, StopAtLoss, StopAtGradientNorm)
+
+
+def callbacks_of(net: Any, *kinds: type) -> list[Any]:
+    """List the callbacks of a net, or their classes, that are of some kinds."""
     if not isinstance(net, NeuralNet) or net.callbacks in (None, "disable"):
         return []
     callbacks = [item[1] if isinstance(item, tuple) else item for item in net.callbacks]
-    kinds = (StopAtLoss, StopAtGradientNorm)
     return [x for x in callbacks if issubclass(x if isinstance(x, type) else type(x), kinds)]
 
 

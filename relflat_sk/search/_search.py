@@ -20,6 +20,7 @@ from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping, process_routing
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
+from skorch.callbacks import Checkpoint
 from tqdm import tqdm
 
 from relflat_sk._checks import check_integer, check_kind, check_number, warn
@@ -27,7 +28,7 @@ from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import Minimum
-from relflat_sk.search._measure import Measuring
+from relflat_sk.search._measure import Measuring, callbacks_of
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
@@ -52,7 +53,7 @@ from relflat_sk.search._storage import (
     without_password,
 )
 from relflat_sk.search._sweep import Candidates, SearchStudy, n_processes, owned, sweep
-from relflat_sk.search._task import Trained
+from relflat_sk.search._task import Trained, nets_of
 
 MEAN = "mean"  # of the predictions of all networks that have learned
 NEAREST = "nearest"  # to this mean, on noisy inputs
@@ -80,9 +81,17 @@ def check_arguments(search: Any) -> None:
             f"study_name={search.study_name!r} needs a storage: without one the study is in memory "
             "and ends with the program. Give storage='minima.db', or leave study_name out."
         )
-    if n_processes(search.n_jobs) and search.pruner is not None:
+    if not n_processes(search.n_jobs):
+        return
+    if search.pruner is not None:
         raise ValueError(
             f"a pruner needs n_jobs=1, got n_jobs={search.n_jobs}: workers know no study."
+        )
+    checkpoints = [x for net in nets_of(search.estimator) for x in callbacks_of(net, Checkpoint)]
+    if any(getattr(checkpoint, "load_best", False) for checkpoint in checkpoints):
+        raise ValueError(
+            f"Checkpoint(load_best=True) needs n_jobs=1, got n_jobs={search.n_jobs}: candidates "
+            "that are trained side by side would load each other's weights from its file."
         )
 
 

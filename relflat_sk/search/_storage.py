@@ -194,7 +194,7 @@ class _Folder(FileSystemArtifactStore):
 def as_store(store: Any) -> Any:
     """Make an artifact store of a folder; return a store as it is."""
     if isinstance(store, str | Path):
-        return _Folder(store)
+        return _Folder(Path(store).expanduser())
     is_store = store is None or (hasattr(store, "open_reader") and hasattr(store, "write"))
     kind = "a folder, such as 'minima', an optuna artifact store or None"
     check_kind(is_store, "artifact_store", store, kind)

@@ -22,6 +22,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 from skorch import NeuralNetClassifier, NeuralNetRegressor
+from skorch.callbacks import Checkpoint
 from skorch.dataset import ValidSplit
 
 from relflat_sk import (
@@ -56,6 +57,7 @@ LR, ESTIMATOR_C = {"lr": [0.1]}, {"estimator__C": [1.0]}
 THRESHOLD = FixedThresholdClassifier(LogisticRegression(), threshold=0.2)
 MISSPELT = RelativeFlatnessRegularizedClassifier(flatnes_weight=1)
 PIPELINE = make_pipeline(LogisticRegression())
+SAVED = make_net(callbacks=[("best", Checkpoint("train_loss_best", load_best=True))])
 ROWS = np.arange(40)
 
 
@@ -130,6 +132,7 @@ VALUES = [
     (search(fleet="many"), "fleet must be"),
     (search(fit={"timeout": "1h"}), "timeout must be"),
     (search(n_jobs=2, pruner=MedianPruner()), "pruner.*n_jobs"),
+    (search(estimator=piped(SAVED), space={"net__lr": [0.1]}, n_jobs=2), "Checkpoint.*n_jobs"),
     (search(study_name="sweep"), "study_name='sweep' needs a storage"),
     (search(refit="all"), "refit must be True, False, 'mean' or 'nearest', got 'all'"),
     (partial(rank_minima, MINIMA, depth_band=0.5), "depth_band must be"),

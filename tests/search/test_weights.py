@@ -218,3 +218,10 @@ def test_damaged_weights_are_named_and_the_others_are_measured(kept, damage):
     assert_allclose(whole["l2_norm"], expected["l2_norm"], rtol=1e-6)
     with pytest.warns(FlatnessWarning, match=again):
         assert_array_equal(search.get_estimator(1).predict_proba(X), before)
+
+
+def test_files_and_folders_may_be_in_the_home_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    logistic(storage="~/minima.db", study_name="sweep", artifact_store="~/minima").fit(X, Y)
+    assert (tmp_path / "minima.db").exists()
+    assert len(list((tmp_path / "minima").iterdir())) == 3
