@@ -33,11 +33,13 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList
 
 from relflat_sk._checks import check_number, is_number, warn
@@ -394,8 +396,10 @@ def _sum_from(network: Network, layers: Sequence[AffineLayer], power: int, start
     norms = (layer.norm for layer in layers if layer.norm is not None)
     forwards |= dict.fromkeys((*prelus, *norms), lambda x: x)
     replaced = ((modules[name], forward) for name, forward in forwards.items())
+    tensors = chain(network.module.named_parameters(), network.module.named_buffers())
+    precise = {name: t.detach().double() for name, t in tensors if t.is_floating_point()}
     with torch.enable_grad(), ReplacedForwards(replaced):
-        output = primary_output(network.module(*inputs, **named))
+        output = primary_output(functional_call(network.module, precise, tuple(inputs), named))
     if outputs and find_link(output, starts[-1]) is not None:
         output = outputs[-1]  # the norms are of the network up to its logits
     if any(calls.values()):

@@ -391,6 +391,8 @@ REFUSED = {
         (lambda net, x: torch.add(net.layer(x), x, alpha=-1), "AddBackward0 is not known"),
         (lambda net, x: net.layer(net.layer(x).softmax(1)), "SoftmaxBackward0 is not known"),
         (lambda net, x: x if x.sum() == 3 else net.layer(x), "for some inputs than for others"),
+        (nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "NativeLayerNormBackward0 is not"),
+        (nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4)), "NativeGroupNormBackward0 is not"),
     ],
     "log_robustness": [
         (lambda net, x: x + net.layer(x), "AddBackward0 joins 2 branches"),
