@@ -33,12 +33,13 @@ from torch.nn import functional as F
 from torch.nn import grad
 from torch.overrides import TorchFunctionMode
 
-from relflat_sk._checks import check_integer, check_number
+from relflat_sk._checks import check_integer, check_number, warn
 from relflat_sk._losses.curvature import check_twice, one_to_differentiate
 from relflat_sk._losses.table import TABLE
 from relflat_sk._network.borrowing import MathAttention, borrowed, changed, evaluation_mode
 from relflat_sk._network.layers import check_real
 from relflat_sk._network.network import Network, mean_loss, outcomes
+from relflat_sk._numerics import full_precision
 from relflat_sk._random import RandomState, draw_seeds
 from relflat_sk.measures._eigenvalues import largest_eigenvalue
 from relflat_sk.measures._network_measure import (
@@ -256,6 +257,21 @@ def draw_noise(weights: Tensor, seed: int) -> Tensor:
         return torch.randn(weights.shape, generator=generator, dtype=torch.float64).to(weights)
 
 
+# the spacing of weights in half precision that is too much, as a share of a disturbance
+_ROUNDED = 0.1
+
+
+def _warn_of_rounding(weights: Tensor, disturbance: Tensor) -> None:
+    """Warn if the precision of the weights is too low for a disturbance."""
+    if full_precision(weights) is not weights:
+        spacing = torch.finfo(weights.dtype).eps * weights.float().norm()
+        if bool(spacing > _ROUNDED * disturbance.float().norm()):
+            warn(
+                f"the weights are of {weights.dtype}, which rounds disturbances as small as these. "
+                "Measure a copy of the network in float32."
+            )
+
+
 def noisy_risks(
     network: Network,
     deviation: Tensor,
@@ -265,6 +281,7 @@ def noisy_risks(
     """Compute a risk under normal noise on the weights, draw by draw."""
     # Each draw is taken with both signs, so that the part that is linear in the noise cancels.
     weights = weights_of(network)
+    _warn_of_rounding(weights, deviation)
     risks = []
     for seed in seeds:
         noise = deviation * draw_noise(weights, seed)
@@ -420,6 +437,7 @@ def largest_rise(network: Network, radius: Tensor, *, n_steps: int = 20) -> tupl
     """Return the mean loss, and find how much it rises at most when each weight moves."""
     check_integer("n_steps", n_steps, minimum=1)
     weights = weights_of(network)
+    _warn_of_rounding(weights, radius)
 
     def evaluate(u: Tensor) -> Point:
         loss, gradient = loss_gradient(network, weights + radius * u)

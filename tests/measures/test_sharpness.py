@@ -11,7 +11,7 @@ from skorch import NeuralNetClassifier
 from torch import nn
 from torch.func import functional_call, hessian
 
-from relflat_sk import measure
+from relflat_sk import FlatnessWarning, measure
 from relflat_sk._network.network import mean_loss
 from relflat_sk._random import draw_seeds
 from relflat_sk.measures import _sharpness
@@ -357,3 +357,13 @@ def test_joint_eigenvalue_flatness_of_weight_norm_is_that_of_its_definition(dim)
         "joint_eigenvalue_flatness", nn.Sequential(normed, nn.Tanh(), out), X, y, **options
     )
     assert found == pytest.approx(joint(written, CE, X, y), rel=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adaptive_sharpness", "expected_sharpness", "keskar_sharpness"])
+def test_disturbances_that_half_precision_rounds_are_told(name):
+    net, X, y = make_kind("mlp tanh")
+    data = net.bfloat16(), X.bfloat16(), y
+    with pytest.warns(FlatnessWarning, match="bfloat16, which rounds"):
+        measure(name, *data, criterion=CE, random_state=0)
+    measure("fisher_rao_norm", *data, criterion=CE)  # without a warning
+    measure("pac_bayes_flatness", *data, criterion=CE, risk="loss", random_state=0)
