@@ -371,43 +371,46 @@ class WeightAverage(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy that is made in training holds no data; the next epoch brings them
-        return {name: value for name, value in vars(self).items() if name != "_dataset"}
+        return {name: value for name, value in vars(self).items() if name != "_dataset_"}
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and begin a new average."""
         check_start("start", self.start)
         if self.decay is not None:
             check_probability("decay", self.decay)
-        self._first = len(net.history) + epochs_before(self.start, net.max_epochs)
+        # skorch takes attributes for parameters unless they end in an underscore
+        self._first_ = len(net.history) + epochs_before(self.start, net.max_epochs)
         self.n_averaged_ = 0
-        self._average: list[Tensor] = []
+        self._average_: list[Tensor] = []
 
     def on_batch_end(self, net: NeuralNet, training: bool = False, **kwargs: Any) -> None:
         """Average the weights after a step, if older ones count less."""
         # the history has the epoch of this step already
-        if training and self.decay is not None and len(net.history) > self._first:
+        if training and self.decay is not None and len(net.history) > self._first_:
             self._update(net.module_)
 
     def on_epoch_begin(self, net: NeuralNet, dataset_train: Any = None, **kwargs: Any) -> None:
         """Keep the training data, which batch norms will need."""
-        self._dataset = dataset_train
+        self._dataset_ = dataset_train
 
     def on_epoch_end(self, net: NeuralNet, **kwargs: Any) -> None:
         """Average the weights after an epoch, if all count alike."""
-        if self.decay is None and len(net.history) > self._first:
+        if self.decay is None and len(net.history) > self._first_:
             self._update(net.module_)
 
     def _update(self, module: nn.Module) -> None:
         """Add the weights of a network to the average."""
         weights = [weight.detach() for weight in module.parameters()]
-        self._average = self._average or [weight.clone() for weight in weights]
+        self._average_ = self._average_ or [weight.clone() for weight in weights]
         self.n_averaged_ += 1
         share = 1 / self.n_averaged_ if self.decay is None else 1 - self.decay
-        for average, weight in zip(self._average, weights, strict=True):
+        for average, weight in zip(self._average_, weights, strict=True):
             average.lerp_(weight, share)
 
     def on_train_end(self, net: NeuralNet, **kwargs: Any) -> None:
         """Give the net the average, with statistics of batch norms that suit it."""
+        averages, dataset = self._average_, self.__dict__.pop("_dataset_", None)
+        del self._average_
         if not self.n_averaged_:
             warn(
                 f"WeightAverage(start={self.start!r}) averaged no weights, because the training "
@@ -416,13 +419,12 @@ class WeightAverage(Callback):
             )
             return
         with torch.no_grad():
-            for weight, average in zip(net.module_.parameters(), self._average, strict=True):
+            for weight, average in zip(net.module_.parameters(), averages, strict=True):
                 weight.copy_(average)
         update_bn(
-            ([split_labels(batch)[0]] for batch in net.get_iterator(self._dataset)),
+            ([split_labels(batch)[0]] for batch in net.get_iterator(dataset)),
             _Inference(net),
         )
-        del self._average, self._dataset
 
 
 class _Inference(nn.Module):

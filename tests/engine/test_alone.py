@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_info
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from relflat_sk import StopAtLoss, fleet_training
+from relflat_sk import StopAtLoss, WeightAverage, fleet_training
 from relflat_sk._engine import epoch
 from relflat_sk._engine.step import Step
 from tests.engine.compare import AtEpoch, assert_same, compare, curve, data, own_loop
@@ -210,9 +210,11 @@ def test_nets_whose_penalties_rest_in_different_steps_are_trained_further_togeth
         assert_same(one, other)
 
 
-def test_no_data_are_held_after_training():
+@pytest.mark.parametrize("start", [0, 1.0])
+@pytest.mark.filterwarnings("ignore:WeightAverage")
+def test_no_data_are_held_after_training(start):
     X, y = data()
-    net = classifier(train_split=None)
+    net = classifier(train_split=None, callbacks=[("average", WeightAverage(start))])
     rows = torch.from_numpy(X)
     known = weakref.ref(rows)
     net.fit(rows, y)

@@ -162,9 +162,9 @@ def test_goals_on_stock_skorch_nets(split):
 @pytest.mark.parametrize(
     ("goal", "name"), [(StopAtLoss(0.5, every=2), "loss"), (StopAtGradientNorm(0.5), "tol")]
 )
-def test_goals_have_parameters(goal, name):
+def test_callbacks_have_parameters(goal, name):
     kind = type(goal).__name__
-    fresh = clone(make(goal).fit(X, NAMES))
+    fresh = clone(make(goal, WeightAverage(start=0)).fit(X, NAMES))
     assert not [key for key in vars(fresh.callbacks[0][1]) if key.endswith("_")]
     settings = {f"callbacks__{kind}__every": 3, f"callbacks__{kind}__{name}": 100.0}
     assert len(fresh.set_params(**settings).fit(X, NAMES).history) == 3
