@@ -47,7 +47,9 @@ class LayerRecord:
     output_nr: int = 0
     offset: Tensor | None = None
     tail_input: Tensor | None = None
+    # those of the call, which `torch.func.functional_call` replaces, or each call computes
     weight: Tensor | None = None
+    bias: Tensor | None = None
     received: Tensor | None = None  # see `_Operands`
     position_map: LayerMap | None = None  # if positions count as samples
 
@@ -165,6 +167,9 @@ class Recorder(ReplacedForwards):
                 attention.__enter__()
             if keep is None:
                 return output
+            if record.weight is None:
+                record.weight = record.layer._parameters.get("weight")
+            record.bias = getattr(record.layer, "bias", None)
             # what the layer multiplied, if it changed its input first
             features = layer_input(args, kwargs) if record.received is None else record.received
             return keep(record, features, output)

@@ -181,7 +181,7 @@ def few_rows(record: LayerRecord, features: Tensor, z: Tensor) -> tuple[Tensor, 
 
 def is_linear(record: LayerRecord, features: Tensor, z: Tensor) -> bool:
     """Return whether a layer computes ``W x + b`` with its weight."""
-    layer, bias = record.map, getattr(record.layer, "bias", None)
+    layer, bias = record.map, record.bias
     with torch.no_grad():
         rows = layer.apply(features, layer.weight.to(features.dtype))
         expected = rows if bias is None else rows + bias[:, None]

@@ -104,7 +104,7 @@ class Site:
             flat = features.flatten(1).double()
             run = _run_with(self.network, layer, batch.x)
             if link is not None and z.ndim == 2:
-                run = _run_link(recorder[self.name].map, flat, link, output.shape)
+                run = _run_link(recorder[self.name].map, z.double(), link, output.shape)
             yield Split(self.network, batch, flat, run)
 
 
@@ -158,12 +158,11 @@ def _relabelled(batch: Batch, moved: Tensor, relabel: Relabel) -> Batch:
 
 
 def _run_link(
-    as_map: LayerMap, flat: Tensor, link: str, shape: torch.Size
+    as_map: LayerMap, z: Tensor, link: str, shape: torch.Size
 ) -> Callable[[Tensor], Tensor]:
     """Return the last layer and its link as a function of the move, in float64."""
-    weight, bias = as_map.weight.double(), as_map.layer.bias
-    bias = None if bias is None else bias.detach().double()
-    return lambda move: LINKS[link](F.linear(flat + move, weight, bias)).reshape(shape)
+    weight = as_map.weight.double()
+    return lambda move: LINKS[link](z + F.linear(move, weight)).reshape(shape)
 
 
 def _run_with(network: Network, layer: Any, x: Any) -> Callable[[Tensor], Tensor]:

@@ -5,11 +5,18 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
-from relflat_sk import FlatnessWarning, LayerNotFoundError, flatness_report, relative_flatness
+from relflat_sk import (
+    FlatnessWarning,
+    LayerNotFoundError,
+    feature_robustness,
+    flatness_report,
+    relative_flatness,
+)
 from relflat_sk._network.layers import find_layer
 from tests import cases, oracles
 from tests.cases import published_penalty
@@ -376,6 +383,27 @@ def test_penalties_take_the_weight_that_a_hook_computed_for_their_pass():
         penalty(MSE, y_pred, Z).backward()
         slopes.append(net.enc.weight_g.grad)
     assert torch.equal(*slopes)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_weights_given_to_functional_call_are_those_of_the_layers(name):
+    doubled = pair(chain)
+    with torch.no_grad():
+        for parameter in doubled.parameters():
+            parameter *= 2
+    given = {n: p.detach().clone().requires_grad_() for n, p in doubled.named_parameters()}
+    net = cases.Net(lambda own, x: functional_call(own.net, given, x), net=pair(chain))
+    found = []
+    for model, layer, parameters in (
+        (doubled, name, [*doubled.parameters()]),
+        (net, f"net.{name}", [*given.values()]),
+    ):
+        value = penalise(model, X, Y, layer=layer)
+        slopes = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+        settings = {"layer": layer, "criterion": CE, "random_state": 0}
+        rise = feature_robustness(model, X, Y, 0.1, **settings)[0]
+        found.append([value, *slopes, relative_flatness(model, X, Y, **settings), rise])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=0)
 
 
 class Reads(nn.Linear):
