@@ -87,8 +87,8 @@ def _loss_at(scored: Outcome, beta: float) -> np.ndarray:
     size = max(1, _TOGETHER * n // max(1, logits.numel()))
     with torch.enable_grad():
         for part in (slice(start, start + size) for start in range(0, n, size)):
-            leaf = logits.new_tensor(beta, dtype=torch.float64, requires_grad=True)
-            z = logits[part].double().clamp_min(_MASKED) * leaf
+            leaf = torch.tensor(beta, dtype=torch.float64, device="cpu", requires_grad=True)
+            z = logits[part].double().clamp_min(_MASKED) * leaf.to(logits.device)
             target = scored.target[part]
             if target.is_floating_point():  # the logistic loss has the target's precision
                 target = target.double()
