@@ -390,7 +390,7 @@ def test_weights_given_to_functional_call_are_those_of_the_layers(name):
     doubled = pair(chain)
     with torch.no_grad():
         for parameter in doubled.parameters():
-            parameter *= 2
+            parameter.mul_(2)
     given = {n: p.detach().clone().requires_grad_() for n, p in doubled.named_parameters()}
     net = cases.Net(lambda own, x: functional_call(own.net, given, x), net=pair(chain))
     found = []
