@@ -277,7 +277,7 @@ def check_labels(y: Any, n: int, hint: str = "") -> Any:
 
 def check_weights(sample_weight: Any, n: int) -> np.ndarray:
     """Return sample weights as an array of n numbers: (n,)."""
-    weights = np.asarray(sample_weight, dtype=np.float64)
+    weights = np.asarray(sample_weight, dtype=np.float64, order="C")
     if weights.shape != (n,):
         raise ValueError(
             f"sample_weight must have shape ({n},), one weight per sample, got {weights.shape}."

@@ -337,7 +337,7 @@ def with_class_weights(
     for name in names:
         value = converted.get(name)
         if value is not None and not isinstance(value, Tensor):
-            numbers = np.asarray(value, dtype=np.float64)
+            numbers = np.asarray(value, dtype=np.float64, order="C")
             converted[name] = torch.tensor(numbers, dtype=torch.promote_types(dtype, torch.float32))
     return converted
 

@@ -102,17 +102,16 @@ def test_the_mean_is_of_settings_with_objects(further):
 
 
 @pytest.mark.parametrize("refit", [True, "mean", np.True_])
-def test_folds_are_trained_and_scored_with_weights(refit):
-    weights, folds = np.linspace(0.1, 3, len(y))[::-1], StratifiedKFold(3)
-    expected = [
-        make_net(**NONE).fit(X[at], y[at], weights[at]).score(X[out], y[out], weights[out])
-        for at, out in folds.split(X, y)
-    ]
-    search = RelativeFlatnessPenaltyCV(make_net(), [NONE], cv=folds, refit=refit)
+def test_folds_have_weights_where_scikit_learn_has_them(refit):
+    """Scores have them since version 1.9."""
+    weights, scores = np.linspace(0.1, 3, len(y))[::-1], [f"split{i}_test_score" for i in range(3)]
+    grid = GridSearchCV(make_net(), {"flatness_weight": [0]}, cv=3)
+    grid.fit(X, y, sample_weight=weights)
+    search = RelativeFlatnessPenaltyCV(make_net(), [NONE], cv=3, refit=refit)
     for data in (pd.DataFrame(X, columns=list("abcdefghijklm")), X.tolist()):
         search.fit(data, y, sample_weight=weights.tolist())
-        scores = [search.cv_results_[f"split{i}_test_score"][0] for i in range(3)]
-        assert_allclose(scores, expected, atol=1e-6)
+        found, expected = ([one.cv_results_[name] for name in scores] for one in (search, grid))
+        assert_allclose(found, expected, atol=1e-6)
         assert search.refit_time_ >= 0
         assert_array_equal(search.feature_names_in_, list("abcdefghijklm"))
 

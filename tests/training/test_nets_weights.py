@@ -45,7 +45,7 @@ class Fourth(nn.MSELoss):
 
 REPEATED = {
     "classes": (Classifier, NAMES, {}),
-    "class weights": (Classifier, NAMES, {"criterion__weight": [1.0, 5.0, 0.2]}),
+    "class weights": (Classifier, NAMES, {"criterion__weight": np.array([0.2, 5.0, 1.0])[::-1]}),
     "smoothing": (Classifier, NAMES, {"criterion__label_smoothing": 0.2}),
     "sum of classes": (Classifier, NAMES, {"criterion__reduction": "sum", "lr": 1e-3}),
     "binary": (Binary, INDEX > 0, {"criterion__pos_weight": torch.tensor([3.0]).double()}),
@@ -62,7 +62,8 @@ REPEATED = {
 def test_weights_are_repetitions_where_a_batch_holds_all_data(name):
     kind, y, params = REPEATED[name]
     params = {"batch_size": -1, "lr": 0.1, "max_epochs": 5, **params}
-    weighted = make(kind, **params).fit(X, y, sample_weight=WEIGHTS)
+    backwards = np.array(WEIGHTS[::-1], dtype=float)  # torch takes no reversed views
+    weighted = make(kind, **params).fit(X, y, sample_weight=backwards[::-1])
     repeated = make(kind, **params).fit(X[ROWS], y[ROWS])
     same(weighted, repeated, rtol=1e-10, atol=1e-12)
     assert_close(results_of(weighted, X), results_of(repeated, X), rtol=1e-9, atol=1e-12)
