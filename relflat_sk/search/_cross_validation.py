@@ -382,6 +382,15 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
             cv=self.cv,
         )
 
+    def __getattr__(self, name: str) -> Any:
+        """Find a method that `GridSearchCV` does not find in an estimator that is None."""
+        is_default = vars(self).get("estimator", name) is None and "best_estimator_" not in vars(
+            self
+        )
+        if is_default and not name.startswith("_"):
+            return getattr(clone(self).set_params(estimator=self._grid_search().estimator), name)
+        return self.__getattribute__(name)  # raises
+
     def __sklearn_tags__(self) -> Any:
         search = self._grid_search()
         tags = get_tags(search)

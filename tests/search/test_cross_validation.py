@@ -15,9 +15,10 @@ from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.base import clone, is_regressor
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.datasets import load_diabetes, load_wine
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import accuracy_score
-from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold
+from sklearn.model_selection import GridSearchCV, KFold, StratifiedKFold, cross_val_predict
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler, scale
 from sklearn.utils.estimator_checks import SkipTest, estimator_checks_generator
@@ -165,6 +166,23 @@ def test_default_settings_suit_the_optimizer():
     assert not any("optimizer" in params for params in of_sgd)
     assert of_adam[0] == {"flatness_weight": 0.0}
     assert not hasattr(adam, "best_estimator_")
+
+
+def test_the_default_net_has_its_methods_before_it_is_fitted():
+    """As cross_val_predict, pipelines and scikit-learn's wrappers ask for them."""
+    names = ("predict", "predict_proba", "decision_function", "transform", "classes_", "nothing")
+    for params in ({}, {"refit": False}):
+        found, expected = (
+            [hasattr(RelativeFlatnessPenaltyCV(net, **params), name) for name in names]
+            for net in (None, make_net())
+        )
+        assert found == expected
+    with pytest.raises(NotFittedError):
+        RelativeFlatnessPenaltyCV().predict(X)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = RelativeFlatnessPenaltyCV().nothing
+    search = RelativeFlatnessPenaltyCV(penalties=[NONE], cv=2)
+    assert np.mean(cross_val_predict(search, X, y, cv=2) == y) > 0.9
 
 
 def test_pipelines_targets_and_weights():
