@@ -155,6 +155,7 @@ class FlatNet(SkorchNet):
     _fixed_task: ClassVar[str | None] = None
     _training: _Training | None = None
     _limit: PenaltyLimit | None = None  # a new network gets a new one
+    _stepped: int | None = None  # the checksum of the weights that the last training stepped to
     _ending: str | None = UNSEEN  # the function that the module ends in
     # what `fit` measured on the training data
     _record: Record | None = None
@@ -668,6 +669,7 @@ class FlatNet(SkorchNet):
         saved = groups[0].pop("flatness_limit", None) if groups else None
         if saved is not None:
             self._penalty_limit().load_state_dict(saved)
+            self._stepped = None
 
     def _penalty_weight(self) -> float:
         """Return the weight of the penalty in the current epoch, warm-up included."""
@@ -678,6 +680,18 @@ class FlatNet(SkorchNet):
         if epoch <= 0:
             return 0.0
         return float(min(1.0, epoch / (self.flatness_warmup or epoch)) * self.flatness_weight)
+
+    def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:
+        """Let the limit take no weights that were replaced since the last training for a step."""
+        super().on_train_begin(net, X=X, y=y, **kwargs)
+        if self._limit is not None and self._stepped not in {None, checksum(self.module_)}:
+            self._limit.weights = None
+
+    def on_train_end(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:
+        """Note the weights before callbacks replace them, such as by their average."""
+        super().on_train_end(net, X=X, y=y, **kwargs)
+        if self._limit is not None:
+            self._stepped = checksum(self.module_)
 
     # -- called by skorch in each step ---------------------------------------------------
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from sklearn.preprocessing import scale
+from skorch.callbacks import Callback
 from torch import nn
 from torch.testing import assert_close
 
@@ -237,6 +238,29 @@ def test_measurements_between_epochs_are_no_steps(epochs):
         steps.append(net._limit.steps)
     assert steps == [9, 9]
     assert make_flat(-1, 1).fit(X, y).fit(X[:32], y[:32])._limit.steps == 20  # begins anew
+
+
+class Exchange(Callback):
+    """Exchanges hidden units, which changes no output and no norm of a gradient."""
+
+    def on_train_end(self, net, **kwargs):
+        first, last = [part for part in net.module_.modules() if isinstance(part, nn.Linear)]
+        order = torch.arange(99, -1, -1)
+        with torch.no_grad():
+            for parameter in (first.weight, first.bias, last.weight.T):
+                parameter.copy_(parameter[order])
+
+
+def test_weights_that_are_replaced_after_a_training_have_not_moved_by_steps():
+    settings = {"optimizer": torch.optim.SGD, "lr": 0.3, "max_epochs": 10}
+    stays, changes = (
+        make_flat(-1, 1.0, callbacks=callbacks, **settings)
+        .fit(*digits(200))
+        .partial_fit(*digits(200))
+        for callbacks in ([], [Exchange()])
+    )
+    clipped = [net.history[-3:, "flatness_clipped"] for net in (stays, changes)]
+    np.testing.assert_allclose(*clipped, rtol=0.2)
 
 
 @pytest.mark.filterwarnings("ignore::relflat_sk.FlatnessWarning")
