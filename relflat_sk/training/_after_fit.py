@@ -181,6 +181,11 @@ def _warn_of_flat(net: Any, network: Any, *, has_died: bool) -> None:
 def _bad_endings(net: Any, since: int, *, has_died: bool) -> Iterator[str]:
     """Yield how a training ended badly, but for a death that is told in other words."""
     epochs, losses, ended = net.history[since:], epoch_losses(net)[since:], net._record.comparison
+    if epochs and all(epoch.get("train_batch_count") == 0 for epoch in epochs):
+        yield (
+            f"the {type(net).__name__} is not trained: its data gave no batch. Take a smaller "
+            f"batch_size than {net.batch_size!r}, or leave out iterator_train__drop_last."
+        )
     if losses and net.flatness_weight and not net._penalty_weight():
         yield (
             f"the training of the {type(net).__name__} ended after {len(net.history)} epochs, "

@@ -137,11 +137,11 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     Warns
     -----
     FlatnessWarning
-        From `fit`, if training diverged or lost most of what it had gained; if the criterion has
-        no curvature, so that the penalty has no effect; if the net is perfectly flat and no better
-        than a constant; or if the penalty kept it from learning: its loss is less than 5% below
-        the best constant prediction's, the penalty was larger than the loss in some epoch, and
-        `flatness_clip` is None.
+        From `fit`, if training made no step, diverged or lost most of what it had gained; if the
+        criterion has no curvature, so that the penalty has no effect; if the net is perfectly flat
+        and no better than a constant; or if the penalty kept it from learning: its loss is less
+        than 5% below the best constant prediction's, the penalty was larger than the loss in some
+        epoch, and `flatness_clip` is None.
 
     See Also
     --------

@@ -468,6 +468,7 @@ BAD_ENDINGS = {
         "could not be measured: .*'nope'",
         np.nan,
     ),
+    "no batch": ({"batch_size": 99, "iterator_train__drop_last": True}, "no batch", 1),
     "not begun": ({"flatness_start": 3}, "before its penalty began", 1),
 }
 
