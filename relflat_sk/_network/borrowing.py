@@ -2,10 +2,11 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from itertools import chain
 from threading import Lock
 from typing import Any, ClassVar, Self
 
@@ -328,6 +329,19 @@ def changed(things: Iterable[Any], attribute: str, value: Any) -> Iterator[None]
     finally:
         for thing, earlier in before:
             setattr(thing, attribute, earlier)
+
+
+def by_all_names(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name tensors by all their uses, for `functional_call` without `tie_weights`."""
+    # With it, torch does not give a part that has two names its own tensors back.
+    named = chain(module.named_parameters(), module.named_buffers())
+    news = {tensor: tensors[name] for name, tensor in named if name in tensors}
+    return {
+        f"{prefix}.{name}".removeprefix("."): news[tensor]
+        for prefix, part in module.named_modules()  # each part once
+        for name, tensor in chain(part._parameters.items(), part._buffers.items())
+        if tensor is not None and tensor in news
+    }
 
 
 def requiring_grad(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:

@@ -43,7 +43,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList
 
 from relflat_sk._checks import check_number, is_number, warn
-from relflat_sk._network.borrowing import ReplacedForwards, borrowed
+from relflat_sk._network.borrowing import ReplacedForwards, borrowed, by_all_names
 from relflat_sk._network.folding import AffineLayer, fold_layers
 from relflat_sk._network.network import Network, layer_names, primary_output
 from relflat_sk._network.recording import (
@@ -398,8 +398,10 @@ def _sum_from(network: Network, layers: Sequence[AffineLayer], power: int, start
     replaced = ((modules[name], forward) for name, forward in forwards.items())
     tensors = chain(network.module.named_parameters(), network.module.named_buffers())
     precise = {name: t.detach().double() for name, t in tensors if t.is_floating_point()}
+    precise = by_all_names(network.module, precise)
     with torch.enable_grad(), ReplacedForwards(replaced):
-        output = primary_output(functional_call(network.module, precise, tuple(inputs), named))
+        whole = functional_call(network.module, precise, tuple(inputs), named, tie_weights=False)
+    output = primary_output(whole)
     if outputs and find_link(output, starts[-1]) is not None:
         output = outputs[-1]  # the norms are of the network up to its logits
     if any(calls.values()):

@@ -36,7 +36,13 @@ from torch.overrides import TorchFunctionMode
 from relflat_sk._checks import check_integer, check_number, warn
 from relflat_sk._losses.curvature import check_twice, one_to_differentiate
 from relflat_sk._losses.table import TABLE
-from relflat_sk._network.borrowing import MathAttention, borrowed, changed, evaluation_mode
+from relflat_sk._network.borrowing import (
+    MathAttention,
+    borrowed,
+    by_all_names,
+    changed,
+    evaluation_mode,
+)
 from relflat_sk._network.layers import check_real
 from relflat_sk._network.network import Network, mean_loss, outcomes
 from relflat_sk._numerics import full_precision
@@ -96,7 +102,12 @@ def with_weights(network: Network, weights: Tensor) -> Network:
     named = {
         f"module.{name}": part.reshape(one.shape).to(one, copy=True) for (name, one), part in pairs
     }
-    return replace(network, forward=lambda x: functional_call(runner, named, (x,)), output=None)
+    named = by_all_names(runner, named)
+
+    def forward(x: Any) -> Any:
+        return functional_call(runner, named, (x,), tie_weights=False)
+
+    return replace(network, forward=forward, output=None)
 
 
 class _Runner(nn.Module):

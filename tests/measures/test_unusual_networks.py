@@ -431,6 +431,19 @@ def test_derivatives_of_an_embedding_that_limits_its_rows_are_those_at_the_limit
     assert rise > 0
 
 
+def test_a_part_with_two_names_is_measured_and_given_back():
+    body = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    net = Net(lambda net, x: net.body(x), body=body, first=body[0])
+    parameters = dict(net.named_parameters())
+    measures = ["adaptive_sharpness", "fisher_rao_norm", "l1_path_norm", "relative_flatness"]
+    options = {"measures": measures, "layers": [0], "criterion": CE}
+    found = flatness_report(net, X, Y, **options)["value"]
+    for name, parameter in parameters.items():
+        assert net.get_parameter(name) is parameter
+    expected = flatness_report(body, X, Y, **options)["value"]
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+
+
 def test_instance_norm_in_batches_of_one():
     layer = nn.ConvTranspose2d(2, 2, 1)  # whose output has the order of axes of channels last
     net = nn.Sequential(layer, nn.InstanceNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3))
