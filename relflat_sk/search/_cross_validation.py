@@ -384,10 +384,9 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
 
     def __getattr__(self, name: str) -> Any:
         """Find a method that `GridSearchCV` does not find in an estimator that is None."""
-        is_default = vars(self).get("estimator", name) is None and "best_estimator_" not in vars(
-            self
-        )
-        if is_default and not name.startswith("_"):
+        own = vars(self)
+        is_default = "estimator" in own and own["estimator"] is None
+        if is_default and "best_estimator_" not in own and not name.startswith("_"):
             return getattr(clone(self).set_params(estimator=self._grid_search().estimator), name)
         return self.__getattribute__(name)  # raises
 

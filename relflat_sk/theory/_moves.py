@@ -216,7 +216,8 @@ def mean_rises(site: Site, moves: Moves, relabel: Relabel | None = None) -> Tens
     for moved in move_features(site, moves, relabel=relabel):
         total = total + (moved.rises @ moved.weights).cpu()
         divisor += float(moved.divisors @ moved.weights)
-    return total / divisor  # type: ignore[no-any-return]
+    mean: Tensor = total / divisor
+    return mean
 
 
 def move_features(

@@ -684,7 +684,9 @@ class FlatNet(SkorchNet):
     def on_train_begin(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:
         """Let the limit take no weights that were replaced since the last training for a step."""
         super().on_train_begin(net, X=X, y=y, **kwargs)
-        if self._limit is not None and self._stepped not in {None, checksum(self.module_)}:
+        if self._limit is None or self._stepped is None:
+            return  # without reading all weights
+        if self._stepped != checksum(self.module_):
             self._limit.weights = None
 
     def on_train_end(self, net: Any, X: Any = None, y: Any = None, **kwargs: Any) -> None:

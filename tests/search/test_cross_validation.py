@@ -236,9 +236,8 @@ def test_what_is_wrong_is_refused_once_before_the_folds(monkeypatch, call, match
 
 def test_a_grid_is_no_list_of_settings():
     for penalties in ({"flatness_weight": [0, 1]}, "all"):
-        with pytest.raises(
-            TypeError, match=r"penalties must be a list of dicts.* got .*weight|all"
-        ):
+        message = r"penalties must be a list of dicts.* got .*(weight|all)"
+        with pytest.raises(TypeError, match=message):
             RelativeFlatnessPenaltyCV(make_net(), penalties).fit(X, y)
 
 
