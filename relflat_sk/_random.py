@@ -70,8 +70,7 @@ def make_generator(random_state: RandomState, device: torch.device) -> torch.Gen
     return generator
 
 
-# Torch has one random state for all threads of a process: fits and measures use it one at a time.
-# Fleets take no lock, because what they fit may have threads of its own.
+# Torch has one random state for all threads: fits, fleets and measures use it one at a time.
 _LOCK = RLock()
 _PATIENCE = 60.0  # seconds that a thread waits before it says so
 # whether this thread computes alone, or is a routine of a fleet, of which no two run at a time

@@ -58,12 +58,9 @@ class ChainNets:
         job.prepare(self.n_outputs)
 
     def length(self, job: Job) -> Hashable:
-        """Return what the epochs of networks that train together have in common.
-
-        The last batches may differ in size, but not if one sample is all, which has no limit.
-        """
+        """Return what epochs trained together have in common: last batches may differ in size."""
         *others, last = job.sizes
-        return len(others), last == 1, n_words((last, self.n_outputs)) if self._chain.earlier else 0
+        return len(others), n_words((last, self.n_outputs)) if self._chain.earlier else 0
 
     def train(self, jobs: Sequence[Job], stack: Any) -> list[Epoch]:
         """Train networks for an epoch, whose tensors are in a stack."""

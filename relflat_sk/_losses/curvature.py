@@ -108,9 +108,9 @@ class ArrayLoss(ABC):
         """Compute ``R_i v_i`` as a `ClosedForm` does, and a function that pulls gradients to z."""
 
     def of_constant(self, z: Any, target: Any, shares: Any) -> Any:
-        """Compute the losses of the networks' mean output, the same for all samples."""
+        """Compute the losses of the networks' mean output, infinite if one sample counts only."""
         losses = dots(self.each(shares[..., None, :] @ z, target)[0], shares)
-        return losses + np.inf if z.shape[-2] == 1 else losses
+        return namespace(z).where((shares >= 1).any(-1), np.inf, losses)
 
 
 class CrossEntropy(ArrayLoss):

@@ -292,9 +292,13 @@ def constant_loss(
     output: Tensor,
     sample_weight: Tensor | None = None,  # (n,)
 ) -> Tensor:
-    """Compute the loss of the mean output, the same for all samples and positions."""
+    """Compute the loss of the mean output, the same for all samples and positions.
+
+    It is infinite for one output, which is its own mean.
+    """
     axes = [axis for axis in range(output.ndim) if axis != 1]
-    if output.numel() == (output.shape[1] if output.ndim > 1 else 1):
+    n_outputs = output.numel() // (output.shape[1] if output.ndim > 1 else 1)
+    if n_outputs == 1:
         return output.new_full((), torch.inf)
     with torch.no_grad():
         if sample_weight is None:
@@ -303,4 +307,7 @@ def constant_loss(
             share = sample_weight / or_one(sample_weight.mean())
             share = share.reshape(-1, *[1] * (output.ndim - 1))
             mean = (share * output).mean(dim=axes, keepdim=True)
-        return loss(mean.expand_as(output))
+        value = loss(mean.expand_as(output))
+        if sample_weight is None or n_outputs > len(output):
+            return value
+        return value.where(sample_weight.amax() < sample_weight.sum(), torch.inf)

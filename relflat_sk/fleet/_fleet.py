@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from relflat_sk._checks import check_integer
 from relflat_sk._engine.epoch import EPOCH_TRAINER, ChainNets
 from relflat_sk._engine.job import Epoch, Job, NeedsOwnLoop
-from relflat_sk._random import IN_TURN, fork_rng, get_states, seed_torch, set_states
+from relflat_sk._random import IN_TURN, alone, fork_rng, get_states, seed_torch, set_states
 from relflat_sk.fleet._stack import Stack, key_of
 from relflat_sk.fleet._vmapped import VmappedNets
 
@@ -171,7 +171,7 @@ class Fleet:
         may_be_more = True
         try:
             # Python holds filters of warnings once for all threads, each of which may change them
-            with warnings.catch_warnings():
+            with alone(), warnings.catch_warnings():
                 while not is_enough() and (may_be_more or self._routines):
                     while may_be_more and len(self._routines) < self.size:
                         routine = Routine(lambda: self._call(train), next(self._seeds))

@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from joblib import Parallel, delayed
 from sklearn.base import clone
 from skorch.dataset import ValidSplit
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from relflat_sk import FleetTrainer, RelativeFlatnessPenalty
+from relflat_sk import FleetTrainer, RelativeFlatnessPenalty, fleet_training
 from relflat_sk._engine import chain
 from relflat_sk._random import draw_seed
 from tests.engine.compare import assert_same, curve, own_loop
@@ -189,6 +190,28 @@ def test_every_engine_gives_the_result_of_a_plain_torch_loop(
             found = FleetTrainer(nets, fleet=2).fit(X, y, sample_weight=weights).estimators_
     for net, other in zip(expected, found, strict=True):
         assert_same(net, other, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", ["own loop", "alone", "fleet", "vmap"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_sample_that_alone_has_weight_is_penalised_as_a_batch_of_one(engine, kind):
+    X, y = task(kind, 6)
+    module = NoChain if engine == "vmap" else Chain
+    shape = {"widths": [4, 5, N_OUTPUTS[kind]], "activation": nn.ReLU, "bias": True}
+    params = {f"module__{name}": value for name, value in shape.items()}
+    params |= {"module__same": False, "module__frozen": None, "max_epochs": 2, "verbose": 0}
+    if kind != "numbers":
+        params["classes"] = np.unique(y)
+    nets = [KINDS[kind](module, random_state=seed, **params) for seed in range(2)]
+    with own_loop() if engine == "own loop" else fleet_training(1 if engine == "alone" else 2):
+        each = [(X, y, np.arange(6) == 3), (X[3:4], y[3:4])]
+        among, single = (
+            Parallel()(delayed(clone(net).fit)(*data) for net in nets) for data in each
+        )
+    for net, other in zip(among, single, strict=True):
+        assert min(curve(other, "flatness_penalty")) > 0
+        for name in ("train_loss", "flatness_penalty", "flatness_clipped"):
+            np.testing.assert_allclose(curve(net, name), curve(other, name), rtol=1e-9)
 
 
 class Ones(nn.Sequential):

@@ -4,6 +4,7 @@ import logging
 import pickle
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -288,6 +289,23 @@ def test_seeds_and_torchs_random_state_stay_apart():
     before = torch.get_rng_state()
     FleetTrainer([net.set_params(random_state=1)], fleet=None).fit(X, Y)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_fleets_and_fits_in_threads_take_turns():
+    """Torch has one random state for all threads."""
+
+    def curves(seeds):
+        nets = [make(max_epochs=15, random_state=seed) for seed in seeds]
+        together = len(seeds) > 1
+        fitted = FleetTrainer(nets).fit(X, Y).estimators_ if together else [nets[0].fit(X, Y)]
+        return [curve(net) for net in fitted]
+
+    each, state = [range(4), range(4, 8), [8], [9]], torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(curves, each))
+    np.testing.assert_array_equal(torch.get_rng_state(), state)
+    for own, expected in zip(found, map(curves, each), strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
 
 
 def partly(net, x):
