@@ -125,6 +125,12 @@ def link_names(app, document):
         target += nodes.literal(name, name)
 
 
+def link_gallery(app, page, source):
+    """Let links to files of the gallery, as GitHub has them, lead to the pages made of these."""
+    link = re.compile(r"\]\(\.\./examples/gallery(?:/(\w+)\.py)?\)")
+    source[0] = link.sub(lambda match: f"](gallery/{match[1] or 'index'}.rst)", source[0])
+
+
 def shorten_classes(app, what, name, obj, options, signature, returns):
     """Write classes among the defaults of a signature by their names alone."""
     short = None if signature is None else re.sub(r"<class '[\w.]*?(\w+)'>", r"\1", signature)
@@ -144,3 +150,4 @@ def setup(app):
     app.add_html_math_renderer("mathml", (add_formula, None), (add_formula, None))
     app.connect("autodoc-process-signature", shorten_classes)
     app.connect("doctree-read", link_names)
+    app.connect("source-read", link_gallery)

@@ -66,6 +66,7 @@ def page(request):
 
 def test_links_and_commands_lead_somewhere(page):
     text = page.read_text(encoding="utf-8")
+    assert not re.search(r"\{\w+\}`", text)  # GitHub shows roles of Sphinx as they are
     for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
         if not link.startswith("https://"):
             target = page.parent / link if link else page
