@@ -26,6 +26,7 @@ from tests.measures.nets import (
     NETS,
     OF_CRITERIA,
     PROBLEMS,
+    UNTRAINED,
     allowed,
     count_runs,
     dense,
@@ -37,13 +38,8 @@ from tests.measures.nets import (
     reached,
 )
 from tests.penalty.every_draw import assert_right_on_average
-from tests.penalty.every_draw import evaluate as penalise
 
-# networks with random weights are at no minimum
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
-    pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
-]
+pytestmark = UNTRAINED
 EXACT = 1e-8
 
 
@@ -105,12 +101,6 @@ def test_every_measure_agrees_with_the_dense_hessian(name, layer):
 def penalty_at(problem, layer):
     H, W = problem.hessian(layer)
     return oracles.kappa_of(H, W) / (2 * W.shape[1])
-
-
-def test_the_penalty_of_a_head_of_pixels():
-    problem = PROBLEMS["pixels, weighted, some ignored"]()
-    found = penalise(published_penalty(), problem.net, problem.criterion, problem.X, problem.y)
-    assert found.item() == pytest.approx(penalty_at(problem, "2"), rel=1e-9)
 
 
 def divide_channels(layer, units):

@@ -13,15 +13,11 @@ from relflat_sk import RelativeFlatnessPenalty, relative_flatness
 from relflat_sk.measures._quantities import LayerPass
 from tests import oracles
 from tests.cases import CASES
-from tests.measures.nets import CE, best_constant, constant_loss, evaluate
+from tests.measures.nets import CE, UNTRAINED, best_constant, constant_loss, evaluate
 from tests.penalty.every_draw import evaluate as penalty_of
 from tests.penalty.test_penalty import EXACT, make
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
-    # networks with random weights are at no minimum
-    pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
-]
+pytestmark = UNTRAINED
 
 
 @pytest.mark.parametrize("layer", ["0", "4"])

@@ -299,16 +299,12 @@ def test_margins_are_computed_from_logits(tail, criterion):
     logits = torch.cat([-z / 2, z / 2], dim=1) if binary else z
     y = logits.argmax(dim=1)
     labels = y.double()[:, None] if binary else y
-    net = nn.Sequential(layer, tail)
-    assert_margins(net, criterion, X, labels, by_definition(logits.tolist(), y))
-
-
-def test_margins_of_labelled_tokens():
-    net, X = nn.Linear(3, 4).double(), torch.randn(2, 5, 3).double()
-    z = net(X).detach()
-    y = z.argmax(dim=2)
-    y[0, 2] = -100
-    assert_margins(net, CE, X, y, by_definition(z[y >= 0].tolist(), y[y >= 0]))
+    net, expected = nn.Sequential(layer, tail), by_definition(logits.tolist(), y)
+    assert_margins(net, criterion, X, labels, expected)
+    if isinstance(tail, nn.Identity) and not binary:  # also of labelled tokens
+        X = torch.cat([X.reshape(3, 3, 3), torch.randn(3, 2, 3)], dim=1)
+        y = F.pad(y.reshape(3, 3), (0, 2), value=-100)
+        assert_margins(net, criterion, X, y, expected)
 
 
 def between_two_classes():
@@ -415,50 +411,45 @@ def test_refuses_what_is_no_network_of_paths_or_no_chain(name, net, message):
         value(name, net, X, y, **options)
 
 
-def test_parameters_are_counted_once():
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
-    count, X = 3 * 4 + 4 + 2 * 4 + 4 * 3 + 3, torch.randn(5, 3)
-    assert value("parameter_count", net, X) == count
-    assert value("parameter_count", net, X, times_depth=True) == 2 * count
-    shared = nn.Linear(3, 3)
-    twice = nn.Sequential(shared, nn.ReLU(), shared)
-    assert value("parameter_count", twice, X) == 12
-    assert value("l2_norm", twice, X) == pytest.approx(shared.weight.norm().item())
-
-
-def test_weights_of_other_kinds_count_in_the_l2_norm_only():
-    net = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(6, 2))
-    X = torch.tensor([[0, 1], [2, 4]])
-    squares = sum(net[i].weight.double().square().sum().item() for i in (0, 2))
-    assert value("l2_norm", net, X) == pytest.approx(math.sqrt(squares))
-    for name in PRODUCTS:
-        with pytest.raises(ValueError, match=f"{name} is a product .* other weights: 0.weight"):
-            value(name, net, X)
-    with pytest.raises(ValueError, match=r"takes an input of torch.int64, as for an embedding"):
-        value("l1_path_norm", net, X)
-
-
-@pytest.mark.parametrize(
-    "forward",
-    [lambda net, x: net.body(torch.relu(net.body(x))), lambda net, x: x @ net.body.weight],
-)
-def test_measures_of_the_whole_network_need_no_layer_that_is_called_once(forward):
-    net, X, y = Net(forward, body=nn.Linear(4, 4)), torch.randn(9, 4), torch.arange(9) % 4
-    count = evaluate("parameter_count", net, X, y, criterion=CE)
-    assert (count.value, count.passes.risk) == (20, pytest.approx(CE(net(X), y).item()))
-    norm = net.body.weight.norm().item()
-    assert evaluate("l2_norm", net, X, y, criterion=CE).value == pytest.approx(norm)
+ONE, WORDS = nn.Linear(4, 4), nn.Embedding(5, 3)
+NUMBERS = {  # networks, five samples, and how many parameters there are
+    "a layer that is called twice": (
+        Net(lambda net, x: net.one(torch.relu(net.one(x))), one=ONE), torch.randn(5, 4), 20,
+    ),
+    "a layer that is not called": (
+        Net(lambda net, x: x @ net.one.weight, one=ONE), torch.randn(5, 4), 20,
+    ),
+    "words": (
+        nn.Sequential(WORDS, nn.Flatten(), nn.Linear(6, 3)), torch.arange(10).reshape(5, 2) % 5, 36,
+    ),
+    "no linear layer": (nn.Sequential(WORDS), torch.arange(5), 15),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_a_network_without_linear_layers_has_norms_and_a_loss(labelled):
-    net, X, y = nn.Sequential(nn.Embedding(5, 3)), torch.arange(5), torch.arange(5) % 3
-    names = ["l2_norm", "parameter_count"]
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_any_network(name, labelled):
+    net, X, n_parameters = NUMBERS[name]
+    y, names = torch.arange(5) % 3, ["l2_norm", "parameter_count"]
     norm, count = (evaluate(n, net, X, y if labelled else None, criterion=CE) for n in names)
-    assert (norm.value, count.value) == (pytest.approx(net[0].weight.norm().item()), 15)
+    squares = [p.detach().square().sum().item() for p in net.parameters() if p.ndim > 1]
+    assert (norm.value, count.value) == (pytest.approx(math.sqrt(sum(squares))), n_parameters)
     loss = CE(net(X), y).item() if labelled else math.nan
     assert norm.passes.risk == pytest.approx(loss, nan_ok=True)
     assert norm.passes.n_samples == 5
+
+
+def test_only_linear_layers_and_convolutions_have_depth_products_and_paths():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+    X, n_parameters = torch.randn(5, 3), 3 * 4 + 4 + 2 * 4 + 4 * 3 + 3
+    for times_depth, expected in ((False, n_parameters), (True, 2 * n_parameters)):
+        assert value("parameter_count", net, X, times_depth=times_depth) == expected
+    words, X, _ = NUMBERS["words"]
+    for name in PRODUCTS:
+        with pytest.raises(ValueError, match=f"{name} is a product .* other weights: 0.weight"):
+            value(name, words, X)
+    with pytest.raises(ValueError, match=r"takes an input of torch.int64, as for an embedding"):
+        value("l1_path_norm", words, X)
 
 
 def test_norms_of_a_net_in_training_take_no_step_of_spectral_norm():

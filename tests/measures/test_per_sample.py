@@ -18,29 +18,27 @@ from torch.utils.data import (
 from relflat_sk import MLP, measure, relative_flatness
 from relflat_sk.exceptions import FlatnessWarning
 from relflat_sk.measures._layer_measures import TRACE_LIKE
-from tests.measures.nets import CE, PROBLEMS, evaluate, make, reached
+from tests.measures.nets import CE, PROBLEMS, UNTRAINED, evaluate, make, reached
 
-# networks with random weights are at no minimum
-pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+pytestmark = UNTRAINED
 SUM = 1e-12  # float64, relative
 
 
-# at the other kinds, `test_layer_kinds` compares the terms with dense Hessians
+# without weights, `test_layer_kinds` compares terms and values with dense Hessians
 @pytest.mark.parametrize("kind", ["mlp relu", "conv", "transformer"])
 @pytest.mark.parametrize("name", TRACE_LIKE)
 def test_their_mean_is_the_value(kind, name):
     net, X, y = make(kind, n=11)
     counts = np.array([1, 0, 2, 1, 1, 3, 1, 1, 1, 0.5, 1])
-    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.3, 1.0, 2.5]).double(), ignore_index=1)
-    for options in ({"criterion": CE}, {"criterion": weighted, "sample_weight": counts}):
-        options["criterion"], labels = reached(name, options["criterion"], X, y)
-        for layer in (0, -1):
-            options |= {"layer": layer, "method": "exact"}
-            value = measure(name, net, X, labels, batch_size=4, **options)
-            terms = measure(name, net, X, labels, per_sample=True, **options)
-            assert terms.shape == (11,)
-            assert terms.mean() == pytest.approx(value, rel=SUM, abs=1e-14)
-    assert terms[1] == 0  # a sample of weight 0
+    weights = {"weight": torch.tensor([0.3, 1.0, 2.5]).double(), "ignore_index": 1}
+    criterion, labels = reached(name, nn.CrossEntropyLoss(**weights), X, y)
+    options = {"criterion": criterion, "sample_weight": counts, "method": "exact"}
+    for layer in (0, -1):
+        value = measure(name, net, X, labels, layer=layer, batch_size=4, **options)
+        terms = measure(name, net, X, labels, layer=layer, per_sample=True, **options)
+        assert terms.shape == (11,)
+        assert terms.mean() == pytest.approx(value, rel=SUM, abs=1e-14)
+        assert terms[1] == 0  # a sample of weight 0
 
 
 @pytest.mark.parametrize(

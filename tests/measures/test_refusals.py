@@ -24,14 +24,10 @@ from relflat_sk import (
 )
 from relflat_sk.measures._sharpness import keskar_sharpness
 from tests.cases import Net
-from tests.measures.nets import CE, make, network
+from tests.measures.nets import CE, UNTRAINED, make, network
 from tests.measures.test_own import returns, size_of_weights
 
-pytestmark = [
-    # networks with random weights are at no minimum
-    pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
-    pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
-]
+pytestmark = UNTRAINED
 V, T, L = ValueError, TypeError, LayerNotFoundError
 NET, X, Y = make("mlp relu")
 CONV, IMAGES, LABELS = make("conv")
@@ -140,8 +136,6 @@ REFUSED = [
     (flat(criterion=None), V, "criterion is needed for a bare module"),
     (flat(criterion="mse"), T, "criterion must be a torch loss .* got 'mse'"),
     (flat(criterion=nn.MultiMarginLoss()), V, r"cannot be differentiated twice: .*multi_margin"),
-    (flat(layer=7), L, "there is no layer 7. Layers with a weight"),
-    (flat(layer="all"), L, "no layer 'all'. .*all layers, use flatness_rep"),
     (flat(y=None, layer=0), V, "y is needed: .* at layer '0'"),
     (flat(y=1 + 0 * Y, criterion=IGNORING), V, "no sample counts in the mean loss"),
     (line("relative_flatness", criterion=mixing, sample_weight=np.ones(12)), V, "for 12 samples"),
@@ -238,6 +232,7 @@ REFUSED = [
     (scores(non_minimum=False), V, "non_minimum=False, expected one of accept, reject, warn"),
     (scores(measure_params=[1]), V, r"measure_params=\[1\], expected None or a dict"),
     (scores(data="train", measure_params={"rtol": 8}), V, r'data="train" .* \{\'rtol\': 8\}'),
+    (scores(data="train"), V, r"records its flatness in fit.*; the LogisticRegression did not"),
     (scores("hessian_trace", data="train"), V, "recorded in fit.* got 'hessian_trace' and None"),
     *[
         (scores(measure_params={name: True}), T, f"'{name}' is no argument")

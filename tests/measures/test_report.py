@@ -16,10 +16,9 @@ from relflat_sk.measures._layer_measures import LAYER_MEASURES
 from relflat_sk.measures._measure_network import NETWORK_WIDE, SAME
 from relflat_sk.measures._network_measure import REPARAMETERIZATIONS
 from tests import oracles
-from tests.measures.nets import CE, dense, evaluate, make, reached
+from tests.measures.nets import CE, UNTRAINED, dense, evaluate, make, reached
 
-# networks with random weights are at no minimum
-pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+pytestmark = UNTRAINED
 
 
 @pytest.mark.parametrize(("seed", "random_state"), [(1, 0), (16, 2), (49, 1)])

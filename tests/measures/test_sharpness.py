@@ -31,17 +31,11 @@ from relflat_sk.measures._sharpness import (
     weights_of,
 )
 from tests.cases import CASES, Net
-from tests.measures.nets import NETS, PROBLEMS, evaluate, network
+from tests.measures.nets import NETS, PROBLEMS, UNTRAINED, evaluate, network
 from tests.measures.nets import make as make_kind
 
 CE, MSE, BCE = nn.CrossEntropyLoss(), nn.MSELoss(), nn.BCEWithLogitsLoss()
-
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning"),
-    # networks with random weights are at no minimum
-    pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning"),
-]
+pytestmark = UNTRAINED
 
 
 def regression(seed=0):

@@ -1,6 +1,6 @@
 """Attention, and Hugging Face's models: their layers, tied heads and own losses."""
 
-import threading
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -26,18 +26,16 @@ from tests.measures.nets import (
     IDS,
     INPUTS,
     PROBLEMS,
+    UNTRAINED,
     FusedAttention,
     allowed,
-    evaluate,
-    gpt2,
     make_fused,
     own_loss,
 )
 from tests.measures.test_layer_kinds import assert_measures
 from tests.penalty.every_draw import evaluate as penalise
 
-# networks with random weights are at no minimum
-pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+pytestmark = UNTRAINED
 
 
 PADDING = torch.tensor([[False, False, True]] * 5)
@@ -83,12 +81,6 @@ def test_fused_encoder_layers_are_taken_apart_for_a_while():
     assert torch.backends.mha.get_fastpath_enabled() == fast
 
 
-def test_penalty_in_front_of_attention_at_the_end():
-    problem, penalty = PROBLEMS["attention at the end"](), published_penalty()
-    for _ in range(3):
-        penalise(penalty, problem.net, CE, problem.X, problem.y).backward()
-
-
 def test_attention_before_the_measured_layer_stays_fused():
     net, _, X, y = make_fused("plain")
     before = allowed()
@@ -130,33 +122,14 @@ def test_kernels_are_allowed_as_before_also_after_an_exception(flash):
 
 
 def test_the_last_of_several_contexts_restores_the_kernels():
-    before = allowed()
-    opened, close = threading.Event(), threading.Event()
-
-    def other():
-        with MathAttention():
-            opened.set()
-            close.wait(10)
-
-    thread = threading.Thread(target=other)
-    with MathAttention():
-        thread.start()
-        opened.wait(10)
+    """As of two threads, of which the first to begin ends first."""
+    before, first, second = allowed(), ExitStack(), ExitStack()
+    for context in (first, second):
+        context.enter_context(MathAttention())
+    first.close()
     assert allowed() == (False, False, False, True)
-    close.set()
-    thread.join()
+    second.close()
     assert allowed() == before
-
-
-def test_penalty_at_the_tied_head():
-    problem = gpt2()
-    net, X, y = problem.net, problem.X, problem.y
-    truth = evaluate("relative_flatness", net, X, y, layer="lm_head", criterion=CE).value / (2 * 4)
-    penalty = published_penalty()
-    for _ in range(3):
-        with penalty.capture(net):
-            out = net(X)
-        assert penalty(CE, out, y).item() == pytest.approx(truth, rel=1e-9)
 
 
 def test_report_leaves_out_layers_that_share_a_weight():

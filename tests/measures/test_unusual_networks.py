@@ -18,10 +18,11 @@ from relflat_sk import (
 )
 from tests import oracles
 from tests.cases import Net, published_penalty
+from tests.measures.nets import UNTRAINED
 from tests.penalty.every_draw import assert_right_on_average
 from tests.penalty.every_draw import evaluate as penalise
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
+pytestmark = UNTRAINED
 CE, MSE = nn.CrossEntropyLoss(), nn.MSELoss()
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 warns = partial(pytest.warns, FlatnessWarning)

@@ -11,31 +11,43 @@ from torch.nn import functional as F
 from relflat_sk import RelativeFlatnessPenalty, measure
 from tests import oracles
 from tests.cases import Net, published_penalty
-from tests.measures.nets import CE, HEADS, NETS, PROBLEMS, Problem, allowed, make, make_fused
+from tests.measures.nets import (
+    CE,
+    HEADS,
+    NETS,
+    PROBLEMS,
+    UNTRAINED,
+    Problem,
+    allowed,
+    make,
+    make_fused,
+)
 from tests.measures.nets import KINDS as ATTENTIONS
 from tests.measures.test_layer_kinds import penalty_at as truth_at
 from tests.penalty.every_draw import assert_right_on_average, evaluate, mean_of_all_draws
 from tests.penalty.test_penalty import EXACT, assert_slope_is_that_of_differences
 
-# networks with random weights are at no minimum
-pytestmark = pytest.mark.filterwarnings("ignore:.*is negative:relflat_sk.FlatnessWarning")
-
-
+pytestmark = UNTRAINED
 LANGUAGE = ["language model, plain, classes second", "language model, plain, mapping"]
 KINDS = [*NETS, "packed attention", "packed cross-attention", *LANGUAGE]
 AT = [(kind, layer) for kind in KINDS for layer in PROBLEMS[kind]().all_layers()]
+OTHERS = [
+    ("GPT-2", "lm_head"),  # which is tied
+    ("attention at the end", "qkv"),
+    ("pixels, weighted, some ignored", "2"),
+]
 
 
 def prepared(kind):
     problem = PROBLEMS[kind]()
-    return problem, (problem.net.eval(), CE, problem.X, problem.y)
+    return problem, (problem.net.eval(), problem.criterion, problem.X, problem.y)
 
 
-@pytest.mark.parametrize(("kind", "layer"), AT)
+@pytest.mark.parametrize(("kind", "layer"), AT + OTHERS)
 def test_right_on_average(kind, layer, device):
-    problem, (net, _, X, y) = prepared(kind)
+    problem, (net, criterion, X, y) = prepared(kind)
     truth = truth_at(problem, layer)
-    at = net.to(device), CE, X.to(device), y.to(device)
+    at = net.to(device), criterion, X.to(device), y.to(device)
     penalty = published_penalty(layer)
     assert_right_on_average(penalty, *at, truth)
     evaluate(penalty, *at).backward()
