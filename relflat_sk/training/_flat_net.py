@@ -72,6 +72,7 @@ from relflat_sk.training._tasks import (
     TASKS,
     UNSEEN,
     Task,
+    check_classes,
     check_ending,
     check_ignored,
     describe_labels,
@@ -231,7 +232,7 @@ class FlatNet(SkorchNet):
         X, y : array-like
             As in `fit`. `relative_flatness_` is measured on the data of the last call.
         classes : array of shape (n_classes,), optional
-            All classes, for the first call. If None, those in y.
+            All classes, for the first call. If None, those in y. Later calls may repeat them.
         sample_weight : array-like of shape (n,), optional
             As in `fit`.
         **fit_params
@@ -245,7 +246,7 @@ class FlatNet(SkorchNet):
         Raises
         ------
         ValueError, LayerNotFoundError
-            As in `fit`.
+            As in `fit`, or if `classes` are not those of the first call.
         """
         if self._gets_targets():  # skorch's fit calls it with checked data
             super().partial_fit(X, y, **fit_params)
@@ -324,6 +325,7 @@ class FlatNet(SkorchNet):
                     n_outputs = self._task.learn(self, y, classes)
                     self._learned = self._fixed_task or self._criterion_task, n_outputs
                     check_ignored(self)
+                check_classes(self, classes)
                 y = self._encode(y)
             if labelled and hasattr(X, "shape") and y is not None and len(y) != X.shape[0]:
                 raise ValueError(f"X has {X.shape[0]} samples, y has {len(y)} labels.")

@@ -247,6 +247,17 @@ def _in_order(classes: Any) -> Array:
     return labels
 
 
+def check_classes(net: Any, classes: Any) -> None:
+    """Refuse classes of `partial_fit` that a net has not learned, as scikit-learn does."""
+    if classes is None or not hasattr(net, "classes_") or getattr(net, "multilabel_", False):
+        return
+    if not np.array_equal(np.unique(classes), np.unique(net.classes_)):
+        raise ValueError(
+            f"`classes={classes!r}` is not the same as on last call to partial_fit, or as the "
+            f"parameter classes: {net.classes_!r}. Call fit to learn other classes."
+        )
+
+
 def _require(y: Any) -> Any:
     """Return labels as an array; refuse missing ones."""
     if y is None:

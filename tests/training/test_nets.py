@@ -333,10 +333,15 @@ def test_partial_fit_takes_all_classes_first_also_after_initialize():
         net.partial_fit(X[INDEX < 2], NAMES[INDEX < 2], classes=["x", "y", "z"])
         assert net.classes_.tolist() == ["x", "y", "z"]
         assert net.n_features_in_ == 4
-        net.partial_fit(X[INDEX == 2], NAMES[INDEX == 2])
+        net.partial_fit(X[INDEX == 2], NAMES[INDEX == 2], classes=["z", "y", "x"])
         assert net.predict_proba(X).shape == (42, 3)
         with pytest.raises(ValueError, match=r"not seen when the net was fitted: \['w'\]"):
             net.partial_fit(X[:2], ["w", "x"])
+        for classes in (["x", "y"], ["w", "x", "y", "z"], [0, 1, 2]):
+            with pytest.raises(ValueError, match="not the same as on last call to partial_fit"):
+                net.partial_fit(X, NAMES, classes=classes)
+    with pytest.raises(ValueError, match="not the same as"):
+        make(classes=["x", "y", "z"]).partial_fit(X, NAMES, classes=["x", "y"])
 
 
 def test_refitting_forgets_the_last_task():
