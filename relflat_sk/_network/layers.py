@@ -381,11 +381,14 @@ def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
     return {name: part for name, part in module.named_modules() if weight_kind(part)}
 
 
+CALL_LAYERS = "Call a layer itself, as in layer(x); F.linear(x, layer.weight) calls none."
+
+
 def find_layer(module: nn.Module, layer: Layer, order: Sequence[str] | None = None) -> str:
     """Return the dotted name of a layer with a weight matrix."""
     layers = weight_layers(module)
     names = list(layers if order is None else order)
-    listed = _describe({name: layers[name] for name in names})
+    listed = _describe(layers, names)
     if isinstance(layer, int | np.integer) and not isinstance(layer, bool):
         if not -len(names) <= layer < len(names):
             raise LayerNotFoundError(f"there is no layer {layer}. {listed}")
@@ -425,17 +428,18 @@ def find_names(module: nn.Module, asked: Sequence[Layer] | None, order: list[str
     return list(dict.fromkeys(find_layer(module, layer, order) for layer in asked))
 
 
-def _describe(layers: Mapping[str, nn.Module]) -> str:
-    """Return the sentence of an error message that lists the layers there are."""
+def _describe(layers: Mapping[str, nn.Module], called: Sequence[str]) -> str:
+    """Return what an error message says of the layers there are, and of those that are called."""
     if not layers:
         return (
             "The network has no layer whose weight matrix can be measured, such as nn.Linear or "
             "nn.Conv2d; recurrent layers and embeddings are not measured."
         )
-    listed = ", ".join(
-        f"{i}: {name!r} ({type(layer).__name__})" for i, (name, layer) in enumerate(layers.items())
-    )
-    return f"Layers with a weight matrix: {listed}."
+    kinds = {name: f"{name!r} ({type(layer).__name__})" for name, layer in layers.items()}
+    listed = ", ".join(f"{i}: {kinds[name]}" for i, name in enumerate(called))
+    uncalled = ", ".join(kinds[name] for name in kinds if name not in called)
+    text = f"Layers with a weight matrix: {listed}." if called else "No layer is called."
+    return text + (f" Not called: {uncalled}. {CALL_LAYERS}" if uncalled else "")
 
 
 def why_shared(name: str, named: Mapping[str, nn.Module]) -> str:

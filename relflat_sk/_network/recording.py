@@ -29,7 +29,7 @@ from relflat_sk._network.borrowing import (
     changed,
     is_explicit_batch_norm,
 )
-from relflat_sk._network.layers import LayerMap, layer_map, weight_kind, weight_layers
+from relflat_sk._network.layers import CALL_LAYERS, LayerMap, layer_map, weight_kind, weight_layers
 from relflat_sk._numerics import constant
 
 
@@ -68,7 +68,8 @@ class LayerRecord:
         if self.calls != 1 or self.features is None or self.output is None:
             raise ValueError(
                 f"layer {self.name!r} was called {self.calls} times in one forward pass; only a "
-                "layer that is called exactly once can be measured. Measure another layer."
+                "layer that is called exactly once can be measured. "
+                + ("Measure another layer." if self.calls else CALL_LAYERS)
             )
         if self.features._version != self.version:
             raise ValueError(

@@ -272,9 +272,9 @@ def warn_of_other_head(
     names = {id(one): name for name, one in module.named_parameters()}
     warn(
         f"layer=-1 is {last.name!r}, the last layer with a weight matrix, but the network "
-        f"multiplies its output by the parameter {names.get(id(head), '')!r}, which is no layer. "
-        "If you mean the head, make it an nn.Linear; if you mean the layer before it, name it: "
-        f"{last.name!r}."
+        f"multiplies its output by the parameter {names.get(id(head), '')!r}, which is no layer "
+        "that it calls. If you mean the head, make it an nn.Linear, and call it; if you mean the "
+        f"layer before it, name it: {last.name!r}."
     )
 
 

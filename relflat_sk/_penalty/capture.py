@@ -20,6 +20,7 @@ from relflat_sk._network.borrowing import (
 )
 from relflat_sk._network.layers import (
     Layer,
+    find_layer,
     find_names,
     weight_kind,
     weight_layers,
@@ -172,6 +173,8 @@ class Capture:
     def _find_penalised(self, order: list[str]) -> list[str]:
         """Find the names of the layers that are asked for, once the order of the calls is known."""
         if self._penalised is None:
+            if not order:
+                find_layer(self.parts[0], -1, order)  # raises: the network calls none
             self._penalised = find_names(self.parts[0], self._asked, order)
             refuse_layers(why_shared(name, self._named) for name in self._penalised)
         return self._penalised

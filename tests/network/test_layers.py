@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from relflat_sk import (
     FlatnessWarning,
     LayerNotFoundError,
+    RelativeFlatnessPenalty,
     feature_robustness,
     flatness_report,
     relative_flatness,
@@ -64,6 +65,10 @@ def behind_relu():
     return net
 
 
+def by_functions():
+    return pair(lambda a, b, x: F.linear(F.linear(x, a.weight), b.weight))
+
+
 NO_LAYER = [
     (behind_relu, 2, r"no layer 2. Layers with a weight matrix: 0: 'a.0' \(Linear"),
     (behind_relu, -3, "no layer -3"),
@@ -75,6 +80,7 @@ NO_LAYER = [
     (behind_relu, True, "got True of type bool"),
     (behind_relu, None, "got None"),
     (lambda: nn.Sequential(nn.ReLU()), -1, "no layer whose weight matrix can be measured"),
+    (by_functions, -1, r"No layer is called. Not called: '[ab]' \(Linear\), .*F.linear"),
     (lambda: nn.Sequential(nn.Bilinear(5, 5, 3)), "0", "'0' is a Bilinear"),
     (lambda: nn.Sequential(nn.Embedding(3, 2)), "0", "'0' is a Embedding"),
 ]
@@ -146,7 +152,7 @@ def behind(last):
     ("make", "layer", "message"),
     [
         (lambda: pair(lambda a, b, x: a(x) + a(2 * x)), "a", "layer 'a' was called 2 times in one"),
-        (lambda: pair(lambda a, b, x: a(x)), "b", "layer 'b' was called 0 times"),
+        (lambda: pair(lambda a, b, x: a(x)), "b", "layer 'b' was called 0 times.*F.linear"),
         (tied, -1, r"layer 'b' is shared by the modules \['a', 'b'\]"),
         (lambda: pair(overwritten), "a", "input that layer 'a' received was overwritten in place"),
         (lambda: behind(nn.Identity()), -1, "layer '2' does not compute W x"),
@@ -157,6 +163,16 @@ def behind(last):
 def test_layers_without_a_weight_to_themselves(make, layer, message):
     with pytest.raises(ValueError, match=message):
         relative_flatness(make(), X, Y, layer=layer, criterion=CE)
+
+
+@pytest.mark.parametrize("layer", [-1, "a", "all"])
+def test_a_penalty_says_which_layers_are_not_called(layer):
+    net = by_functions()
+    with (
+        pytest.raises(LayerNotFoundError, match=r"Not called: '[ab]' .*F.linear"),
+        RelativeFlatnessPenalty(layer).capture(net),
+    ):
+        net(X)
 
 
 @pytest.mark.parametrize("layer", [-1, "all"])
