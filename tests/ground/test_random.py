@@ -5,49 +5,11 @@ import signal
 from contextlib import contextmanager
 from threading import Event, Thread
 
-import numpy as np
 import pytest
 import torch
 
 from relflat_sk import _random
-from relflat_sk._random import (
-    alone,
-    as_random_state,
-    draw_seed,
-    draw_seeds,
-    fork_rng,
-    make_generator,
-    rademacher,
-    seed_from,
-    seed_torch,
-)
-
-
-@pytest.mark.parametrize("draw", [draw_seed, lambda state: draw_seeds(state, 3)])
-def test_seeds_repeat_with_the_random_state(draw):
-    assert draw(1) == draw(np.int64(1)) != draw(2)
-    assert draw(np.random.RandomState(1)) == draw(np.random.RandomState(1))
-    assert draw(None) != draw(None)
-    state = np.random.RandomState(0)
-    assert draw(state) != draw(state)
-
-
-def test_generators_move_on():
-    rng = np.random.default_rng(0)
-    assert draw_seed(rng) != draw_seed(rng)
-
-
-def test_numpys_global_state_is_left_alone():
-    before = np.random.get_state()[1].copy()  # noqa: NPY002
-    draw_seed(None), draw_seeds(None, 2), as_random_state(None).randint(5)
-    assert (np.random.get_state()[1] == before).all()  # noqa: NPY002
-
-
-@pytest.mark.parametrize("value", ["x", 0.5, True])
-@pytest.mark.parametrize("take", [seed_from, draw_seed, as_random_state])
-def test_refuses_what_is_no_random_state(take, value):
-    with pytest.raises(ValueError, match=f"random_state must be an int, .* got {value!r}"):
-        take(value)
+from relflat_sk._random import alone, fork_rng, make_generator, rademacher, seed_torch
 
 
 def test_torch_is_seeded_as_by_its_own_function(device):

@@ -129,6 +129,7 @@ VALUES = [
     (search(measure=[]), r"measure must be a name, .* got \[\]"),
     (search(n_jobs=0), "n_jobs == 0"),
     (search(n_threads=0), "n_threads must be"),
+    (search(random_state="x"), "random_state must be an int, .* got 'x'"),
     (search(fleet="many"), "fleet must be"),
     (search(fit={"timeout": "1h"}), "timeout must be"),
     (search(n_jobs=2, pruner=MedianPruner()), "pruner.*n_jobs"),

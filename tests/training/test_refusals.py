@@ -111,6 +111,7 @@ REFUSED = [
     # parameters of the penalty
     row("flatness_weight must be", flatness_weight=np.nan),
     row("flatness_warmup must be", flatness_warmup=-1),
+    row("random_state must be an int, .* got 0.5", random_state=0.5),
     row("flatness_every must be", flatness_every=0),
     row("flatness_start=1.5 is a share of max_epochs", flatness_start=1.5),
     row("flatness_start must be", flatness_start=-1),
