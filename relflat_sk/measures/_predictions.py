@@ -6,7 +6,7 @@ which the first has the score 0. Tokens that the criterion ignores do not count.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,17 +43,7 @@ def _class_rows(scored: Outcome) -> _Rows:
     return rows[counts], labels.flatten()[counts], weight[counts]
 
 
-# -- the scores of classes, before any softmax or sigmoid -----------------------------------------
-
-
-def _score_rows(scored: Outcome) -> _Rows:
-    """Arrange the scores of two classes or more in rows: a single one is that of class 1."""
-    if scored.loss.acts_on_each_output:
-        scores, target = scored.output.reshape(len(scored.output), 1, -1), scored.target
-        scores = torch.cat([torch.zeros_like(scores), scores], dim=1)
-        target = (target.reshape(len(target), -1) > 0.5).long()
-        scored = replace(scored, output=scores, target=target)
-    return _class_rows(scored)
+# -- margins and errors of classifiers ------------------------------------------------------------
 
 
 def _check_classifier(network: Network, what: str) -> None:
@@ -103,11 +93,22 @@ def _margins(loss: Loss, forward: ForwardPass) -> NDArray[np.float64]:
             f"for a single logit. Got outputs of shape {shape} with targets of {target.dtype} "
             f"such as {target.flatten()[:3].tolist()}."
         )
-    scored = Outcome(forward.logits(loss).double(), target, loss, weight, weighted=False)
-    scores, labels, _ = _score_rows(scored)
-    others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
-    margins: NDArray[np.float64] = (scores.gather(1, labels[:, None])[:, 0] - others).cpu().numpy()
-    return margins
+    logits = forward.logits(loss).double()
+    if loss.acts_on_each_output:
+        margins = logits.flatten() * (2 * target.flatten() - 1)
+    else:
+        scores, labels, _ = _class_rows(Outcome(logits, target, loss, weight, weighted=False))
+        others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
+        margins = scores.gather(1, labels[:, None])[:, 0] - others
+    return margins.cpu().numpy()  # type: ignore[no-any-return]
+
+
+def count_errors(network: Network) -> tuple[float, float]:
+    """Count the labels that a classifier gets wrong, and all labels, in evaluation mode."""
+    _check_classifier(network, "a share of errors")
+    predicted, actual, weight = _join_rows(network, _predict)
+    wrong = weight @ (predicted != actual).double()
+    return float(wrong.sum()), float(weight.sum()) * len(wrong)
 
 
 # -- accuracy, R2, area under the ROC curve, beside those of the best constant prediction ---------
@@ -161,20 +162,6 @@ def auc_of(network: Network) -> Score | None:
     return Score("area under the ROC curve", sum(areas) / len(areas), 0.5, margin)
 
 
-def count_errors(network: Network) -> tuple[float, float]:
-    """Count the labels that a classifier gets wrong, and all labels, in evaluation mode."""
-    _check_classifier(network, "a share of errors")
-    total, divisor = 0.0, 0.0
-    with borrowed(network.module), torch.no_grad():
-        for outcome in outcomes(network):
-            logits = outcome.loss.logits(outcome.output)
-            scores, labels, weight = _score_rows(replace(outcome, output=logits))
-            wrong = (scores.argmax(dim=1) != labels) | scores.isnan().any(dim=1)
-            total += float(weight @ wrong.double())
-            divisor += float(weight.sum())
-    return total, divisor
-
-
 def _join_rows(network: Network, rows_of: Callable[[Outcome], _Rows]) -> _Rows:
     """Put the rows of all batches behind each other."""
     with borrowed(network.module), torch.no_grad():
@@ -193,7 +180,7 @@ def _task(outcome: Outcome) -> str:
 
 
 def _predict(outcome: Outcome) -> _Rows:
-    """Return the classes with the largest output, none where one is nan; otherwise numbers."""
+    """Return classes, none (-1) where an output is nan, or the numbers of a regression."""
     if _task(outcome) == "classification":
         scores, labels, weight = _class_rows(outcome)
         predicted = scores.argmax(dim=1).where(~scores.isnan().any(dim=1), -1)
@@ -204,7 +191,8 @@ def _predict(outcome: Outcome) -> _Rows:
     )
     if _task(outcome) == "binary":
         threshold = 0.5 if isinstance(criterion, nn.BCELoss) else 0.0
-        return output > threshold, target > 0.5, outcome.weight
+        predicted = (output > threshold).long().where(~output.isnan(), -1)
+        return predicted, (target > 0.5).long(), outcome.weight
     if isinstance(criterion, nn.PoissonNLLLoss) and criterion.log_input:
         output = output.exp()
     return output, target, outcome.weight
