@@ -100,7 +100,7 @@ def _margins(loss: Loss, forward: ForwardPass) -> NDArray[np.float64]:
         scores, labels, _ = _class_rows(Outcome(logits, target, loss, weight, weighted=False))
         others = scores.scatter(1, labels[:, None], -math.inf).amax(dim=1)
         margins = scores.gather(1, labels[:, None])[:, 0] - others
-    return margins.cpu().numpy()  # type: ignore[no-any-return]
+    return margins.cpu().numpy()
 
 
 def count_errors(network: Network) -> tuple[float, float]:
