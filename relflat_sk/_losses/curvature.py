@@ -604,7 +604,9 @@ def pull_back(
 ) -> tuple[Tensor | None, ...]:
     """Compute products of vectors with a Jacobian by one backward pass, which keeps the graph."""
     if create_graph and vectors is None:
-        vectors = [one_to_differentiate(total) for total in of]
+        # torch marks what a function with ``@once_differentiable`` returns, for `check_twice`, only
+        # if the gradient that it receives is to be differentiated, too
+        vectors = [torch.ones_like(total, requires_grad=True) for total in of]
     elif vectors is not None:
         # in a batch of one, torch's instance norm misreads vectors in another order of axes
         vectors = [vector.contiguous() for vector in vectors]
@@ -627,13 +629,6 @@ _ONCE = (
     "the network behind the layer, or the criterion, cannot be differentiated twice: {}. Write "
     "the operation in terms of differentiable torch functions, or measure another layer."
 )
-
-
-def one_to_differentiate(total: Tensor) -> Tensor:
-    """Return what a total's gradient is multiplied with, so that `check_twice` sees all of it."""
-    # Torch marks what a function with ``@once_differentiable`` returns only if the gradient that it
-    # receives is to be differentiated, too.
-    return torch.ones_like(total, requires_grad=True)
 
 
 def check_twice(*gradients: Tensor | None) -> None:

@@ -26,7 +26,6 @@ from relflat_sk._numerics import read_numbers
 Task = Literal["classification", "binary", "regression"]
 BestConstant = Callable[[Any, Tensor, Tensor, torch.Size], Tensor]
 CurvatureOf = Callable[[Any, Tensor, Tensor | None], ClosedForm]
-CheckTarget = Callable[[Any, Tensor, Tensor], Tensor]
 SharesOf = Callable[[Any, Tensor, torch.Size], Tensor]
 
 TOGETHER = 2**22  # numbers of outputs that are computed for samples at a time
@@ -285,7 +284,7 @@ class WeightedLogisticLoss(nn.BCEWithLogitsLoss):
         return loss / self.weights(target).mean() if self.reduction == "mean" else loss
 
 
-def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
+def _read_numbers(criterion: Any, output: Tensor, target: Tensor) -> Target:
     """Return the target in the shape and type of the output; axes of length 1 may differ."""
     sizes, expected = ([size for size in x.shape[1:] if size != 1] for x in (target, output))
     if len(target) != len(output) or sizes != expected:
@@ -293,25 +292,26 @@ def _check_numbers(criterion: Any, output: Tensor, target: Tensor) -> Tensor:
             f"{type(criterion).__name__} needs targets of the outputs' shape "
             f"{tuple(output.shape)}, got {tuple(target.shape)}."
         )
-    return target.reshape(output.shape).to(output.dtype)
+    numbers = target.reshape(output.shape).to(output.dtype)
+    return Target(numbers, numbers)
 
 
-def _check_within(
+def _read_within(
     allowed: tuple[float, float], needs: str, criterion: Any, output: Tensor, target: Tensor
-) -> Tensor:
-    """Check the target as `_check_numbers` does, and that its numbers are in a range."""
-    target = _check_numbers(criterion, output, target)
-    _check_range(target, allowed, f"{type(criterion).__name__} needs {needs}")
-    return target
+) -> Target:
+    """Read the target as `_read_numbers` does, and check that its numbers are in a range."""
+    read = _read_numbers(criterion, output, target)
+    _check_range(read.values, allowed, f"{type(criterion).__name__} needs {needs}")
+    return read
 
 
-_check_shares = partial(
-    _check_within,
+_read_shares = partial(
+    _read_within,
     (0, 1),
     "targets from 0 to 1, got values from {low:g} to {high:g}. Encode the two classes as 0 and 1.",
 )
-_check_counts = partial(
-    _check_within, (0, math.inf), "counts, which are not negative, as targets, got {low:g}."
+_read_counts = partial(
+    _read_within, (0, math.inf), "counts, which are not negative, as targets, got {low:g}."
 )
 
 
@@ -373,63 +373,58 @@ def _median(y: Tensor, weight: Tensor) -> Tensor:
     return ordered.gather(0, reached.int().argmax(dim=0)[None])[0]
 
 
-def _output_row(
-    task: Task,
-    check: CheckTarget,
-    best_constant: BestConstant | None,
-    links: Mapping[str, CurvatureOf],
-    needs_target: Callable[[Any], bool] = never,
-    has_temperature: bool = True,
-    shares: SharesOf | None = None,
-) -> Row:
-    """Return the row of a criterion that is a sum over outputs."""
-
-    def read(criterion: Any, output: Tensor, target: Tensor) -> Target:
-        target = check(criterion, output, target)
-        return Target(target, target)
-
-    def divisors(criterion: Any, output: Tensor, target: Tensor | None) -> float:
-        return 1 if criterion.reduction == "sum" else output.numel() / len(output)
-
-    return Row(task, read, divisors, best_constant, links, needs_target, has_temperature, shares)
+def _n_outputs(criterion: Any, output: Tensor, target: Tensor | None) -> float:
+    """Count the outputs of each sample, of which the criterion takes the mean."""
+    return 1 if criterion.reduction == "sum" else output.numel() / len(output)
 
 
 OUTPUT_LOSSES: dict[type, Row] = {
-    nn.BCEWithLogitsLoss: _output_row(
+    nn.BCEWithLogitsLoss: Row(
         "binary",
-        _check_shares,
+        _read_shares,
+        _n_outputs,
         lambda criterion, y, w, shape: _best_share(criterion, y, w, shape).logit(),
         {"identity": _logistic},
         lambda criterion: criterion.pos_weight is not None,
         shares=_label_shares,
     ),
-    nn.BCELoss: _output_row(
-        "binary", _check_shares, _best_share, {"sigmoid": _logistic}, shares=_label_shares
+    nn.BCELoss: Row(
+        "binary",
+        _read_shares,
+        _n_outputs,
+        _best_share,
+        {"sigmoid": _logistic},
+        shares=_label_shares,
     ),
-    nn.MSELoss: _output_row(
+    nn.MSELoss: Row(
         "regression",
-        _check_numbers,
+        _read_numbers,
+        _n_outputs,
         lambda criterion, y, w, shape: _mean(y, w),
         {"identity": lambda criterion, z, target: Diagonal(torch.full_like(z, 2.0))},
     ),
-    nn.PoissonNLLLoss: _output_row(
+    nn.PoissonNLLLoss: Row(
         "regression",
-        _check_counts,
+        _read_counts,
+        _n_outputs,
         _best_rate,
         {"identity": _poisson},
         lambda criterion: not criterion.log_input,
         has_temperature=False,  # the variance is the mean
     ),
     # no closed form, but the task and the shape of the targets are known
-    nn.L1Loss: _output_row(
+    nn.L1Loss: Row(
         "regression",
-        _check_numbers,
+        _read_numbers,
+        _n_outputs,
         lambda criterion, y, w, shape: _median(y, w),
         {},
         has_temperature=False,
     ),
-    nn.SmoothL1Loss: _output_row("regression", _check_numbers, None, {}, has_temperature=False),
-    nn.HuberLoss: _output_row("regression", _check_numbers, None, {}, has_temperature=False),
+    **dict.fromkeys(
+        (nn.SmoothL1Loss, nn.HuberLoss),
+        Row("regression", _read_numbers, _n_outputs, None, {}, has_temperature=False),
+    ),
 }
 OUTPUT_LOSSES[WeightedLogisticLoss] = replace(
     OUTPUT_LOSSES[nn.BCEWithLogitsLoss],

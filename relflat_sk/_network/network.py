@@ -83,7 +83,6 @@ def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
     """Refuse a user's criterion that takes more of a network's output than `primary_output`."""
     if loss.row is not None or isinstance(output, Tensor):
         return
-    name = name_criterion(loss.criterion)
     answers: list[Any] = []
     with torch.no_grad(), fork_rng(None), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of a name as the index of a tensor
@@ -93,21 +92,13 @@ def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
             except REFUSALS as error:
                 answers.append(error)
     part, whole = answers
-    if not isinstance(whole, Exception):
-        if isinstance(part, Tensor) and isinstance(whole, Tensor) and torch.equal(part, whole):
-            return
+    same = isinstance(part, Tensor) and isinstance(whole, Tensor) and torch.equal(part, whole)
+    if not (same or isinstance(whole, Exception)):
         need, remedy = _NEEDS[by]
         raise ValueError(
-            f"{name} takes the module's whole output, but {need} a criterion of one tensor. Use a "
-            "criterion that takes the entry 'logits' of a mapping, or the first entry of a tuple, "
-            f"which is passed to it as a tensor, or {remedy}."
-        )
-    if isinstance(part, Exception):
-        first = "the entry 'logits'" if isinstance(output, Mapping) else "its first entry"
-        raise ValueError(
-            f"the module returned a {_describe(output)}, and {name} can take neither {first} "
-            f"({type(part).__name__}: {part}) nor the whole output ({type(whole).__name__}: "
-            f"{whole})."
+            f"{name_criterion(loss.criterion)} takes the module's whole output, but {need} a "
+            "criterion of one tensor. Use a criterion that takes the entry 'logits' of a mapping, "
+            f"or the first entry of a tuple, which is passed to it as a tensor, or {remedy}."
         )
 
 

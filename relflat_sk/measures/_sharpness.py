@@ -34,7 +34,7 @@ from torch.nn import grad
 from torch.overrides import TorchFunctionMode
 
 from relflat_sk._checks import check_integer, check_number, warn
-from relflat_sk._losses.curvature import check_twice, one_to_differentiate
+from relflat_sk._losses.curvature import ProductCurvature, check_twice
 from relflat_sk._losses.table import TABLE
 from relflat_sk._network.borrowing import (
     MathAttention,
@@ -222,31 +222,22 @@ def hessian_products(network: Network, weights: Tensor) -> Iterator[Callable[[Te
     is_one_batch = sum(1 for _ in islice(network.batches(), 2)) == 1
     with differentiable(network, weights) as (moved, leaf):
 
-        def slopes() -> Iterator[tuple[Tensor, float]]:
+        def curvatures() -> Iterator[tuple[ProductCurvature, float]]:
             for outcome in outcomes(moved):
                 loss, share = outcome.total()
-                slope = torch.zeros_like(leaf)
-                if loss.requires_grad:
-                    one = one_to_differentiate(loss)
-                    (slope,) = torch.autograd.grad(
-                        loss, leaf, one, create_graph=True, materialize_grads=True
-                    )
-                    check_twice(slope)
+                curvature = ProductCurvature(loss, leaf)
                 del loss, outcome  # frees this batch before the next one runs
-                yield slope, float(share)
-                del slope
+                yield curvature, float(share)
+                del curvature
 
-        kept = list(slopes()) if is_one_batch else None
+        kept = list(curvatures()) if is_one_batch else None
 
         def product(vector: Tensor) -> Tensor:
             total, divisor = torch.zeros_like(vector), 0.0
-            for slope, share in kept or slopes():
-                if slope.requires_grad:
-                    total += torch.autograd.grad(
-                        slope, leaf, vector, retain_graph=True, materialize_grads=True
-                    )[0]
+            for curvature, share in kept or curvatures():
+                total += curvature.product(vector)
                 divisor += share
-                del slope
+                del curvature
             return total / divisor
 
         yield product
