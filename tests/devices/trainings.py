@@ -12,7 +12,6 @@ from skorch.dataset import ValidSplit
 
 from relflat_sk import (
     FlatMinimaSearch,
-    FlatnessScorer,
     FlatnessWarning,
     FleetTrainer,
     RelativeFlatnessPenalty,
@@ -110,13 +109,6 @@ def test_plain_loops(layer, clip, weighted):
         (loss + penalty(CRITERION, output, y.to(device), weight)).backward()
         results.append([loss.item(), *(p.grad.norm().item() for p in net.parameters())])
     assert results[1] == pytest.approx(results[0], rel=1e-4, abs=1e-7)
-
-
-def test_scores():
-    X, y = make_data()
-    nets = (make(module=make_mlp, max_epochs=8, lr=0.05, device=d) for d in ("cpu", DEVICE))
-    expected, score = (FlatnessScorer()(net.fit(X, y), X, y) for net in nets)
-    assert score == pytest.approx(expected, rel=1e-3)
 
 
 STACKED = ["last layer", "all layers", "goal", "sample weights"]

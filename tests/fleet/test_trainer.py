@@ -22,6 +22,7 @@ from relflat_sk import (
     FleetTrainer,
     StopAtGradientNorm,
     StopAtLoss,
+    WeightAverage,
     fleet_training,
 )
 from relflat_sk.fleet._stack import Stack
@@ -158,6 +159,7 @@ ALIKE = {
         {},
     ),
     "callbacks of epochs": ([{"callbacks": EARLY, "lr": 0.05}] * 5, {"fleet": 3}),
+    "averages of weights": ([{"callbacks": [WeightAverage()]}] * 3, {}),
     "data of each": ([{}] * 6, {"each": OWN_DATA}),
     "results of the forward pass": ([{"module": partial(network, holding)}] * 2, {}),
     "mappings": ([{"module": partial(network, mapped), "flatness_weight": w} for w in (1, 2)], {}),
@@ -426,6 +428,7 @@ TRIPLES = AtEpoch(1, lambda net, _: net.criterion_.register_forward_hook(lambda 
 # parts of the reasons that are logged, and the settings
 REASONS = [
     (["callback GradientNormClipping"], {"callbacks": [GradientNormClipping(1.0)]}),
+    (["callback WeightAverage"], {"callbacks": [WeightAverage(decay=0.8)]}),
     (["at earlier layers"], FIRST | {"module": batch_norm}),
     # without float64, its bias in front of batch norm would take other steps
     (["rounding errors of first.bias"], FREE | LARGE_BIAS),

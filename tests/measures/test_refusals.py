@@ -149,7 +149,6 @@ REFUSED = [
     # terms of samples
     (on_iris("eigenvalue_flatness", per_sample=True), V, "per_sample=True .* eigenvalue_flatness"),
     (on_iris("relative_flatness", per_sample=True, aggregate="max"), V, "aggregate='max' asks"),
-    (report(per_sample=True), T, "multiple values .*'per_sample'"),
     # sensitivity
     (sensitive(bits=(8, 4.5)), V, "bits must be an integer of at least 2"),
     (sensitive(bits="8"), V, "bits must be an integer of at least 2, got '8'"),
@@ -222,10 +221,6 @@ REFUSED = [
     ],
     (on_iris(FlatnessScorer()), T, r"FlatnessScorer\(\) is greater .*only searches and rank_m"),
     # the scorer
-    (
-        lambda: FlatnessScorer().set_score_request(sample_weight=True), RuntimeError,
-        r"set_config\(enable_metadata_routing=True\)",
-    ),
     (scores("flatness"), V, "no measure 'flatness'. Did you mean .*'relative_flatness'.*'norm"),
     (scores(["relative_flatness", "l2_norm"]), V, r"no measure \['relative_flatness', 'l2_norm'\]"),
     (scores(data="test"), V, "data='test', expected one of given, train"),
@@ -238,7 +233,6 @@ REFUSED = [
         (scores(measure_params={name: True}), T, f"'{name}' is no argument")
         for name in ("layer", "normalize", "per_sample")
     ],
-    (scores(measure_params={"sample_weight": None}), T, "multiple values .* 'sample_weight'"),
     (
         lambda: FlatnessScorer()(RandomForestClassifier(2).fit(*IRIS), *IRIS), T,
         "RandomForestClassifier is not a network",

@@ -20,14 +20,12 @@ from relflat_sk.measures._sharpness import (
     adaptive_sharpness,
     draw_noise,
     error_rate,
-    expected_sharpness,
     fisher_rao_norm,
     keskar_sharpness,
     largest_rise,
     noisy_risks,
     pac_bayes_flatness,
     pac_bayes_magnitude_flatness,
-    sharpness_curve,
     weights_of,
 )
 from tests.cases import CASES, Net
@@ -74,24 +72,6 @@ def test_values_and_error_bars_of_a_linear_regression(name, arguments, spread_of
     found = [function(random_state=seed) for seed in range(100)]
     assert_honest(found, exact)
     assert found[0].method == "monte carlo"
-
-
-def test_curve_trades_sharpness_for_norm():
-    net, X, y = regression()
-    at, options = network(net, MSE, X, y), {"n_draws": 5, "random_state": 0}
-    alphas = [0.001, 0.1, 0.01]
-    curve = sharpness_curve(at, alphas, **options)
-    assert curve["alpha"].tolist() == alphas
-    w = weights_of(at)
-    for row in curve.itertuples():
-        s = row.alpha * (10 * w.abs() + 1)
-        posterior, prior = (torch.distributions.Normal(mean, s) for mean in (w, 0 * w))
-        divergence = torch.distributions.kl_divergence(posterior, prior).sum().item()
-        assert row.kl == pytest.approx(divergence)
-        found = expected_sharpness(at, alpha=row.alpha, **options)
-        assert (row.expected_sharpness, row.stderr) == (found.value, found.stderr)
-    # the loss is quadratic, and the draws are shared: the curve has no noise of its own
-    assert np.ptp(curve["expected_sharpness"] / curve["alpha"] ** 2) < 1e-6
 
 
 def test_one_weight_moves_to_the_worse_end_of_its_interval():

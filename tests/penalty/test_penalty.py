@@ -181,25 +181,6 @@ def test_sums_where_the_criterion_sums(case):
         assert value.item() == pytest.approx(expected(net, -1, criterion, X, y), rel=EXACT)
 
 
-@pytest.mark.parametrize("case", ["cross-entropy class weights", "squared error"])
-def test_normalized_is_theorem_4(case):
-    net, criterion, X, y = make(case)
-    with torch.no_grad():
-        net[2].weight[1] = 0.0  # a feature that never varies
-    layer = net[-1]
-    with torch.no_grad():
-        phi = net[:-1](X)
-        spread = phi.std(dim=0, correction=0)
-        spread[1] = 0.0
-        varies = spread > 0
-        constant = layer(phi) - phi[:, varies] @ layer.weight[:, varies].T
-    truth = oracles.normalized_relative_flatness(
-        phi, layer.weight.detach(), lambda z: criterion(z + constant, y), spread
-    )
-    value = evaluate(published_penalty(normalize=True), net, criterion, X, y)
-    assert value.item() == pytest.approx(truth / (2 * layer.in_features), rel=EXACT)
-
-
 def test_normalized_ignores_rounding_noise_on_a_constant_feature():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Identity(), nn.Linear(3, 4))

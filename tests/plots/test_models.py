@@ -32,10 +32,9 @@ from relflat_sk import (
     TrainingCurvesDisplay,
     flatness_report,
     layer_sensitivity,
+    measure,
     relative_flatness,
 )
-from relflat_sk._models.network_of import DataOptions, to_network
-from relflat_sk.measures._sharpness import sharpness_curve
 from tests.plots.drawings import legend, lines, ticks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* candidates are no minima")
@@ -277,17 +276,22 @@ def test_long_error_bars_leave_labels_at_powers_of_ten_only():
     assert_allclose(exponents, exponents.round())
 
 
-def test_curves_are_those_of_sharpness_curve():
+def test_curves_trade_sharpness_for_the_divergence_of_weights_with_noise():
     models = {f"C = {C}": LogisticRegression(C=C, max_iter=5000).fit(X, y) for C in (0.1, 10)}
-    alphas, options = [0.001, 0.01, 0.1], {"n_draws": 3, "random_state": 0}
+    alphas, options = [0.001, 0.1, 0.01], {"n_draws": 3, "random_state": 0}
     display = SharpnessKLDisplay.from_estimator(models, X, y, alphas=alphas, **options)
     for (name, model), container in zip(models.items(), display.ax_.containers, strict=True):
-        expected = sharpness_curve(to_network(model, X, y, DataOptions()), alphas, **options)
-        pd.testing.assert_frame_equal(display.curves[name], expected)
+        curve, w = display.curves[name], np.hstack([model.coef_, model.intercept_[:, None]])
+        assert curve["alpha"].tolist() == alphas
+        for row in curve.itertuples():
+            # between normal distributions of deviation alpha (10 |w| + 1) around w and around 0
+            assert row.kl == pytest.approx((w**2 / (10 * abs(w) + 1) ** 2).sum() / row.alpha**2 / 2)
+            found = measure("expected_sharpness", model, X, y, alpha=row.alpha, **options)
+            assert row.expected_sharpness == pytest.approx(found, rel=1e-9)
         line, _, (bars,) = container.lines
-        assert_allclose(line.get_xydata(), expected[["kl", "expected_sharpness"]])
+        assert_allclose(line.get_xydata(), curve[["kl", "expected_sharpness"]])
         ends = np.array(bars.get_segments())[:, :, 1]
-        assert_allclose(np.diff(ends).ravel(), 2 * expected["stderr"])
+        assert_allclose(np.diff(ends).ravel(), 2 * curve["stderr"])
     ax = display.ax_
     assert legend(ax) == list(models)
     assert ax.get_ylabel() == "expected sharpness (nats)"

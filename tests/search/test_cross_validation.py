@@ -234,11 +234,21 @@ def test_what_is_wrong_is_refused_once_before_the_folds(monkeypatch, call, match
         call()
 
 
-def test_a_grid_is_no_list_of_settings():
-    for penalties in ({"flatness_weight": [0, 1]}, "all"):
-        message = r"penalties must be a list of dicts.* got .*(weight|all)"
-        with pytest.raises(TypeError, match=message):
-            RelativeFlatnessPenaltyCV(make_net(), penalties).fit(X, y)
+@pytest.mark.parametrize(
+    ("penalties", "error", "match"),
+    [
+        (
+            {"flatness_weight": [0, 1]},
+            TypeError,
+            "penalties must be a list of dicts.* got .*weight",
+        ),
+        ("all", TypeError, "penalties must be a list of dicts.* got .*all"),
+        ([{"flatness_wight": 1}], ValueError, "flatness_wight"),
+    ],
+)
+def test_settings_are_refused(penalties, error, match):
+    with pytest.raises(error, match=match):
+        RelativeFlatnessPenaltyCV(make_net(), penalties).fit(X, y)
 
 
 def test_several_scores_are_refused_at_the_first_fold():
@@ -265,11 +275,6 @@ def test_folds_without_a_class_have_no_mean(monkeypatch):
     ):
         with pytest.raises(ValueError, match=rf"without \[{missing}\]"):
             search.set_params(cv=cv).fit(X, labels, **more)
-
-
-def test_a_misspelt_parameter_is_named():
-    with pytest.raises(ValueError, match="flatness_wight"):
-        fit(penalties=[{"flatness_wight": 1}])()
 
 
 @pytest.mark.parametrize("labels", [np.arange(len(y)) % 30, (X > 0).astype(int)])

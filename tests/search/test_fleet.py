@@ -2,7 +2,6 @@
 
 import logging
 import signal
-import threading
 
 import numpy as np
 import optuna
@@ -69,23 +68,18 @@ class Fails(Callback):
             raise RuntimeError("no luck")
 
 
-def threads():
-    """The threads, without the one of the progress bar."""
-    return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
-
-
 @pytest.fixture(scope="module")
 def alone():
     return make_search(fleet=None).fit(*DATA)
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("two_threads", "same_threads")
 def test_the_table_is_the_same(alone, capsys):
-    before = (torch.get_rng_state(), torch.get_num_threads(), threads())
+    before = torch.get_rng_state(), torch.get_num_threads()
     search = make_search(verbose=1).fit(*DATA)
     assert f"{N}/{N}" in capsys.readouterr().err
     assert torch.equal(torch.get_rng_state(), before[0])
-    assert (torch.get_num_threads(), threads()) == before[1:]
+    assert torch.get_num_threads() == before[1]
     assert_same(search, alone)
     assert search.best_params_ == alone.best_params_
     np.testing.assert_array_equal(search.predict(X), alone.predict(X))
@@ -145,14 +139,14 @@ class Interrupts(Callback):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_ctrl_c_keeps_what_is_finished(tmp_path, stored, ctrl_c, alone):
-    handler, before = signal.getsignal(signal.SIGINT), threads()
+@pytest.mark.usefixtures("ctrl_c", "same_threads")
+def test_ctrl_c_keeps_what_is_finished(tmp_path, stored, alone):
+    handler = signal.getsignal(signal.SIGINT)
     net = make_net(callbacks=[StopAtLoss(0.8), Interrupts(tmp_path)])
     with pytest.warns(match="interrupted: the search ends with"):
         interrupted = make_search(net, **stored).fit(*DATA)
     assert 0 < len(interrupted.minima_) < N
     assert signal.getsignal(signal.SIGINT) is handler
-    assert threads() == before
     assert not interrupted.study_.get_trials(states=(TrialState.RUNNING,))
     assert_same(make_search(net, **stored).fit(*DATA), alone)
 

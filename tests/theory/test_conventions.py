@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from sklearn.linear_model import LogisticRegression
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -122,15 +121,12 @@ BANDWIDTH = Smoothing(bandwidth=0.1)
 OF_SPLITS = [
     ({"delta": -1}, "delta must be a finite positive number, got -1"),
     ({"n_splits": 1}, "n_splits must be an integer of at least 2, got 1"),
-    ({"test_size": 1.5}, "test_size=1.5 should be"),
     ({"n_draws": 1}, "n_draws must be an integer of at least 2, got 1"),
     ({"random_state": "x"}, "random_state must be an int, .* got 'x'"),
     ({"criterion": of_all_samples}, r"losses of shape \(\) for 40 samples"),
     ({"smoothing": BANDWIDTH, "delta": 0.1}, "bandwidth=0.1 is the same .* delta=0.1"),
     ({"smoothing": Smoothing(alphas=[1.0])}, r"alphas must be 40 .* got an array of shape \(1,\)"),
     ({"smoothing": Smoothing(alphas=-np.ones(40))}, "alphas must be 40"),
-    ({"refit": True}, "Cannot clone object 'Sequential", TypeError),
-    ({"smoothing": "scott"}, "'str' object has no attribute", AttributeError),
 ]
 REFUSED = {
     "feature_robustness": [
@@ -156,8 +152,6 @@ REFUSED = {
     ],
     "label_constancy": [
         ({"by": "size"}, 'by must be "labels" or "loss", got \'size\''),
-        ({"n_neighbors": 0}, "'n_neighbors' parameter of Near.* must be .* Got 0"),
-        ({"n_neighbors": 40}, "n_neighbors = 40, n_samples_fit = 40"),
         ({"y": np.linspace(0, 1, 40)}, "y must hold classes, got continuous .* 0.0"),
     ],
     "sharpness_conditions": [
@@ -186,7 +180,6 @@ REFUSED = {
         ({"sigmas": [0.1, -1]}, "sigmas must be a finite positive number, got -1"),
         ({"initial": nn.Linear(2, 2)}, "do not fit the network: 0.weight is missing"),
         ({"criterion": nn.MSELoss(), "y": torch.randn(40, 4)}, "needs a classifier"),
-        ({"initial": LogisticRegression()}, "LogisticRegression' is not iterable", TypeError),
     ],
     "representativeness": OF_SPLITS,
     "generalization_bound": OF_SPLITS,
@@ -199,14 +192,14 @@ NEEDED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "message", "error"),
-    [(name, *row, ValueError)[:4] for name, rows in REFUSED.items() for row in rows],
+    ("name", "arguments", "message"),
+    [(name, *row) for name, rows in REFUSED.items() for row in rows],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refused(name, arguments, message, error):
+def test_refused(name, arguments, message):
     if name == "sharpness_conditions":
         arguments = {"model": NET, "X": X, **arguments}
     elif name != "Smoothing":
         arguments = {"model": NET, "X": X, "y": Y, **CE, **NEEDED.get(name, {}), **arguments}
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         getattr(theory, name)(**arguments)

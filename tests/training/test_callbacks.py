@@ -19,7 +19,6 @@ from torch.testing import assert_close
 
 from relflat_sk import (
     FlatnessWarning,
-    FleetTrainer,
     StopAtGradientNorm,
     StopAtLoss,
     WeightAverage,
@@ -232,14 +231,6 @@ def test_flatness_is_that_of_the_average():
     assert averaged.relative_flatness_ != pytest.approx(plain.relative_flatness_, rel=1e-3)
     # the training is the same
     assert averaged.history[-1, "train_loss"] == pytest.approx(plain.history[-1, "train_loss"])
-
-
-def test_a_fleet_averages_as_each_net_by_itself():
-    averages = [WeightAverage(), WeightAverage(), WeightAverage(decay=0.8)]
-    nets = [make(average, **AVERAGED, random_state=seed) for seed, average in enumerate(averages)]
-    members = FleetTrainer(nets, fleet=3).fit(X, NAMES).estimators_
-    for net, member in zip(nets, members, strict=True):
-        same(member, net.fit(X, NAMES), rtol=1e-3, atol=1e-4)
 
 
 def test_further_training_begins_at_the_average():
