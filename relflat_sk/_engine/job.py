@@ -79,7 +79,12 @@ class Job:
             self.module.train()
         if isinstance(self.criterion, nn.Module) and not self.criterion.training:
             self.criterion.train()
-        self.order = self._draw_order()
+        n = len(self.rows)
+        self.order = torch.arange(n - n % self.batch_size if self.drop_last else n)
+        _draw_seed()  # as torch's loader does for workers, also if there are none
+        if self.shuffles:  # torch's sampler would turn the permutation into numbers of Python
+            generator = torch.Generator().manual_seed(_draw_seed())
+            self.order = torch.randperm(n, generator=generator)[: len(self.order)]
         if any(type(part) is nn.Dropout and part.p for _, part in self.parts.modules):
             self.seed = int(torch.randint(2**63 - 1, ()))
         self.random_state = torch.get_rng_state()
@@ -89,16 +94,6 @@ class Job:
         """The numbers of samples in the batches."""
         n, size = len(self.order), self.batch_size
         return [min(size, n - first) for first in range(0, n, size)]
-
-    def _draw_order(self) -> Tensor:
-        """Draw the order of the samples, as torch's loader does."""
-        n = len(self.rows)
-        end = n - n % self.batch_size if self.drop_last else n
-        _draw_seed()  # for workers, also if there are none
-        if not self.shuffles:
-            return torch.arange(end)
-        # torch's sampler would turn the permutation into numbers of Python
-        return torch.randperm(n, generator=torch.Generator().manual_seed(_draw_seed()))[:end]
 
     def prepare(self, n_outputs: int) -> None:
         """Check all targets, and find the formulas of the criterion and of the penalty."""

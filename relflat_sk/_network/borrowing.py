@@ -439,9 +439,7 @@ class _ExplicitFunctions(TorchFunctionMode):
         super().__init__()
         self._layer, self._explicit = layer, explicit
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch; a normalisation of the layer's kind by its definition."""
         layer, kwargs = self._layer, kwargs or {}
         kind = _FUNCTIONS.get(func)

@@ -216,9 +216,7 @@ class _Operands(TorchFunctionMode):
         self._record = record
         self._shape = layer_map(record.layer).kernel.shape
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch, and keep the operands of the layer's product."""
         kwargs = kwargs or {}
         if func in _OF_LAYERS:

@@ -67,9 +67,8 @@ def at_equal_loss(
                 network,
                 scan(network, layers, checked=checked),
                 f"equal loss needs a loss at a temperature, and {name_criterion(loss.criterion)} "
-                "has none. CrossEntropyLoss, NLLLoss, BCELoss and BCEWithLogitsLoss have one, "
-                "which divides the logits, and so has MSELoss, which the variance of the "
-                "residuals divides. Leave at_loss out, or pass one of these as criterion",
+                "has none. CrossEntropyLoss, NLLLoss, BCELoss, BCEWithLogitsLoss and MSELoss have "
+                "one. Leave at_loss out, or pass one of these as criterion",
             )
         own = scan(network, layers, recording.add, checked=checked)
         losses = loss_range(network, own.output_shape, own.link, recording.labels)
@@ -86,13 +85,13 @@ def _loss_at(scored: Outcome, beta: float) -> np.ndarray:
     n, total, slope = len(logits), 0.0, 0.0
     size = max(1, _TOGETHER * n // max(1, logits.numel()))
     with torch.enable_grad():
-        for part in (slice(start, start + size) for start in range(0, n, size)):
+        parts = (torch.split(array, size) for array in (logits, scored.target, weight))
+        for part, target, shares in zip(*parts, strict=True):
             leaf = torch.tensor(beta, dtype=torch.float64, device="cpu", requires_grad=True)
-            z = logits[part].double().clamp_min(_MASKED) * leaf.to(logits.device)
-            target = scored.target[part]
-            if target.is_floating_point():  # the logistic loss has the target's precision
-                target = target.double()
-            of_part = weight[part] @ loss.losses(loss.from_logits(z), target, each=True)
+            z = part.double().clamp_min(_MASKED) * leaf.to(logits.device)
+            # the logistic loss has the target's precision
+            labels = target.double() if target.is_floating_point() else target
+            of_part = shares @ loss.losses(loss.from_logits(z), labels, each=True)
             slope += float(torch.autograd.grad(of_part, leaf)[0])
             total += float(of_part.detach())
     divisors = scored.loss.divisors(logits, scored.target).detach().double()
@@ -138,9 +137,8 @@ class _Recording:
             )
         if link == "sigmoid" and forward.link != link and bool(logits.isinf().any()):
             return (
-                "it needs the network's logits, and its sigmoid rounded some to 0 or 1. Let the "
-                "network end in logits, with BCEWithLogitsLoss as its criterion, or measure the "
-                "last layer"
+                "it needs the network's logits, and its sigmoid rounded some to 0 or 1. Let it end "
+                "in logits, with BCEWithLogitsLoss as its criterion, or measure the last layer"
             )
         if math.inf > self._largest > -_MASKED:
             return (
@@ -163,10 +161,7 @@ class _Recording:
         target = lowest + share * (constant - lowest)
         if self.network.loss.divides_logits:
             return self._solve(target, losses)
-        return mean / target or (
-            "the mean squared error is 0, so there is no variance of residuals by which it could "
-            "be divided"
-        )
+        return mean / target or "the mean squared error is 0, and no variance can divide it"
 
     def _solve(self, target: float, losses: LossRange) -> float | str:
         """Find the smallest beta with a mean loss by Newton's iteration, see the module."""
@@ -178,7 +173,7 @@ class _Recording:
             if abs(loss - target) <= _ROUNDING * target:
                 break
             if slope >= 0:
-                return self._why_not_reached(first, before, beta, target, losses)
+                return self._why_not_reached(before, beta, target, losses)
             step = (target - loss) / slope
             if abs(step) <= _ROUNDING * beta:
                 break
@@ -204,23 +199,19 @@ class _Recording:
             for outcome in outcomes(self.network):
                 yield replace(outcome, output=outcome.loss.logits(outcome.output))
 
-    def _why_not_reached(
-        self, first: float, low: float, beta: float, target: float, losses: LossRange
-    ) -> str:
+    def _why_not_reached(self, low: float, beta: float, target: float, losses: LossRange) -> str:
         """Say which loss is the lowest, between a falling one, if there is any, and another."""
         if low < beta:
             logs = math.log(low), math.log(beta)
             options = {"bounds": logs, "method": "bounded", "options": {"xatol": 1e-3}}
             beta = math.exp(minimize_scalar(lambda x: self._at(math.exp(x))[0], **options).x)
         loss, lowest = self._at(beta)[0], losses.lowest
-        where = "at a temperature of" if beta > first else "at any temperature above"
         above, most = losses.constant - lowest, f"{losses.constant:.4g}"
         if lowest:
             most += f" above the {lowest:.4g} that smoothed labels permit"
         return (
-            f"the lowest mean loss that the network reaches is {loss:.4g}, {where} "
-            f"{1 / beta:.3g}, which is {(loss - lowest) / above:.3g} of the best constant "
-            f"prediction's {most}, more than the {(target - lowest) / above:.3g} "
-            "that at_loss asks for. So it has not fitted these data: train it longer, measure it "
-            "on its training data, or compare at a larger share"
+            f"the lowest mean loss that the network reaches is {loss:.4g}, which is "
+            f"{(loss - lowest) / above:.3g} of the best constant prediction's {most}, more than "
+            f"the {(target - lowest) / above:.3g} that at_loss asks for. It has not fitted these "
+            "data: train it longer, measure its training data, or compare at a larger share"
         )

@@ -163,8 +163,8 @@ def find_measures(measures: Any) -> dict[str, Measure]:
     listed = [measures] if alone else list(measures) if isinstance(measures, Iterable) else []
     if not listed:
         raise TypeError(
-            f"measures must be a name, a function of model, X and y, or a list of these, got "
-            f"{measures!r}. The names are those of get_measure_names()."
+            "measures must be one of get_measure_names(), a function of model, X and y, or a list "
+            f"of these, got {measures!r}."
         )
     columns: dict[str, Measure] = {}
     for measure in listed:
@@ -172,8 +172,8 @@ def find_measures(measures: Any) -> dict[str, Measure]:
         name = column_of(measure)  # refuses a function without a name
         if columns.setdefault(name, checked) != checked:
             raise ValueError(
-                f"two measures have the name {name!r}, which is that of one column: "
-                f"{columns[name]!r} and {checked!r}. Give one of the functions another name."
+                f"two measures have the name {name!r} of a column: {columns[name]!r} and "
+                f"{checked!r}. Give one of the functions another name."
             )
     return columns
 
@@ -195,8 +195,8 @@ def check_options(measures: Sequence[Measure], **options: Any) -> None:
     share = options.get("at_loss")
     if share is not None and not (is_number(share) and 0 < share < 1):
         raise ValueError(
-            "at_loss must be a number between 0 and 1, the share of the best constant prediction's "
-            f"loss at which flatness is measured, such as 0.05, or None, got {share!r}."
+            "at_loss must be a share of the best constant prediction's loss, between 0 and 1, or "
+            f"None, got {share!r}."
         )
     for option, value in options.items():
         has, kind = _NEEDS[option]
@@ -344,7 +344,8 @@ def _measure_whole(
 ) -> Measured:
     """Measure the network as a whole; without a value where the measure may fail, and does."""
     try:
-        return measure(network, **{key: params[key] for key in params.keys() & measure.arguments})
+        own = {key: params[key] for key in params.keys() & measure.arguments}
+        return measure.compute(network, **own)
     except Exception as error:
         if not tolerates(name, error):
             raise
@@ -382,14 +383,13 @@ def explain_non_finite(
         cause = "features or outputs of the network are nan or too large at some sample"
     elif not math.isfinite(loss):
         cause = (
-            f"the mean loss is {loss}: the network's outputs are too large, or not of the "
-            "kind that the criterion takes, such as logits in place of probabilities"
+            f"the mean loss is {loss}: the network's outputs are too large, or not what the "
+            "criterion takes, such as logits in place of probabilities"
         )
     else:
         cause = (
-            "a function behind the layer has no finite derivative at some sample, though weights "
-            "and loss are finite. It is probably a norm or a square root at 0, as in "
-            "torch.nn.functional.normalize of a sample whose features are all 0"
+            "a function behind the layer has no finite derivative at some sample. It is probably a "
+            "norm or a square root at 0, as in torch.nn.functional.normalize of features of 0"
         )
         advice = "Measure without such samples, or at a layer behind the function."
     first, *others = names

@@ -80,11 +80,8 @@ class ConstantComparison:
     @property
     def beats_constant(self) -> bool:
         """Whether the loss or the score is better than the best constant prediction's."""
-        if not math.isfinite(self.loss):
-            return False
-        if self.is_lower_by(_ROUNDING):
-            return True
-        return self.score is not None and self.score.beats_constant
+        has_score = self.score is not None and self.score.beats_constant
+        return math.isfinite(self.loss) and (self.is_lower_by(_ROUNDING) or has_score)
 
     def is_lower_by(self, share: float) -> bool:
         """Return whether the loss is below the constant's by more than a share of it.
@@ -127,7 +124,7 @@ def find_objection(
     if problem is not None and learned is None and solved and math.isfinite(comparison.loss):
         # scikit-learn's solvers end at a minimum, which may predict other data badly
         return (
-            f"keeps no record of its training, and these data do not show that it has learned: "
+            "keeps no record of its training, and these data do not show that it has learned: "
             f"{problem}. If these are other data, score it on those that it was trained on"
         )
     if problem is not None:
@@ -135,10 +132,9 @@ def find_objection(
     if has_vanished(measure, flatness, comparison):
         return (
             f"has no curvature left that could be compared, with a flatness of {flatness:.3g}. Its "
-            "network may be saturated, so that the loss of nearly all samples rounds to 0: measure "
-            "all models at equal loss, with measure_params={'at_loss': 0.05}, or train them to the "
-            "same loss. Or its criterion may have no curvature: score with "
-            "measure_params={'criterion': ...}"
+            "network may be saturated: measure all models at equal loss, with "
+            "measure_params={'at_loss': 0.05}, or train them to the same loss. Or its criterion "
+            "may have no curvature: score with measure_params={'criterion': ...}"
         )
     return None
 
@@ -175,17 +171,16 @@ def warn_of_vanished(network: Network, results: Results) -> None:
         constant, unknown = math.nan, f" ({type(error).__name__}: {error})"
     if math.isnan(constant) and math.isfinite(passes.compared_risk):
         unknown = (
-            f" The loss of the best constant prediction could not be computed{unknown}, so that it "
-            "could not be checked whether this loss shows that the network is dead or saturated."
+            f" The loss of the best constant prediction could not be computed{unknown}, which "
+            "would show whether the network is dead or saturated."
         )
     comparison = ConstantComparison(passes.compared_risk, constant)
     gone = [key for key, value in tiny.items() if has_vanished(key[1], value, comparison)]
     if gone:
         why = _why_vanished(network, comparison) or (
-            ": there is no curvature left that could be compared. The network may be saturated, "
-            "with outputs so large that the curvature rounds to 0: measure at equal loss, with "
-            "at_loss=0.05, or train all models to the same loss. Or its loss may not depend on "
-            f"the layer.{unknown}"
+            ": there is no curvature left that could be compared. The network may be saturated: "
+            "measure at equal loss, with at_loss=0.05, or train all models to the same loss. Or "
+            f"its loss may not depend on the layer.{unknown}"
         )
     elif unknown:
         gone, why = list(tiny)[:1], f".{unknown}"
@@ -200,18 +195,16 @@ def _why_vanished(network: Network, comparison: ConstantComparison) -> str | Non
     if not criterion_has_curvature(network):
         return (
             f" because {name_criterion(network.loss.criterion)} has no curvature at the network's "
-            "outputs: it is piecewise linear or constant in them, or gives no gradient. So the "
-            "minimum need not be flat. Measure with a loss that is twice differentiable, for "
-            "example criterion=torch.nn.CrossEntropyLoss() or torch.nn.MSELoss()."
+            "outputs. So the minimum need not be flat. Measure with a loss that is twice "
+            "differentiable, such as criterion=torch.nn.MSELoss()."
         )
     is_known = comparison.is_known and math.isfinite(comparison.loss)
     if is_known and not comparison.is_lower_by(_ROUNDING):
         return (
             ", which does not mean that the minimum is flat: the network's mean loss of "
             f"{comparison.loss:.6g} is no better than the best constant prediction's, "
-            f"{comparison.constant_loss:.6g}. The network may be dead, so that its outputs do not "
-            "depend on its inputs; or saturated, with some samples that are wrong by far: then "
-            "measure at equal loss, with at_loss=0.05."
+            f"{comparison.constant_loss:.6g}. The network may be dead, with outputs that do not "
+            "depend on its inputs; or saturated: then measure at equal loss, with at_loss=0.05."
         )
     return None
 

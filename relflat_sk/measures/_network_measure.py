@@ -5,7 +5,6 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from relflat_sk._network.network import Network
 from relflat_sk.measures._scan import Measured
 
 
@@ -47,7 +46,7 @@ class NetworkMeasure:
         The arguments that it takes from `measure`: the keyword arguments of `compute` if None.
     """
 
-    compute: Callable[..., Any]
+    compute: Callable[..., Measured]
     same: tuple[str, ...] = ()
     of_loss: bool = field(default=False, kw_only=True)
     arguments: Set[str] = field(default=None, kw_only=True)  # type: ignore[arg-type]
@@ -56,7 +55,3 @@ class NetworkMeasure:
         """List the keyword arguments."""
         if self.arguments is None:
             self.arguments = keywords(self.compute)
-
-    def __call__(self, network: Network, **arguments: Any) -> Measured:
-        measured: Measured = self.compute(network, **arguments)
-        return measured

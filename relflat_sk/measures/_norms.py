@@ -170,26 +170,20 @@ def _estimate_from_log(log_norm: float, tolerance: float = 0.0) -> Measured:
 LogNorm = tuple[float, float]
 
 
-class Norm(NetworkMeasure):
-    """A norm by its logarithm, which `compute` returns, divided by a power of the margin or not."""
+def norm(
+    log_norm: Callable[..., LogNorm], same: tuple[str, ...] = (), power: int = 2
+) -> NetworkMeasure:
+    """Make a measure of a norm's logarithm: the norm, divided by a power of the margin or not."""
 
-    def __init__(self, compute: Any, same: tuple[str, ...] = (), power: int = 2) -> None:
-        super().__init__(compute, same)
-        self.power = power
-        self.arguments = keywords(compute, Norm.__call__)
-
-    def __call__(
-        self,
-        network: Network,
-        *,
-        over_margin: bool = False,
-        percentile: float = PERCENTILE,
-        **own: Any,
+    def compute(
+        network: Network, *, over_margin: bool = False, percentile: float = PERCENTILE, **own: Any
     ) -> Measured:
-        log_value, tolerance = self.compute(network, **own)
+        log_value, tolerance = log_norm(network, **own)
         if over_margin:
-            log_value -= self.power * math.log(_positive_margin(network, percentile))
+            log_value -= power * math.log(_positive_margin(network, percentile))
         return _estimate_from_log(log_value, tolerance)
+
+    return NetworkMeasure(compute, same, arguments=keywords(log_norm, compute))
 
 
 def _l2_norm(network: Network) -> LogNorm:
@@ -215,11 +209,9 @@ def _group_norm_product(network: Network, *, p: float = 1.0, q: float = math.inf
                 f"{name} must be a number of at least 1, or math.inf, got {order!r}: below 1 "
                 "there is no norm."
             )
-    norm = torch.linalg.vector_norm
-    layers = only_layers("group_norm_product", network)
-    return sum(
-        2 * _log(float(norm(norm(layer.weight, ord=p, dim=1), ord=q))) for layer in layers
-    ), 0.0
+    vector_norm = torch.linalg.vector_norm
+    rows = (vector_norm(x.weight, ord=p, dim=1) for x in only_layers("group_norm_product", network))
+    return sum(2 * _log(float(vector_norm(row, ord=q))) for row in rows), 0.0
 
 
 def _spectral_product(network: Network, *, rtol: float = RTOL) -> LogNorm:
@@ -440,14 +432,14 @@ def _first_inputs(network: Network, value: float) -> tuple[list[Any], dict[str, 
 
 NORM_MEASURES: dict[str, NetworkMeasure] = {
     "parameter_count": NetworkMeasure(_parameter_count, EVERY_CHANGE),
-    "l2_norm": Norm(_l2_norm, power=1),
-    "frobenius_product": Norm(_frobenius_product, ("layer",)),
-    "group_norm_product": Norm(_group_norm_product, ("layer",)),
-    "spectral_product": Norm(_spectral_product, ("layer",)),
-    "l1_path_norm": Norm(partial(_path_norm, 1), RESCALINGS),
-    "l2_path_norm": Norm(partial(_path_norm, 2), RESCALINGS),
+    "l2_norm": norm(_l2_norm, power=1),
+    "frobenius_product": norm(_frobenius_product, ("layer",)),
+    "group_norm_product": norm(_group_norm_product, ("layer",)),
+    "spectral_product": norm(_spectral_product, ("layer",)),
+    "l1_path_norm": norm(partial(_path_norm, 1), RESCALINGS),
+    "l2_path_norm": norm(partial(_path_norm, 2), RESCALINGS),
     "inverse_margin": NetworkMeasure(_inverse_margin, EVERY_CHANGE),
-    "linf_lipschitz_product": Norm(_linf_lipschitz_product, ("layer",), power=1),
-    "l2_lipschitz_product": Norm(_l2_lipschitz_product, ("layer",), power=1),
+    "linf_lipschitz_product": norm(_linf_lipschitz_product, ("layer",), power=1),
+    "l2_lipschitz_product": norm(_l2_lipschitz_product, ("layer",), power=1),
     "log_robustness": NetworkMeasure(_log_robustness, ("layer",)),
 }

@@ -320,12 +320,6 @@ def _add_totals(summary: Summary, forward: ForwardPass) -> None:
         summary.layer_weights = {name: layer.weight for name, layer in forward.layers.items()}
 
 
-def find_measured_layer(network: Network, layer: Layer) -> str:
-    """Find a layer at which the network can be measured by running a batch, within `borrowed`."""
-    (name,) = _Runner(network, [layer]).run(next(iter(network.batches()))).layers
-    return name
-
-
 @dataclass
 class _Runner:
     """Runs the network on batches, and finds the layers to record with the first of them."""

@@ -153,9 +153,7 @@ def differentiable(network: Network, weights: Tensor) -> Iterator[tuple[Network,
 class _TwiceDifferentiable(TorchFunctionMode):
     """Runs functions so that their second derivatives are right, and take no time in vain."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch; weight norm by its definition, a convolution as a linear map."""
         if func is torch._weight_norm:  # whose own second derivative is wrong
             v, g, dim = args

@@ -37,7 +37,7 @@ from relflat_sk._network.borrowing import ReplacedForwards, borrowed
 from relflat_sk._network.layers import Layer, LayerMap, weight_layers
 from relflat_sk._network.network import Network, outcome_of, sample_weight
 from relflat_sk._network.recording import LayerRecord, Recorder, find_link, layer_input, record_tail
-from relflat_sk.measures._scan import find_measured_layer
+from relflat_sk.measures._scan import scan
 
 # from arrays of moved features, (n, m), and of labels before to labels after the move, as the
 # criterion takes them
@@ -121,7 +121,8 @@ def find_site(network: Network, layer: Layer) -> Site:
 
     first = replace(network, batches=lambda: iter([batch]))
     with borrowed(network.module), Recorder(weight_layers(network.module), keep_shape):
-        name = find_measured_layer(first, name_layer(network.source.model, layer))
+        asked = [name_layer(network.source.model, layer)]
+        (name,) = scan(first, asked, checked=True).layer_weights
     return Site(network, name, shapes[name])
 
 

@@ -281,6 +281,6 @@ def test_measures_share_passes(kind, names, layers, n_passes):
 @pytest.mark.filterwarnings("ignore:the margin is .*not positive:relflat_sk.FlatnessWarning")
 @pytest.mark.parametrize("name", ["l2_norm", "fisher_rao_norm", "frobenius_product"])
 def test_measures_of_the_whole_network_need_no_pass_beside_their_own(name):
-    own = runs("mlp relu", lambda at: NETWORK_WIDE[name](at))
+    own = runs("mlp relu", lambda at: NETWORK_WIDE[name].compute(at))
     both = runs("mlp relu", lambda at: measure_network(at, [name, *TRACES], [-1]))
     assert both == own + 3 + 1

@@ -25,7 +25,7 @@ EXACT = 1e-10
 
 
 def norm(name, net, X, y=None, *, criterion=CE, batch_size=1024, **own):
-    return NORM_MEASURES[name](network(net, criterion, X, y, batch_size=batch_size), **own)
+    return NORM_MEASURES[name].compute(network(net, criterion, X, y, batch_size=batch_size), **own)
 
 
 def value(*args, **options):

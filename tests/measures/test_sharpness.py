@@ -68,7 +68,7 @@ def assert_honest(found, exact, bias=0.0):
 def test_values_and_error_bars_of_a_linear_regression(name, arguments, spread_of):
     net, X, y = regression()
     at, exact = network(net, MSE, X, y), exact_rise(net, X, spread_of)
-    function = partial(SHARPNESS_MEASURES[name], at, **arguments, n_draws=5)
+    function = partial(SHARPNESS_MEASURES[name].compute, at, **arguments, n_draws=5)
     found = [function(random_state=seed) for seed in range(100)]
     assert_honest(found, exact)
     assert found[0].method == "monte carlo"
