@@ -229,9 +229,13 @@ class Fleet:
                 raise
         job.start_epoch()
         job.length = kind.length(job)
+        penalty = job.penalty
+        shown = {} if penalty is None else dict(vars(penalty.limit))
         outcome = routine.pause(job)
         if isinstance(outcome, str):
             torch.set_rng_state(before)
+            if penalty is not None:  # a step may have begun before it failed
+                vars(penalty.limit).update(shown)
             raise NeedsOwnLoop(outcome)
         torch.set_rng_state(job.random_state)
         return outcome  # type: ignore[no-any-return]

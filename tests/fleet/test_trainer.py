@@ -462,6 +462,11 @@ def test_what_cannot_be_stacked_is_trained_one_by_one_and_why_is_logged(reasons,
     caplog.reasons = reasons
 
 
+def test_a_net_that_cannot_be_stacked_is_penalised_in_the_same_steps(caplog):
+    compare(classifiers(1, module=partial(network, branching), flatness_every=2))
+    caplog.reasons = ["torch.func cannot"]
+
+
 def test_nets_with_one_file_of_the_best_weights_are_trained_one_by_one(tmp_path, caplog):
     best = Checkpoint("train_loss_best", dirname=tmp_path, load_best=True)
     settings = {"callbacks": [best], "lr": 0.5, "max_epochs": 7, "flatness_weight": 0}
