@@ -1,22 +1,14 @@
 """Print the lowest versions that pyproject.toml allows, for `make test-lowest`.
 
 The lines are pip's requirements. Left out are torch, whose build constraints.txt pins, and other
-libraries' trainers and loggers, whose tests are skipped without them.
+libraries' trainers, whose tests are skipped without them.
 """
 
 import re
 import tomllib
 from pathlib import Path
 
-LEFT_OUT = {
-    "torch",
-    "relflat_sk",
-    "lightning",
-    "transformers",
-    "accelerate",
-    "mlflow-skinny",
-    "tensorboard",
-}
+LEFT_OUT = {"torch", "relflat_sk", "lightning", "transformers", "accelerate"}
 
 project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]

@@ -1,7 +1,6 @@
 """Choices by folds: a penalty, the flattest of a grid; scikit-learn's checks of estimators."""
 
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import numpy as np
@@ -138,20 +137,6 @@ def test_nets_are_measured_whose_flatness_anybody_sees(params, n_measured, monke
         assert search.best_estimator_.relative_flatness_ > 0
     if search.refit == "mean":
         assert all(net.relative_flatness_ > 0 for net in search.best_estimator_.estimators_)
-
-
-def test_searches_in_threads_take_turns():
-    """Torch has one random state for all threads."""
-    nets = [make_net(max_epochs=15, random_state=seed) for seed in range(4)]
-
-    def predictions(net):
-        return RelativeFlatnessPenaltyCV(net, [NONE, ALL], cv=3).fit(X, y).predict_proba(X)
-
-    state = torch.get_rng_state()
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(predictions, nets))
-    assert_array_equal(torch.get_rng_state(), state)
-    assert_allclose(found, list(map(predictions, nets)), atol=1e-5)
 
 
 def test_default_settings_suit_the_optimizer():

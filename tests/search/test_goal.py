@@ -37,18 +37,6 @@ def entropy(y, weights=None):
     return float(-(shares * np.log(shares)).sum())
 
 
-def test_half_trained_nets_are_no_minima():
-    search = make_search(net(max_epochs=1), {"batch_size": [16, 64], "lr": [0.001, 0.01]})
-    goal = f"{entropy(OF_WINE) / 20:.3g}"
-    match = rf"no candidate converged[\s\S]*before a training loss of {goal} or a plateau"
-    with pytest.warns(FlatnessWarning, match=match):
-        search.fit(WINE, OF_WINE)
-    assert not search.minima_["converged"].any()
-    # the deepest is first, and not the flattest
-    complete = search.minima_[search.minima_["state"] == "complete"]
-    assert complete["depth"].is_monotonic_decreasing
-
-
 def test_without_a_goal_of_their_own_nets_stop_at_the_same_depth():
     search = make_search(net(max_epochs=200), {"batch_size": [16, 64], "lr": [0.01, 0.02]})
     minima = search.fit(WINE, OF_WINE).minima_
