@@ -43,10 +43,7 @@ def as_criterion(criterion: Any) -> Any:
         return MODULES_OF_FUNCTIONS.get(criterion, criterion)
     if callable(criterion) and not isinstance(criterion, type):
         return criterion
-    raise TypeError(
-        f"criterion must be a torch loss such as torch.nn.CrossEntropyLoss(), its class or a "
-        f"function (output, target) -> loss, got {criterion!r}."
-    )
+    raise TypeError(f"criterion must be a torch loss or class or a function, got {criterion!r}.")
 
 
 def call_criterion(criterion: Any, output: Tensor, target: Tensor, *, each: bool) -> Tensor:
@@ -83,13 +80,11 @@ def multiple_of(loss: Tensor, reference: Tensor, output: Tensor) -> float | None
     """Return c if the gradient of a loss in the outputs is c > 0 times another one's, or None."""
     if not (loss.requires_grad and reference.requires_grad and loss.numel() == 1):
         return None
-    slopes = [
-        torch.autograd.grad(value.mean(), output, retain_graph=True, allow_unused=True)[0]
+    options = {"retain_graph": True, "materialize_grads": True}
+    slope, unit = (
+        full_precision(torch.autograd.grad(value.mean(), output, **options)[0]).flatten()
         for value in (loss, reference)
-    ]
-    if slopes[0] is None or slopes[1] is None:
-        return None
-    slope, unit = (full_precision(s.detach()).flatten() for s in slopes if s is not None)
+    )
     factor = (slope @ unit) / (unit @ unit)
     same = (slope - factor * unit).norm() <= _ROUNDING * slope.norm()
     return float(factor) if bool(same & (factor > 0)) else None
@@ -148,8 +143,7 @@ def warn_of_ending(criterion: Any, ending: str | None) -> None:
     problem = explain_ending(criterion, ending)
     if problem is not None:
         warn(
-            f"{problem}. So the loss is not the usual one. If the network was trained with this "
-            f"criterion, remove the {ending} from the module, and train again. Otherwise pass the "
+            f"{problem}. Remove the {ending} from the module, and train again, or pass the "
             f"criterion that it was trained with, such as {_TRAINED_WITH[str(ending)]}."
         )
 
@@ -318,9 +312,8 @@ class Loss:
 def warn_of_no_curvature(loss: Loss, penalty: str, remedy: str) -> None:
     """Warn that a penalty has no effect, because the criterion has no curvature."""
     warn(
-        f"{penalty} has no effect: {name_criterion(loss.criterion)} has no curvature at the "
-        "network's outputs, so that the flatness is 0 whatever the weights are. Train with a loss "
-        f"that is twice differentiable, such as criterion=torch.nn.MSELoss, or {remedy}."
+        f"{penalty} has no effect: {name_criterion(loss.criterion)} has no curvature. Train with "
+        f"a loss that is twice differentiable, such as criterion=torch.nn.MSELoss, or {remedy}."
     )
 
 

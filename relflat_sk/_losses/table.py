@@ -125,9 +125,8 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
     """Check class indices or class probabilities."""
     if output.ndim < 2:
         raise ValueError(
-            f"{type(criterion).__name__} needs one output per class, shape (n, n_classes), "
-            f"got outputs of shape {tuple(output.shape)}. Give the network one output unit "
-            "per class, or use BCEWithLogitsLoss for a single logit."
+            f"{type(criterion).__name__} needs one output per class, got outputs of shape "
+            f"{tuple(output.shape)}. Use BCEWithLogitsLoss for a single logit."
         )
     if target.shape == output.shape and target.is_floating_point():
         target = target.to(output.dtype)

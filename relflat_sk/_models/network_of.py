@@ -252,10 +252,7 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
     if options.criterion is None and is_causal:
         criterion, batches = nn.CrossEntropyLoss(), next_tokens(batches)
     elif options.criterion is None:
-        raise ValueError(
-            "criterion is needed for a bare module, which does not know its loss: pass "
-            "criterion=torch.nn.CrossEntropyLoss(), for example, or the fitted skorch net."
-        )
+        raise ValueError("criterion is needed for a bare module, such as nn.CrossEntropyLoss().")
     check_stored(module)
     if options.device is not None:
         present = next((p.device for p in module.parameters()), None)
@@ -282,9 +279,8 @@ def _of_pipeline(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Netwo
                 X = _transform(step, X)
         elif hasattr(step, "fit_resample"):  # as of imbalanced-learn
             warn(
-                f"the {type(step).__name__} of the pipeline resampled the rows in fit, and the "
-                f"{type(model.steps[-1][1]).__name__} is measured on the rows of X as they are, "
-                "not on those of step.fit_resample(X, y)."
+                f"the {type(step).__name__} of the pipeline resampled the rows in fit, but the "
+                f"{type(model.steps[-1][1]).__name__} is measured on the rows of X as they are."
             )
     return to_network(model.steps[-1][1], X, y, options)
 
@@ -323,8 +319,7 @@ class _TransformedBatches(IterableDataset[Any]):
             np.testing.assert_allclose(np.concatenate(parts), together, 1e-4, 1e-4 * size)
         except (AssertionError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{self._step!r} does not transform each row by itself, so that the result "
-                "would depend on the batches of the data set. Give X as an array."
+                f"{self._step!r} does not transform each row by itself. Give X as an array."
             ) from error
 
 
@@ -415,10 +410,7 @@ def name_layers(model: Any, layers: Any) -> list[Layer] | str:
         layers = [layers]
     names = [name_layer(model, layer) for layer in layers] if isinstance(layers, Iterable) else []
     if not names:
-        raise ValueError(
-            'layers must be "all", a layer or a list of layers, each given by its position, its '
-            f"name or as the module itself, got {layers!r}."
-        )
+        raise ValueError(f'layers must be "all", a layer or a list of layers, got {layers!r}.')
     return names
 
 

@@ -190,11 +190,10 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
     kind = next((kind for kind in type(estimator).__mro__ if kind in kinds), None)
     if kind is None:
         raise TypeError(
-            f"a model of type {type(estimator).__name__} is not a network that can be read from "
-            "its attributes; of scikit-learn's estimators these are: "
-            f"{', '.join(sorted(kind.__name__ for kind in kinds))}. Models that can be measured: a "
-            "torch.nn.Module, a fitted skorch net, one of these estimators, and a fitted Pipeline, "
-            "search object (GridSearchCV, ...) or TransformedTargetRegressor around one of them."
+            f"a model of type {type(estimator).__name__} is not a network that can be measured. "
+            "Pass a torch.nn.Module, a fitted skorch net, a Pipeline or search around one, or one "
+            "of scikit-learn's estimators that can be measured, which are: "
+            f"{', '.join(sorted(kind.__name__ for kind in kinds))}."
         )
     check_is_fitted(estimator)
     if kind in _CLASSIFIERS:
@@ -218,8 +217,7 @@ def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
     if against_rest if len(classes) > 2 else kind == "multinomial":
         raise TypeError(
             f"{type(estimator).__name__}(solver={estimator.solver!r}, multi_class={kind!r}) of "
-            f"{len(classes)} classes cannot be measured: its loss is not that of one softmax, or "
-            "of one logit for two classes. Fit with the defaults of solver and multi_class."
+            f"{len(classes)} classes cannot be measured. Fit with the defaults of both."
         )
     weights = None if array is None else torch.as_tensor(array)
     encode = partial(class_columns, classes=classes)

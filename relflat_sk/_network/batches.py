@@ -130,8 +130,7 @@ def check_tensor(X: Tensor) -> None:
     if X.layout is not torch.strided or X.is_complex():
         raise TypeError(
             f"X is a tensor of {X.dtype} in the layout {X.layout}; expected real numbers in a "
-            "dense tensor. Pass X.to_dense() or torch.view_as_real(X); of a matrix of "
-            "scipy.sparse, one batch at a time is made dense."
+            "dense tensor. Pass X.to_dense() or torch.view_as_real(X)."
         )
 
 
@@ -142,10 +141,7 @@ def check_finite(x: Any) -> None:
             continue
         # the sum of finite numbers is nearly always finite, and needs no second array
         if not (torch.isfinite(part.sum()) or torch.isfinite(part).all()):
-            raise ValueError(
-                "X contains NaN or infinity. Impute missing values first, for instance with "
-                "sklearn.impute.SimpleImputer in a pipeline."
-            )
+            raise ValueError("X contains NaN or infinity. Impute missing values first.")
 
 
 @dataclass(frozen=True)
@@ -238,9 +234,8 @@ def _check_order(loader: Any) -> None:
         sampler = sampler.sampler
     if not isinstance(sampler, SequentialSampler | Sequence):
         raise ValueError(
-            "the terms of single samples must be in a known order, but the "
-            f"{type(sampler).__name__} of the DataLoader may draw the samples in any. Pass a "
-            "loader with shuffle=False, or arrays."
+            f"terms of samples need a known order, but the {type(sampler).__name__} of the "
+            "DataLoader may draw the samples in any. Pass a loader with shuffle=False, or arrays."
         )
 
 
@@ -265,8 +260,7 @@ def check_labels(y: Any, n: int, hint: str = "") -> Any:
     if isinstance(y, np.ndarray) and y.dtype.kind not in "biuf":
         raise ValueError(
             f"y holds labels of type {y.dtype} such as {y.flat[0]!r}; networks take numbers. Pass "
-            "the fitted estimator, which knows its classes_, or encode y, for instance with "
-            "sklearn.preprocessing.LabelEncoder."
+            "the fitted estimator, which knows its classes_, or encode y, as LabelEncoder does."
         )
     is_whole = isinstance(y, Tensor) and not y.is_floating_point()  # needs no wait for a device
     finite = True if is_whole else (torch if isinstance(y, Tensor) else np).isfinite(y).all()
@@ -310,8 +304,7 @@ def _sliceable(X: Any) -> Any:
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"X must hold a row of numbers for each sample, got {type(X).__name__}: {error}. "
-            "Encode categories and dates in front of the network, and put batches together in one "
-            "array or a torch Dataset."
+            "Encode categories and dates, and join batches in one array or a torch Dataset."
         ) from error
     return array
 

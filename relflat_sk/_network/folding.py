@@ -119,8 +119,7 @@ def _layer_before(norm: _Call, module: Any, calls: list[_Call], uses: Counter[An
         if applies:
             raise ValueError(
                 f"batch norm {norm.name!r} cannot be folded into a layer before it: {reason}. "
-                "Without that, norms of weights mean nothing, because batch norm undoes the scale "
-                "of the weights."
+                "Without that, norms of weights mean nothing."
             )
     return layer
 
@@ -134,9 +133,8 @@ def _fold(call: _Call, layer: nn.Module, norm: str | None, modules: dict[str, An
         or type(layer).forward is not kind.forward
     ):
         raise ValueError(
-            f"layer {call.name!r} is a {type(layer).__name__} with a forward method of its own, so "
-            "that it may compute something other than W x + b. Use one of torch's own layers, or a "
-            "measure that does not read weights."
+            f"layer {call.name!r} is a {type(layer).__name__} with a forward method of its own. "
+            "Use one of torch's own layers, or a measure that does not read weights."
         )
     as_map = layer_map(layer)
     weight = as_map.weight.double()

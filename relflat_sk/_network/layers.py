@@ -479,10 +479,7 @@ def check_real(module: nn.Module) -> None:
     named = module.named_parameters()
     name = next((name for name, parameter in named if parameter.is_complex()), None)
     if name is not None:
-        raise ValueError(
-            f"the parameter {name!r} is complex, and weights must be real numbers here. Measure "
-            "the flatness of a layer with a real weight instead."
-        )
+        raise ValueError(f"the parameter {name!r} is complex, and weights must be real here.")
 
 
 def find_non_finite(module: nn.Module) -> str | None:

@@ -142,10 +142,9 @@ def warn_unless_mean(loss: Loss, output: Tensor, target: Tensor) -> bool:
         return bool(values[0] < values[-1])
     warn(
         f"{name} is no mean of losses of single samples: for {n} samples it is "
-        f"{together / n:.6g}, and {sum(each) / n:.6g} as the mean of {len(each)} parts. Flatness "
-        "counts the curvature of each sample's loss in its own output alone, so that the value is "
-        "not that of this criterion, and depends on batch_size. Use a criterion that averages over "
-        "samples."
+        f"{together / n:.6g}, and {sum(each) / n:.6g} as the mean of {len(each)} parts. So the "
+        "flatness is not that of this criterion, and depends on batch_size. Use a criterion that "
+        "averages over samples."
     )
     return True
 
@@ -162,9 +161,8 @@ def warn_of_weights(loss: Loss, losses: Tensor, output: Tensor, module: nn.Modul
     reads = reads or any(id(getattr(step, "variable", None)) in weights for step in steps)
     if reads:
         warn(
-            f"{name_criterion(criterion)} reads weights of the network. Curvatures and gradients "
-            "are those of the loss by the network's outputs: what it adds by itself, such as a "
-            "norm of the weights, is left out. Pass weight_decay to count such a norm."
+            f"{name_criterion(criterion)} reads weights of the network. What it adds beside the "
+            "loss of the outputs, such as a norm, is left out. Pass weight_decay to count a norm."
         )
 
 

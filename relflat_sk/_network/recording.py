@@ -77,10 +77,7 @@ class LayerRecord:
                 "the forward pass. Replace the in-place operation, or measure another layer."
             )
         if self.output.is_complex():
-            raise ValueError(
-                f"the output of layer {self.name!r} is complex, and curvature is defined for real "
-                "weights. Measure another layer."
-            )
+            raise ValueError(f"the output of layer {self.name!r} is complex. Measure another one.")
         return self.features, self.output
 
 
@@ -374,10 +371,9 @@ def check_thrice(base: Tensor, *nodes: Any) -> None:
     for step, _ in steps_behind(base, *nodes):
         if kind_of(step) in _STATISTICS and getattr(step, "_saved_training", True):
             raise ValueError(
-                f"a normalisation behind the layer ({step.name()}) is called as a function, or is "
-                "a module that is defined before the last layer. The gradient of the penalty needs "
-                "its third derivative, which torch gets wrong. Use a module such as nn.LayerNorm "
-                "or nn.BatchNorm2d behind the last layer, or penalise the last layer."
+                f"torch gets the third derivative of a normalisation ({step.name()}) wrong that is "
+                "called as a function, or is a module defined before the last layer. Use a module "
+                "such as nn.LayerNorm behind the last layer, or penalise the last layer."
             )
 
 

@@ -332,8 +332,7 @@ def measure(
         return measured.value if measured.terms is None else measured.terms
     if per_sample:
         raise ValueError(
-            f"per_sample=True gives the terms at one layer, but aggregate={aggregate!r} asks for "
-            "all layers. Pass layer=... instead of aggregate."
+            f"per_sample=True gives terms at one layer, but aggregate={aggregate!r} asks for all."
         )
     if aggregate not in _AGGREGATES:
         raise ValueError(f"aggregate must be 'max', 'sum' or None, got {aggregate!r}.")

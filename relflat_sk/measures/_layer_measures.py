@@ -132,8 +132,7 @@ def warn_of_saddle(layer: str, name: str, measured: Measured) -> None:
     if measured.value < -max(_SURE * measured.stderr, 1e-9 * abs(measured.passes.risk)):
         warn(
             f"{name} at layer {layer!r} is negative ({measured.value:.3g}): the loss curves down "
-            "there, so this point is no minimum, and flatness says nothing about it. Train "
-            "further, or check gradient_norm."
+            "there, and flatness means nothing. Train further, or check gradient_norm."
         )
 
 
@@ -399,9 +398,8 @@ class TraceMeasures:
         warn(
             f"max_passes={precision.max_passes} ended the estimate of {what} after "
             f"{summed.n_probes} {kind}probes. Its standard error is {reached} on a value of "
-            f"{value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} "
-            f"allow.{more} Raise max_passes, rtol or atol, or pass method='exact', which takes "
-            f"{summed.n_passes:.0f} passes."
+            f"{value:.3g}, more than rtol and atol allow.{more} Raise max_passes, rtol or atol, or "
+            f"pass method='exact', which takes {summed.n_passes:.0f} passes."
         )
 
 
@@ -505,10 +503,7 @@ def measure_layers(
     with bar, borrowed(network.module):
         summary = scan(network, layers, *(group.add for group in groups))
         if summary.divisor == 0:
-            raise ValueError(
-                "no sample counts in the mean loss: every label is ignored (ignore_index) or "
-                "has weight zero."
-            )
+            raise ValueError("no sample counts in the mean loss: all labels are ignored.")
         results: Results = {}
         for group in groups:
             results |= group.finish(summary)

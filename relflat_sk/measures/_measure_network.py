@@ -163,8 +163,7 @@ def find_measures(measures: Any) -> dict[str, Measure]:
     listed = [measures] if alone else list(measures) if isinstance(measures, Iterable) else []
     if not listed:
         raise TypeError(
-            "measures must be one of get_measure_names(), a function of model, X and y, or a list "
-            f"of these, got {measures!r}."
+            f"measures must be a name, a function or a list of these, got {measures!r}."
         )
     columns: dict[str, Measure] = {}
     for measure in listed:
@@ -214,8 +213,7 @@ def check_layers(measures: Sequence[Measure], layers: Any) -> None:
     if not is_default and None not in map(of_network, measures):
         raise ValueError(
             f"{', '.join(map(name_of, measures))} measures the network as a whole, which has no "
-            f"layers to choose; got {layers!r}. Leave the layer out, or choose a measure of a "
-            "layer, such as relative_flatness."
+            f"layers to choose; got {layers!r}. Leave the layer out."
         )
 
 

@@ -151,9 +151,8 @@ def _positive_margin(network: Network, percentile: float) -> float:
         return gamma
     warn(
         f"the margin is {gamma:.3g}, not positive: it is the {percentile:g}th percentile of the "
-        "samples' margins, and a negative margin is that of a sample that is classified wrongly. "
-        "What is divided by the margin means nothing and is given as nan. Train until the network "
-        "fits the training data, and measure on those, or pass a larger percentile."
+        "samples' margins, and wrong samples have negative ones. What is divided by it is nan. "
+        "Measure data that the network fits, or pass a larger percentile."
     )
     return math.nan
 
@@ -205,10 +204,7 @@ def _frobenius_product(network: Network) -> LogNorm:
 def _group_norm_product(network: Network, *, p: float = 1.0, q: float = math.inf) -> LogNorm:
     for name, order in {"p": p, "q": q}.items():
         if not (is_number(order) and order >= 1):
-            raise ValueError(
-                f"{name} must be a number of at least 1, or math.inf, got {order!r}: below 1 "
-                "there is no norm."
-            )
+            raise ValueError(f"{name} must be at least 1, or math.inf, got {order!r}.")
     vector_norm = torch.linalg.vector_norm
     rows = (vector_norm(x.weight, ord=p, dim=1) for x in only_layers("group_norm_product", network))
     return sum(2 * _log(float(vector_norm(row, ord=q))) for row in rows), 0.0
@@ -293,8 +289,7 @@ def _check_chain(network: Network, layers: Sequence[AffineLayer]) -> None:
         why = find_faster_step(network(x), x, len(layers), n_folded)
     if why is not None:
         raise NotApplicableError(
-            "log_robustness needs a Lipschitz constant of the network. The product of the layers' "
-            "norms is one for a chain of layers with activations of slope at most 1, and this "
+            "log_robustness needs a chain of layers with activations of slope at most 1, and this "
             f"network is another: {why}. Use 'inverse_margin' or a norm over the margin."
         )
 

@@ -53,8 +53,7 @@ def _check_classifier(network: Network, what: str) -> None:
         known = [kind.__name__ for kind, row in TABLE.items() if row.task != "regression"]
         raise NotApplicableError(
             f"{what} needs a classifier, but {name_criterion(network.loss.criterion)} is not known "
-            f"as a classification loss. Known are {known}; if the network's outputs are logits, "
-            "pass criterion=torch.nn.CrossEntropyLoss()."
+            f"as a classification loss; known are {known}."
         )
 
 

@@ -428,9 +428,8 @@ def _warn_of_batch_statistics(module: nn.Module) -> None:
     ]
     if norms:
         warn(
-            f"batch norm without running statistics ({', '.join(map(repr, norms))}) mixes the "
-            "samples of a batch, so that losses and flatness depend on batch_size. Train with "
-            "track_running_stats=True."
+            f"batch norm without track_running_stats ({', '.join(map(repr, norms))}) mixes the "
+            "samples of a batch, so that losses and flatness depend on batch_size."
         )
 
 

@@ -79,10 +79,7 @@ def parameters_of(network: Network) -> dict[str, Tensor]:
             if parameter.is_floating_point()
         }
     if not found:
-        raise NotApplicableError(
-            f"{type(network.module).__name__} has no parameters whose disturbance could be "
-            "measured; pass a network with weights."
-        )
+        raise NotApplicableError(f"{type(network.module).__name__} has no parameters to disturb.")
     return found
 
 
@@ -605,10 +602,7 @@ def adaptive_sharpness(
     if kind not in {"worst", "average"}:
         raise ValueError(f"kind must be 'worst' or 'average', got {kind!r}.")
     if normalize_logits and network.loss.temperature != 1:
-        raise ValueError(
-            "normalize_logits gives logits of norm one, whose loss at_loss cannot choose: pass one "
-            "of the two."
-        )
+        raise ValueError("normalize_logits and at_loss both scale logits: pass one of the two.")
     network = with_unit_logits(network) if normalize_logits else network
     radius = rho * weights_of(network).abs()
     if kind == "average":

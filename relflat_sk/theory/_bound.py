@@ -109,9 +109,8 @@ class Smoothing:
         changed = (self.kernel, self.sigma) != ("truncated_normal", 1.0)
         if self.bandwidth is not None and changed:
             raise ValueError(
-                f"bandwidth={self.bandwidth!r} smooths by a normal distribution of this deviation, "
-                f"in place of a kernel, but kernel={self.kernel!r} and sigma={self.sigma!r} are "
-                "given as well. Leave out kernel and sigma, or the bandwidth."
+                f"bandwidth={self.bandwidth!r} is in place of a kernel, but kernel={self.kernel!r} "
+                f"and sigma={self.sigma!r} are given. Leave out these, or the bandwidth."
             )
 
 

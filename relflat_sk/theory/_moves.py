@@ -234,8 +234,7 @@ def move_features(
                 if not all(torch.equal(parts, divisors) for _, parts in moved):
                     raise ValueError(
                         "the labels of moved features have other class weights than the labels, or "
-                        "are ignored where those are not, so that the mean losses before and after "
-                        "the move are means over other samples. Use a criterion without weight and "
+                        "are ignored where those are not. Use a criterion without weight and "
                         "ignore_index."
                     )
                 rises.append(torch.stack([after - losses for after, _ in moved]).mean(dim=0))
@@ -404,7 +403,6 @@ def check_matrices(matrices: Any, m: int, device: torch.device) -> Tensor:
     if norm > 1 + 1e-6:
         warn(
             f"matrices have an operator norm of up to {norm:.3g}; feature robustness is defined "
-            "for norms of at most 1 (P19, Definition 1), and its bounds hold for those only. "
-            "Divide them by their norm, and choose delta in proportion."
+            "for norms of at most 1. Divide them by their norm, and choose delta in proportion."
         )
     return stacked

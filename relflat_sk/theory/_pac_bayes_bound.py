@@ -248,9 +248,8 @@ def _refuse_preprocessing(model: Any) -> None:
         for name, step in steps:
             if step not in (None, "passthrough") and get_tags(step).requires_fit:
                 raise ValueError(
-                    f"step {name!r} of the pipeline was fitted to data. If these are the sample, "
-                    "the prior depends on the sample, and there is no bound. Pass the last step, "
-                    "and X as transformed by what does not depend on the sample."
+                    f"step {name!r} of the pipeline was fitted to data, on which the prior must "
+                    "not depend. Pass the last step, and X transformed by other means."
                 )
 
 
@@ -260,10 +259,9 @@ def _refuse_statistics(module: nn.Module, before: Mapping[str, Any]) -> None:
         same = name in before and torch.equal(buffer.cpu(), torch.as_tensor(before[name]).cpu())
         if buffer.is_floating_point() and not same:
             raise ValueError(
-                f"the buffer {name!r} of the network may depend on the sample, as the statistics "
-                "of batch norm do. Then the prior would depend on it, too, and there is no bound. "
-                "Use a norm without statistics, such as torch.nn.LayerNorm. If the buffer has not "
-                "changed in training, pass initial=, the module from before training."
+                f"the buffer {name!r} of the network may depend on the sample, and so the prior. "
+                "Use a norm without statistics, such as torch.nn.LayerNorm, or pass initial=, the "
+                "module from before training, if the buffer has not changed since."
             )
 
 

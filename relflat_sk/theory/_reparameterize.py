@@ -236,8 +236,7 @@ class _Rescaling:
                     return spread
         raise ValueError(
             f"module {name!r} of the copy does not receive what it received before, times the "
-            "factors of a layer before it: "
-            f"{_REASONS}"
+            f"factors of a layer before it: {_REASONS}"
         )
 
 

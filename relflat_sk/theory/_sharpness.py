@@ -182,9 +182,8 @@ def sharpness_conditions(
     keys = ["condition", "layer", "position", "constant"]
     if not table[keys].equals(before[keys]):
         raise ValueError(
-            f"the initial module has the layers {before['layer'].unique().tolist()}, and the "
-            f"model {table['layer'].unique().tolist()}. Pass a copy of the same module from "
-            "before training."
+            f"the initial module has the layers {before['layer'].unique().tolist()}, and the model "
+            f"{table['layer'].unique().tolist()}. Pass the module from before training."
         )
     return table.join(before[["worst", "median"]].add_prefix("initial_"))
 
@@ -358,10 +357,7 @@ def sharpness_bound(  # noqa: PLR0913
     chain = _read_chain(network)
     weights, n_layers = chain.weights, len(chain.weights)
     if n_layers < 2:
-        raise ValueError(
-            "sharpness_bound needs a network of two layers or more: the conditions are about the "
-            "layers between others."
-        )
+        raise ValueError("sharpness_bound needs a network of two layers or more.")
     sigmas = np.asarray(sigma, dtype=np.float64)
     if sigmas.shape not in {(), (n_layers,)} or not (np.isfinite(sigmas) & (sigmas > 0)).all():
         raise ValueError(
@@ -428,9 +424,8 @@ def _read_chain(network: Network) -> Chain:
         for layer in layers:
             if len(layer.input_shape) != 1:
                 raise ValueError(
-                    f"the sharpness conditions need a fully connected network, but layer "
-                    f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)} for each "
-                    "sample."
+                    "the sharpness conditions need a fully connected network, but layer "
+                    f"{layer.name!r} receives inputs of shape {tuple(layer.input_shape)}."
                 )
         named = [name for layer in layers for name in (layer.name, layer.norm) if name is not None]
         modules = {name: network.module.get_submodule(name) for name in named}
