@@ -236,9 +236,8 @@ def find_mixed_rows(
     behind = nodes_behind(output.grad_fn) if unknown else []
     reasons = {
         record.name: (
-            f"the criterion does not depend on the output of layer {record.name!r}, or not in a "
-            "way that gradients follow: the network returns it beside its first output, for "
-            "example. Name another layer."
+            f"the criterion does not depend on the output of layer {record.name!r} in a way that "
+            "gradients follow. Name another layer."
         )
         for record in unknown
         if record.node not in behind
@@ -249,14 +248,12 @@ def find_mixed_rows(
         reasons[record.name] = (
             f"rows of the network's output, of shape {tuple(output.shape)}, depend on other rows "
             f"of what layer {record.name!r} puts out, of shape {tuple(record.check()[1].shape)}. "
-            "Rows must be samples, in the order of the data, that do not depend on each other. "
-            "Use batch_first=True, for example, or name another layer."
+            "Rows must be samples in order. Use batch_first=True, or name another layer."
         )
         if any(map(normalises_batch, behind)):
             reasons[record.name] = (
-                f"behind layer {record.name!r}, batch norm mixes the samples of the batch: it is "
-                "called as a function, or has no running statistics. Use a layer such as "
-                "nn.BatchNorm2d with track_running_stats=True, or name a layer behind it."
+                f"behind layer {record.name!r}, batch norm mixes the samples of the batch. Use a "
+                "layer with track_running_stats=True, or name a layer behind it."
             )
     return {record.name: rows for record, rows in zip(unknown, seen, strict=True)}, reasons
 
@@ -377,9 +374,7 @@ def why_used_elsewhere(name: str) -> str:
     """Say that the weight of a layer is used outside of the layer's call."""
     return (
         f"the network uses the weight of layer {name!r} outside of the layer's call, as a tied "
-        "autoencoder does with F.linear(h, encoder.weight.T); the curvature in a shared weight "
-        "is not that of one layer. Measure another layer; or detach the weight there, if it is "
-        "only read, as for a log."
+        "autoencoder does. Measure another layer; or detach the weight there, if it is only read."
     )
 
 

@@ -80,10 +80,7 @@ def largest_eigenvalue(
             projected = np.zeros((most, most))
             projected[range(k), range(k)] = values[-k:]
         basis[k] = rest / norm
-    warn(
-        f"the largest eigenvalue {where} did not converge to a relative tolerance of "
-        f"{rtol:g} in {_MAX_PRODUCTS} products with the Hessian."
-    )
+    warn(f"the largest eigenvalue {where} did not converge to a relative tolerance of {rtol:g}.")
     return value, error
 
 

@@ -197,8 +197,8 @@ class FlatnessScorer(BaseEstimator):
         if not comparison.is_known:
             missing = "y" if math.isnan(comparison.loss) else "the loss of a constant prediction"
             self._warn(
-                f"without {missing}, the scorer cannot check whether the {name} is at a minimum of "
-                'its loss. Pass y, or non_minimum="accept" if you know that it is.'
+                f"without {missing}, the scorer cannot check whether the {name} is at a minimum. "
+                'Pass y, or non_minimum="accept" if you know that it is.'
             )
         return True
 
@@ -220,9 +220,8 @@ class FlatnessScorer(BaseEstimator):
             )
         if self.data == "train" and (self.measure not in RECORDED or self.measure_params):
             raise ValueError(
-                f'data="train" takes the value recorded in fit: one of {", ".join(RECORDED)}, '
-                f"without measure_params; got {self.measure!r} and {self.measure_params!r}. Use "
-                'data="given" with the training data.'
+                f'data="train" takes one of {", ".join(RECORDED)} without measure_params, got '
+                f'{self.measure!r} and {self.measure_params!r}. Use data="given" instead.'
             )
 
     def _read_recorded(self, estimator: Any) -> tuple[float, ConstantComparison | None, str]:
@@ -246,8 +245,7 @@ class FlatnessScorer(BaseEstimator):
         if expected != recorded:
             reason = (
                 f"it recorded its flatness with {_listed(recorded)}, but the scorer asks for "
-                f"{_listed(expected)}. Values at different layers cannot be compared: give "
-                'the same layer and measure to both, or measure with data="given"'
+                f'{_listed(expected)}. Give the same to both, or measure with data="given"'
             )
         return float(found), getattr(net, "constant_comparison_", None), reason
 
@@ -274,10 +272,7 @@ class FlatnessScorer(BaseEstimator):
             If metadata routing is not enabled.
         """
         if not get_config()["enable_metadata_routing"]:
-            raise RuntimeError(
-                "set_score_request needs metadata routing: call "
-                "sklearn.set_config(enable_metadata_routing=True) first."
-            )
+            raise RuntimeError("call sklearn.set_config(enable_metadata_routing=True) first.")
         requests = self._get_metadata_request()
         if sample_weight is not UNCHANGED:
             requests.score.add_request(param="sample_weight", alias=sample_weight)

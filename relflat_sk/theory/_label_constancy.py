@@ -134,8 +134,7 @@ def label_constancy(  # noqa: PLR0913
     kind = type_of_target(classes)
     if kind.startswith(("continuous", "unknown")):
         raise ValueError(
-            f"y must hold classes, got {kind} values such as {classes.flat[0].item()!r}, which are "
-            "hardly ever equal. Pass class labels, or bin the values first."
+            f"y must hold classes, got {kind} ones such as {classes.flat[0].item()!r}."
         )
     columns = classes.reshape(len(classes), -1)
     return float((columns[near] == columns[:, None]).all(axis=2).mean())

@@ -270,8 +270,7 @@ def _check_labels(network: Network, labels: float) -> int:
     samples = sum(count_samples(batch.x) for batch in network.batches())
     if labels > samples:
         raise ValueError(
-            f"{samples} samples have {labels:.0f} labels. The bound needs independent labels, so "
-            "one for each sample at most."
+            f"{samples} samples have {labels:.0f} labels, of which the bound takes one."
         )
     if labels < _FEWEST:
         raise ValueError(f"the bound needs {_FEWEST} labelled samples or more, got {labels:.0f}.")

@@ -117,10 +117,7 @@ def reparameterize(
     ValueError: the outputs of the copy on X differ from the network's: ...
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"module must be a torch.nn.Module, got {type(module).__name__}; give the module "
-            "inside it, such as net.module_ of a skorch net."
-        )
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
     if kind not in ("layer", "neuron"):
         raise ValueError(f'kind must be "layer" or "neuron", got {kind!r}.')
     network = open_model(module, X, criterion=nn.MSELoss())  # the loss is not used

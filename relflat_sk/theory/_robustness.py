@@ -296,8 +296,7 @@ def _sites(network: Network, layers: list[Layer] | str) -> list[Site]:
         )
     if left_out:
         warn(
-            f"{', '.join(map(repr, left_out))} left out: layers that receive more than one vector "
-            "for each sample have no single neurons."
+            f"{', '.join(map(repr, left_out))} left out: layers that receive more than one vector."
         )
     return [site for name, site in sites.items() if name not in left_out]
 

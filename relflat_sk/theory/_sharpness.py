@@ -451,15 +451,9 @@ def _without_zeros(chain: Chain) -> Chain:
     """Leave out samples that are zero."""
     kept = chain.x.norm(dim=1) > 0
     if not kept.any():
-        raise ValueError(
-            "all samples in X are zero, but the conditions are about disturbances in units of a "
-            "sample's norm. Pass samples that are not zero."
-        )
+        raise ValueError("all samples in X are zero, but the conditions count in their norms.")
     if not kept.all():
-        warn(
-            f"{int((~kept).sum())} of {len(kept)} samples are zero and left out: the conditions "
-            "are about disturbances in units of a sample's norm."
-        )
+        warn(f"{int((~kept).sum())} of {len(kept)} samples are zero and left out.")
     outputs, slopes = ([array[kept] for array in a] for a in (chain.outputs, chain.slopes))
     return replace(chain, x=chain.x[kept], outputs=outputs, slopes=slopes)
 
