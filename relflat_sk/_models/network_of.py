@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import singledispatch
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from scipy.sparse import issparse
 from sklearn.base import BaseEstimator
 from sklearn.compose import TransformedTargetRegressor
@@ -28,13 +27,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from skorch import NeuralNet, NeuralNetClassifier
 from skorch.dataset import Dataset as SkorchDataset
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from relflat_sk._checks import check_device, is_integer, warn
 from relflat_sk._losses.loss import Loss, as_criterion, call_criterion, multiple_of
 from relflat_sk._losses.table import ProbabilityNLLLoss
 from relflat_sk._models.sklearn_estimators import to_torch
-from relflat_sk._network.batches import Batches, LoadedBatches, make_batches, split_labels
+from relflat_sk._network.batches import Batches, LoadedBatches, Weighted, make_batches
 from relflat_sk._network.borrowing import autocast_off, borrowed, uncompiled, unwrapped
 from relflat_sk._network.layers import Layer, check_stored, find_layer
 from relflat_sk._network.network import Network, Source
@@ -270,60 +269,33 @@ def _of_net(model: NeuralNet, X: Any, y: Any, options: DataOptions) -> Network:
 
 @to_network.register
 def _of_pipeline(model: Pipeline, X: Any, y: Any, options: DataOptions) -> Network:
-    for _name, step in model.steps[:-1]:
-        if step not in {None, "passthrough"} and hasattr(step, "transform"):
-            if isinstance(X, Dataset | DataLoader):
-                loader = X if isinstance(X, DataLoader) else DataLoader(X, options.batch_size)
-                X = DataLoader(_TransformedBatches(step, loader), batch_size=None)
-            else:
-                X = _transform(step, X)
-        elif hasattr(step, "fit_resample"):  # as of imbalanced-learn
+    *steps, last = [step for _, step in model.steps]
+    for step in steps:
+        if hasattr(step, "fit_resample") and not hasattr(step, "transform"):  # imbalanced-learn's
             warn(
                 f"the {type(step).__name__} of the pipeline resampled the rows in fit, but the "
-                f"{type(model.steps[-1][1]).__name__} is measured on the rows of X as they are."
+                f"{type(last).__name__} is measured on the rows of X as they are."
             )
-    return to_network(model.steps[-1][1], X, y, options)
+    transformers = [step for step in steps if hasattr(step, "transform")]
+    if not (transformers and isinstance(X, Dataset | DataLoader)):
+        return to_network(last, _transform(transformers, X), y, options)
+    # all rows together: a step need not transform each one by itself
+    batches = list(options.batches(X, y)())
+    rows = _transform(transformers, np.concatenate([np.asarray(batch.x) for batch in batches]))
+    rows = rows.toarray() if issparse(rows) else np.asarray(rows)
+    parts = np.split(rows, np.cumsum([len(batch.x) for batch in batches[:-1]], dtype=int))
+    pairs: Any = [
+        (part, Weighted(batch.y, batch.weight)) for part, batch in zip(parts, batches, strict=True)
+    ]
+    return to_network(last, DataLoader(pairs, batch_size=None), None, options)
 
 
-def _transform(step: Any, rows: Any) -> Any:
+def _transform(steps: Sequence[Any], rows: Any) -> Any:
     """Transform rows without the caller's mixed precision, which a step made of torch would see."""
     with autocast_off():
-        return step.transform(rows)
-
-
-class _TransformedBatches(IterableDataset[Any]):
-    """The batches of a loader, whose inputs are transformed."""
-
-    def __init__(self, step: Any, loader: DataLoader[Any]) -> None:
-        self._step = step
-        self._loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, item in enumerate(self._loader):
-            x, y = split_labels(item)
-            rows = np.asarray(x)
-            if number == 0:
-                self._check_row_wise(rows[:_N_COMPARED])
-            yield self._transform(rows), y
-
-    def _transform(self, rows: NDArray[Any]) -> NDArray[Any]:
-        transformed = _transform(self._step, rows)
-        return np.asarray(transformed.toarray() if issparse(transformed) else transformed)
-
-    def _check_row_wise(self, rows: NDArray[Any]) -> None:
-        """Refuse a step that transforms rows together otherwise than two halves of them."""
-        together = self._transform(rows)
-        parts = [self._transform(part) for part in np.array_split(rows, 2) if len(part)]
-        try:
-            size = np.abs(together[np.isfinite(together)]).sum() / max(1, together.size)
-            np.testing.assert_allclose(np.concatenate(parts), together, 1e-4, 1e-4 * size)
-        except (AssertionError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self._step!r} does not transform each row by itself. Give X as an array."
-            ) from error
-
-
-_N_COMPARED = 64
+        for step in steps:
+            rows = step.transform(rows)
+    return rows
 
 
 @to_network.register

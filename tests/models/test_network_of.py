@@ -18,7 +18,7 @@ from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, Ne
 from skorch.dataset import Dataset
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from relflat_sk import (
     FlatnessWarning,
@@ -249,14 +249,13 @@ STEPS = {
 
 
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
-def test_steps_that_are_not_row_wise_take_arrays_only(steps, tmp_path):
+def test_steps_that_are_not_row_wise_take_data_of_any_kind(steps, tmp_path):
     model = make_pipeline(*steps, LogisticRegression()).fit(X32, Y)
     expected = float(relative_flatness(model, X32, Y))
-    found = relative_flatness(model, memmap(tmp_path, X32), Y, batch_size=32)
-    assert float(found) == pytest.approx(expected, rel=1e-5)
     data = TensorDataset(torch.as_tensor(X32), torch.as_tensor(Y))
-    with pytest.raises(ValueError, match="does not transform each row by itself.*Give X as an arr"):
-        relative_flatness(model, data, None)
+    for same in ((memmap(tmp_path, X32), Y), (data, None), (DataLoader(data, 7), None)):
+        found = relative_flatness(model, *same, batch_size=32)
+        assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 class Projects:
