@@ -200,9 +200,7 @@ def make_batches(
         X = X.loader
     if isinstance(X, Dataset | DataLoader):
         if y is not None or sample_weight is not None:
-            raise ValueError(
-                "a Dataset or DataLoader has its own labels: leave y and sample_weight out."
-            )
+            raise ValueError("a Dataset or DataLoader has its own labels: leave out y and weights.")
         loader = X if isinstance(X, DataLoader) else DataLoader(X, batch_size=batch_size)
         if in_order:
             _check_order(loader)

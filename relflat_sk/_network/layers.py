@@ -469,9 +469,7 @@ def why_shared(name: str, named: Mapping[str, nn.Module]) -> str:
 def check_stored(module: nn.Module) -> None:
     """Refuse a network with lazy layers, which a measure would fill with random weights."""
     if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
-        raise ValueError(
-            "the network has lazy layers, which have no weights yet; run it once on data first."
-        )
+        raise ValueError("the network has lazy layers without weights yet: run it once on data.")
 
 
 def check_real(module: nn.Module) -> None:

@@ -151,9 +151,7 @@ def find_measure(measure: Measure) -> Measure:
     arguments_of(measure)
     name = name_of(measure)
     if name in SAME or is_reserved(name):
-        raise ValueError(
-            f"{name!r} is a measure or a column of relflat_sk: give {measure!r} another name."
-        )
+        raise ValueError(f"{name!r} is a measure or a column of relflat_sk: rename {measure!r}.")
     return measure
 
 
@@ -162,9 +160,7 @@ def find_measures(measures: Any) -> dict[str, Measure]:
     alone = isinstance(measures, str) or callable(measures)
     listed = [measures] if alone else list(measures) if isinstance(measures, Iterable) else []
     if not listed:
-        raise TypeError(
-            f"measures must be a name, a function or a list of these, got {measures!r}."
-        )
+        raise TypeError(f"measures must be a name, function or list of these, got {measures!r}.")
     columns: dict[str, Measure] = {}
     for measure in listed:
         checked = find_measure(measure)

@@ -80,9 +80,7 @@ def _margins(loss: Loss, forward: ForwardPass) -> NDArray[np.float64]:
     if target is None:
         raise ValueError("y is needed: the margin is that of the true class. Pass y.")
     if bool((weight != 1).any()):
-        raise ValueError(
-            "the margin is a percentile of samples with equal weights: leave sample_weight out."
-        )
+        raise ValueError("the margin needs samples of equal weight: leave sample_weight out.")
     fits = not target.is_floating_point() and shape[1] > 1
     if loss.acts_on_each_output:
         fits = math.prod(shape[1:]) == 1 and bool(((target == 0) | (target == 1)).all())

@@ -133,9 +133,7 @@ def label_constancy(  # noqa: PLR0913
     classes = torch.cat(labels).numpy()
     kind = type_of_target(classes)
     if kind.startswith(("continuous", "unknown")):
-        raise ValueError(
-            f"y must hold classes, got {kind} ones such as {classes.flat[0].item()!r}."
-        )
+        raise ValueError(f"y must hold classes, got {kind} ones as {classes.flat[0].item()!r}.")
     columns = classes.reshape(len(classes), -1)
     return float((columns[near] == columns[:, None]).all(axis=2).mean())
 

@@ -269,9 +269,7 @@ def _check_labels(network: Network, labels: float) -> int:
     """Return the number of labels, if there is at most one for each sample, and enough."""
     samples = sum(count_samples(batch.x) for batch in network.batches())
     if labels > samples:
-        raise ValueError(
-            f"{samples} samples have {labels:.0f} labels, of which the bound takes one."
-        )
+        raise ValueError(f"{samples} samples have {labels:.0f} labels; the bound takes one each.")
     if labels < _FEWEST:
         raise ValueError(f"the bound needs {_FEWEST} labelled samples or more, got {labels:.0f}.")
     return int(labels)

@@ -163,9 +163,7 @@ def sharpness_conditions(
     (True, 1.0)
     """
     if detail not in (None, "C1", "C2") or (detail is not None and initial is not None):
-        raise ValueError(
-            f'detail must be None, "C1" or "C2", and None with initial; got {detail!r}.'
-        )
+        raise ValueError(f'detail must be None, "C1" or "C2", None with initial; got {detail!r}.')
     # `open_model` needs a criterion for a bare module; it is not used here
     network = open_model(model, X, criterion=nn.MSELoss(), batch_size=batch_size, device=device)
     chain = _without_zeros(_read_chain(network))
