@@ -80,7 +80,7 @@ def multiple_of(loss: Tensor, reference: Tensor, output: Tensor) -> float | None
     """Return c if the gradient of a loss in the outputs is c > 0 times another one's, or None."""
     if not (loss.requires_grad and reference.requires_grad and loss.numel() == 1):
         return None
-    options = {"retain_graph": True, "materialize_grads": True}
+    options: Any = {"retain_graph": True, "materialize_grads": True}
     slope, unit = (
         full_precision(torch.autograd.grad(value.mean(), output, **options)[0]).flatten()
         for value in (loss, reference)
