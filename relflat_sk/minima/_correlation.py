@@ -89,10 +89,7 @@ class SelectedMinima:
 
 
 def select_minima(
-    minima: Any,
-    target: str | Callable[..., Any],
-    n_bootstrap: int,
-    finite: Sequence[str] = (),
+    minima: Any, target: str | Callable[..., Any], n_bootstrap: int, finite: Sequence[str] = ()
 ) -> SelectedMinima:
     """Select the minima with which measures can be compared to a target."""
     table, target = minima_table(minima), column_of(target)
@@ -104,9 +101,8 @@ def select_minima(
         usable &= np.isfinite(numeric_column(table, name, argument="given"))
     if usable.sum() < FEWEST_MINIMA:
         raise ValueError(
-            f"{usable.sum()} of the {len(table)} minima converged and have a finite "
-            f"{target!r}, and a correlation needs at least {FEWEST_MINIMA}. "
-            "The columns 'converged' and 'reason' of the table say why minima were left out. "
+            f"{usable.sum()} of the {len(table)} minima converged and have a finite {target!r}, "
+            f"and a correlation needs at least {FEWEST_MINIMA}. The column 'reason' says why. "
             "Held-out losses and scores are recorded if the search gets X_test and y_test."
         )
     names = [*measure_columns(table), *(name for name in [BASELINE] if name in table.columns)]

@@ -59,8 +59,8 @@ def find_depth_band(band: Any, by: str, at_loss: float | None = None) -> float |
 
 def _find_band(
     minima: pd.DataFrame, depths: NDArray[np.float64], good: NDArray[np.bool_], band: float
-) -> tuple[float, float] | None:
-    """Find the depths between which most good minima lie."""
+) -> tuple[float, float]:
+    """Find the depths between which most good minima lie; all depths if no minimum has one."""
     voters = good & np.isfinite(depths)
     # a saturated network has no loss and no flatness left, except for rounding
     unsaturated = voters & (depths < DEEPEST)
@@ -69,7 +69,7 @@ def _find_band(
         reached = voters & minima["ended_by"].eq("goal").to_numpy(dtype=bool)
         voters = reached if reached.any() else voters
     if not voters.any():
-        return None
+        return 0.0, np.inf
     votes = np.sort(depths[voters])[::-1]  # argmax takes the first of equal counts: the deepest
     counts = [int(_within(votes, high / band, high).sum()) for high in votes]
     high = float(votes[int(np.argmax(counts))])
@@ -96,12 +96,12 @@ def mark_depth_band(minima: pd.DataFrame, band: float | None) -> pd.DataFrame:
         return minima
     good = is_complete(minima) & is_comparable(minima)
     depths = numeric_column(minima, "depth", argument="depth")
-    ends = None if band is None else _find_band(minima, depths, good, band)
-    inside = ~np.isfinite(depths) | (True if ends is None else _within(depths, *ends))
+    ends = (0.0, np.inf) if band is None else _find_band(minima, depths, good, band)
+    inside = ~np.isfinite(depths) | _within(depths, *ends)
     marked = minima.copy()
     place = list(minima.columns).index("converged") + 1 if "converged" in minima.columns else 0
     marked.insert(place or len(minima.columns), "comparable", good & inside)
-    if ends is not None and "reason" in marked.columns:
+    if "reason" in marked.columns:
         kept = depths[good & inside & np.isfinite(depths)]
         marked.loc[good & ~inside, "reason"] = [
             f"{_OUTSIDE}{depth:.3g} cannot be compared: {len(kept)} of {good.sum()} minima have "

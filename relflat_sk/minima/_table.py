@@ -170,26 +170,24 @@ def numeric_column(table: pd.DataFrame, name: str, *, argument: str) -> NDArray[
 
 def is_complete(table: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows come from a trial that ran to its end."""
-    if "state" not in table.columns:
-        return np.ones(len(table), dtype=bool)
-    return table["state"].eq("complete").to_numpy(dtype=bool)
+    return _has(table, "state", "complete")
 
 
 def is_minimum(table: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows are minima, of any depth."""
-    return _is_marked(table, "converged")
+    return _has(table, "converged", True)
 
 
 def is_comparable(table: pd.DataFrame) -> NDArray[np.bool_]:
     """Return which rows are minima of the depth that is compared."""
-    return _is_marked(table, "converged") & _is_marked(table, "comparable")
+    return is_minimum(table) & _has(table, "comparable", True)
 
 
-def _is_marked(table: pd.DataFrame, name: str) -> NDArray[np.bool_]:
-    """Return which rows a column of booleans marks: all of them without such a column."""
+def _has(table: pd.DataFrame, name: str, value: Any) -> NDArray[np.bool_]:
+    """Return which rows have a value in a column: all of them without such a column."""
     if name not in table.columns:
         return np.ones(len(table), dtype=bool)
-    return table[name].eq(True).fillna(False).to_numpy(dtype=bool)
+    return table[name].eq(value).fillna(False).to_numpy(dtype=bool)
 
 
 def list_reasons(table: pd.DataFrame) -> str:
@@ -290,11 +288,7 @@ def number_levels(table: pd.DataFrame, columns: list[str]) -> NDArray[np.intp]:
 UNITS = "units"  # user attribute of a study: attributes of its table
 
 # the states of finished trials, and their names in the column `state`
-STATES = {
-    TrialState.COMPLETE: "complete",
-    TrialState.FAIL: "failed",
-    TrialState.PRUNED: "pruned",
-}
+STATES = {TrialState.COMPLETE: "complete", TrialState.FAIL: "failed", TrialState.PRUNED: "pruned"}
 # the column `reason` of a trial that recorded none
 NO_REASON = {
     TrialState.COMPLETE: "",
@@ -346,7 +340,14 @@ def table_of_trials(
 
     The first measure stands before the losses: the first of `measures`, or of the first trial.
     """
-    rows = [_row(trial) | study_attrs.get(remeasured_key(trial), {}) for trial in trials]
+    rows = []
+    for trial in trials:
+        row = {"trial": trial.number, "state": STATES[trial.state], "ended_by": ""}
+        row["reason"] = NO_REASON[trial.state]
+        row |= {f"{PARAM_PREFIX}{name}": value for name, value in trial.params.items()}
+        row |= Minimum.from_trial(trial).row()
+        row["converged"] = trial.state == TrialState.COMPLETE and row.get("converged", True)
+        rows.append(row | study_attrs.get(remeasured_key(trial), {}))
     return table_of_rows(rows, study_attrs.get(UNITS, {}), measures)
 
 
@@ -365,12 +366,3 @@ def table_of_rows(
     table = table.astype(types)
     table.attrs |= units
     return table
-
-
-def _row(trial: FrozenTrial) -> dict[str, Any]:
-    """Return one trial as a row."""
-    drawn = {f"{PARAM_PREFIX}{name}": value for name, value in trial.params.items()}
-    row = {"trial": trial.number} | drawn | Minimum.from_trial(trial).row()
-    row["converged"] = trial.state == TrialState.COMPLETE and row.get("converged", True)
-    row["state"] = STATES[trial.state]
-    return {"reason": NO_REASON[trial.state], "ended_by": ""} | row
