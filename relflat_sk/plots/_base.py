@@ -4,7 +4,7 @@ Matplotlib is optional, and imported where something is drawn.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log10
 from typing import TYPE_CHECKING, Any, Self
@@ -14,15 +14,11 @@ import pandas as pd
 from numpy.typing import NDArray
 from sklearn.base import is_regressor
 
-from relflat_sk.minima import correlate_measures
-from relflat_sk.minima._correlation import FEWEST_MINIMA
 from relflat_sk.minima._table import (
-    column_of,
     find_axis,
     is_comparable,
     is_complete,
     is_minimum,
-    measure_columns,
     numeric_column,
     parameter_columns,
     plain_name,
@@ -69,25 +65,17 @@ LABELS = {
     "test_score": "held-out score",
     "train_score": "training score",
     "random_labels": "share of random labels",
-    "hessian_trace": "Hessian trace",
     "hessian_max_eigenvalue": "largest Hessian eigenvalue",
-    "frobenius_product": "Frobenius product",
-    "keskar_sharpness": "Keskar sharpness",
-    "l1_path_norm": "L1 path norm",
-    "l2_lipschitz_product": "L2 Lipschitz product",
-    "l2_norm": "L2 norm",
-    "l2_path_norm": "L2 path norm",
-    "linf_lipschitz_product": "L∞ Lipschitz product",
     "log_robustness": "log of robustness K",
     "pac_bayes_flatness": "PAC-Bayes flatness",
     "pac_bayes_magnitude_flatness": "PAC-Bayes magnitude flatness",
 }
+# words in the names of others
+WORDS = {
+    "frobenius": "Frobenius", "hessian": "Hessian", "keskar": "Keskar", "l1": "L1", "l2": "L2",
+    "linf": "L∞", "lipschitz": "Lipschitz",
+}  # fmt: skip
 
-SYMBOLS = {
-    "pearson": "Pearson $r$",
-    "spearman": "Spearman $\\rho$",
-    "kendall": "Kendall $\\tau$",
-}
 MAX_LEVELS = 12  # a numeric column with more values gets a continuous color scale
 MARGIN = 0.06  # of the axis, around the minima
 DOT: dict[str, Any] = {"s": 42, "edgecolors": "black", "linewidths": 0.6}
@@ -103,9 +91,8 @@ def require_matplotlib() -> None:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError as error:
         raise ImportError(
-            "The displays of relflat_sk draw with matplotlib, which is not installed. "
-            'Install it with: pip install "relflat_sk[plot]", or in a copy of the repository: '
-            'pip install ".[plot]"'
+            "matplotlib is not installed, with which displays are drawn: pip install "
+            '"relflat_sk[plot]", or in a copy of the repository pip install ".[plot]"'
         ) from error
 
 
@@ -211,7 +198,8 @@ def label_of(name: str, loss_unit: str) -> str:
     """Return the axis label of a column, with its unit."""
     # the names of measures are those of no parameter
     parameter = name if name in IN_LOSS_UNITS else plain_name(name).rpartition("__")[2]
-    label = LABELS.get(parameter, parameter.replace("_", " "))
+    words = " ".join(WORDS.get(word, word) for word in parameter.split("_"))
+    label = LABELS.get(parameter, words)
     return f"{label} ({loss_unit})" if loss_unit and name in IN_LOSS_UNITS else label
 
 
@@ -390,9 +378,8 @@ class Points:
         if not self.comparable.any():
             raise ValueError(
                 f"None of the {len(self.x)} candidates is a minimum with a finite "
-                f"{' and '.join(map(repr, columns))}, so there is nothing to draw. The columns "
-                "'converged' and 'reason' of the table say why. The test loss, the gap and the "
-                "test score need held-out data: fit(X, y, X_test, y_test)."
+                f"{' and '.join(map(repr, columns))}, as 'converged' and 'reason' tell. "
+                "Test loss, gap and test score need held-out data: fit(X, y, X_test, y_test)."
             )
 
     def draw(self, ax: "Axes", style: Style, scaled: str) -> None:
@@ -424,60 +411,7 @@ class Points:
             ax.scatter(x, y, **CROSS, clip_on=False, label=label)
 
 
-# -- correlations ------------------------------------------------------------------------
-
-
-def choose_measures(
-    minima: pd.DataFrame,
-    measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None,
-    target: str,
-) -> list[str]:
-    if measures is None:
-        measures = [name for name in measure_columns(minima) if name != target]
-    elif isinstance(measures, str) or callable(measures):
-        measures = [measures]
-    names = [column_of(measure) for measure in measures]
-    for name in names:
-        numeric_column(minima, name, argument="measures")
-    if not names:
-        raise ValueError(
-            "There are no measures to draw: name numeric columns as measures, or run a search "
-            "that records measures."
-        )
-    return names
-
-
-def correlation_of(
-    minima: pd.DataFrame, measure: str, target: str, random_state: Any
-) -> "pd.Series[Any] | None":
-    """Return the row of `correlate_measures` for one measure."""
-    x = numeric_column(minima, measure, argument="measure")
-    y = numeric_column(minima, target, argument="target")
-    drawn = Points(minima, x, y).comparable
-    if drawn.sum() < FEWEST_MINIMA:
-        return None
-    pairs = pd.DataFrame({"measure": x[drawn], "target": y[drawn]})
-    return correlate_measures(pairs, "target", random_state=random_state).iloc[0]
-
-
-def show_correlation(
-    ax: "Axes",
-    correlation: "pd.Series[Any] | None",
-    names: Sequence[str] = ("pearson", "kendall"),
-    fontsize: str = "medium",
-    between: tuple[str, str] | None = None,
-) -> None:
-    """Write coefficients with their intervals above the axes."""
-    if correlation is None:
-        return
-    parts = []
-    for name in names:
-        value, low, high = (correlation[name + end] for end in ("", "_low", "_high"))
-        parts.append(f"{SYMBOLS[name]} = {value:z.2f} [{low:z.2f}, {high:z.2f}]")
-    text = ",  ".join([*parts, f"$n$ = {correlation['n']}"])
-    if between is not None:
-        text = " and ".join(label_of(name, "") for name in between) + f"\n{text}"
-    ax.set_title(text, fontsize=fontsize, pad=9)
+# -- displays of minima ------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

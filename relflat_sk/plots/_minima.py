@@ -20,14 +20,11 @@ from relflat_sk.minima._table import (
     numeric_column,
 )
 from relflat_sk.plots._base import (
-    SYMBOLS,
     Display,
     MinimaDisplay,
     Points,
     Style,
-    choose_measures,
     color_column,
-    correlation_of,
     curve_style,
     divide,
     draw_grid,
@@ -36,7 +33,6 @@ from relflat_sk.plots._base import (
     make_panels,
     measure_label,
     shorten,
-    show_correlation,
     write_note,
 )
 
@@ -45,6 +41,58 @@ if TYPE_CHECKING:
 
 DASHED: dict[str, Any] = {"color": "0.35", "linestyle": "--", "linewidth": 1.2}
 MAX_DISTINCT = 12  # of more values, each is likely to be of one minimum: no medians
+SYMBOLS = {"pearson": "Pearson $r$", "kendall": "Kendall $\\tau$"}
+
+# -- correlations ------------------------------------------------------------------------
+
+
+def choose_measures(
+    minima: pd.DataFrame,
+    measures: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None,
+    target: str,
+) -> list[str]:
+    if measures is None:
+        measures = [name for name in measure_columns(minima) if name != target]
+    elif isinstance(measures, str) or callable(measures):
+        measures = [measures]
+    names = [column_of(measure) for measure in measures]
+    for name in names:
+        numeric_column(minima, name, argument="measures")
+    if not names:
+        raise ValueError(
+            "There are no measures to draw: name numeric columns as measures, or run a search "
+            "that records measures."
+        )
+    return names
+
+
+def correlation_of(
+    minima: pd.DataFrame, measure: str, target: str, random_state: Any
+) -> "pd.Series[Any] | None":
+    """Return the row of `correlate_measures` for one measure."""
+    x = numeric_column(minima, measure, argument="measure")
+    y = numeric_column(minima, target, argument="target")
+    drawn = Points(minima, x, y).comparable
+    if drawn.sum() < FEWEST_MINIMA:
+        return None
+    pairs = pd.DataFrame({"measure": x[drawn], "target": y[drawn]})
+    return correlate_measures(pairs, "target", random_state=random_state).iloc[0]
+
+
+def show_correlation(
+    ax: "Axes", correlation: "pd.Series[Any] | None", between: tuple[str, str] | None = None
+) -> None:
+    """Write coefficients with their intervals above the axes, or Kendall's tau above a panel."""
+    if correlation is None:
+        return
+    parts = []
+    for name in SYMBOLS if between else ["kendall"]:
+        value, low, high = (correlation[name + end] for end in ("", "_low", "_high"))
+        parts.append(f"{SYMBOLS[name]} = {value:z.2f} [{low:z.2f}, {high:z.2f}]")
+    text = ",  ".join([*parts, f"$n$ = {correlation['n']}"])
+    if between:
+        text = " and ".join(label_of(name, "") for name in between) + f"\n{text}"
+    ax.set_title(text, fontsize="medium" if between else "small", pad=9)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -146,14 +194,13 @@ class FlatnessGapDisplay(MinimaDisplay):
         """
         table = minima_table(minima)
         measure, target = measure_column(minima, table, measure), column_of(target)
-        display = cls(
+        return cls(
             minima=table,
             measure=measure,
             target=target,
             color_by=color_column(table, color_by),
             correlation=correlation_of(table, measure, target, random_state),
-        )
-        return display.plot(ax=ax, **kwargs)
+        ).plot(ax=ax, **kwargs)
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         points = Points.of(self.minima, measure=self.measure, target=self.target)
@@ -162,7 +209,7 @@ class FlatnessGapDisplay(MinimaDisplay):
         points.draw(ax, style, "x")
         ax.set_xlabel(measure_label(self.measure, style.loss_unit))
         ax.set_ylabel(label_of(self.target, style.loss_unit))
-        show_correlation(ax, self.correlation, between=(self.measure, self.target))
+        show_correlation(ax, self.correlation, (self.measure, self.target))
         return [ax]
 
 
@@ -267,7 +314,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
         """
         table, target = minima_table(minima), column_of(target)
         names = choose_measures(table, measures, target)
-        display = cls(
+        return cls(
             minima=table,
             measures=names,
             target=target,
@@ -275,8 +322,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
                 name: correlation_of(table, name, target, random_state) for name in names
             },
             color_by=color_column(table, color_by),
-        )
-        return display.plot(ax=ax, **kwargs)
+        ).plot(ax=ax, **kwargs)
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         with_target = Points.of(self.minima, target=self.target, measures=self.target)
@@ -290,7 +336,7 @@ class MeasurePanelsDisplay(MinimaDisplay):
                 write_note(panel, "not finite")
                 continue
             points.draw_dots(panel, style, "x", s=22)
-            show_correlation(panel, self.correlations[name], ["kendall"], fontsize="small")
+            show_correlation(panel, self.correlations[name])
             drawn.append((points, panel))
         for points, panel in drawn:  # now that all panels have their common limits
             points.draw_crosses(panel, ", ".join(with_target.n_crossed))
@@ -400,14 +446,13 @@ class MinimaRankingDisplay(MinimaDisplay):
             is_tested = "test_loss" in table.columns and np.isfinite(table["test_loss"]).any()
             target = "test_loss" if is_tested else "train_loss"
         target = column_of(target)
-        display = cls(
+        return cls(
             minima=table,
             by=by,
             target=target,
             color_by=color_column(table, color_by),
             correlation=correlation_of(table, by, target, random_state),
-        )
-        return display.plot(ax=ax, **kwargs)
+        ).plot(ax=ax, **kwargs)
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         upper = Points.of(self.minima, x="rank", by=self.by)
@@ -426,7 +471,7 @@ class MinimaRankingDisplay(MinimaDisplay):
         self.target_ax_.locator_params(axis="x", integer=True)
         best = "flattest" if self.by in measure_columns(self.minima) else "best"
         self.target_ax_.set_xlabel(f"rank by {label_of(self.by, '')}, 1 is {best}")
-        show_correlation(panels[0], self.correlation, between=columns)
+        show_correlation(panels[0], self.correlation, columns)
         return panels
 
 
@@ -675,8 +720,7 @@ class LabelNoiseDisplay(Display):
         if counts.max() < FEWEST_MINIMA:
             raise ValueError(
                 f"No value of {by!r} has {FEWEST_MINIMA} converged minima with a finite "
-                f"{target!r}, as a correlation needs; there are {counts.to_dict()}. Train more "
-                "minima at each value."
+                f"{target!r}, as a correlation needs; there are {counts.to_dict()}. Train more."
             )
         rows = rows[rows["share"].map(counts) >= FEWEST_MINIMA].sort_values("share")
         parts = [rows[rows["measure"] == name] for name in names]

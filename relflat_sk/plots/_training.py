@@ -76,11 +76,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
 
     @classmethod
     def from_estimator(
-        cls,
-        estimator: Any,
-        *,
-        ax: "Axes | None" = None,
-        **kwargs: Any,
+        cls, estimator: Any, *, ax: "Axes | None" = None, **kwargs: Any
     ) -> "FlatnessHistoryDisplay":
         """Draw the losses and the flatness that a net recorded during training.
 
@@ -137,19 +133,17 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         table, signs = pd.DataFrame(history), flatness_columns(net)
         if not signs:
             raise ValueError(
-                "The history has no column of flatness. Train a RelativeFlatnessRegularizedNet, or "
-                "add EpochScoring(FlatnessScorer(non_minimum='accept'), name='relative_flatness') "
-                "to the callbacks."
+                "The history has no column of flatness. Add EpochScoring(FlatnessScorer("
+                "non_minimum='accept'), name='relative_flatness') to the callbacks."
             )
         losses = [name for name in LOSSES if name in table]
         # nan for epochs without a column
         values = {name: table[name].to_numpy(np.float64) for name in ["epoch", *losses, *signs]}
-        display = cls(
+        return cls(
             epochs=values["epoch"],
             losses={name: values[name] for name in losses},
             flatness={name: sign * values[name] for name, sign in signs.items()},
-        )
-        return display.plot(ax=ax, **with_unit(kwargs, [net]))
+        ).plot(ax=ax, **with_unit(kwargs, [net]))
 
     def _draw(self, ax: "Axes | None", loss_unit: str, kwargs: dict[str, Any]) -> "list[Axes]":
         panels = divide(make_axes(ax, (8.0, 5.0)), 2, 1, sharex="all")
@@ -266,23 +260,21 @@ class TrainingCurvesDisplay(MinimaDisplay):
         if not numbers:
             names = sorted({name for curves in recorded.values() for name in curves} - {"epoch"})
             raise ValueError(
-                f"column: no candidate has a curve of {column!r}; there are {names}. For flatness "
-                "along training, add EpochScoring(FlatnessScorer(non_minimum='accept'), "
-                "name='relative_flatness', on_train=True) to the callbacks of the net, before it "
-                "trains."
+                f"column: no candidate has a curve of {column!r}; there are {names}. For flatness, "
+                "train with a callback EpochScoring(FlatnessScorer(non_minimum='accept'), "
+                "name='relative_flatness', on_train=True)."
             )
         # nan for values that were not finite
         epochs, values = (
             [np.array(recorded[number][name], np.float64) for number in numbers]
             for name in ("epoch", column)
         )
-        display = cls(
+        return cls(
             minima=table,
             curves=dict(zip(numbers, zip(epochs, values, strict=True), strict=True)),
             column=column,
             color_by=color_column(table, color_by),
-        )
-        return display.plot(ax=ax, **kwargs)
+        ).plot(ax=ax, **kwargs)
 
     def _draw(self, ax: "Axes | None", style: Style) -> "list[Axes]":
         ax = make_axes(ax)
