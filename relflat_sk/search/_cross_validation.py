@@ -36,9 +36,7 @@ ROUNDING = 1e-12  # relative; far above float64's epsilon, far below any real di
 
 
 def flattest_within(
-    tolerance: float,
-    score: str = SCORE,
-    flatness: str = FLATNESS,
+    tolerance: float, score: str = SCORE, flatness: str = FLATNESS
 ) -> "FlattestWithin":
     """Make a rule for ``GridSearchCV(refit=...)``: choose the flattest of the good candidates.
 
@@ -172,9 +170,8 @@ class FlattestWithin:
         chosen = int(np.argmax(np.where(among, scores, -np.inf)))
         warn(
             f"no candidate within {self.tolerance:g} of the best {score!r}, {best:g}, has a "
-            f"finite {column!r}, and {known.sum()} of all {len(scores)} have both. Candidate "
-            f"{chosen} is chosen, with {scores[chosen]:g}. A FlatnessScorer gives nan to models "
-            'that are no minima, unless it has non_minimum="warn".'
+            f"finite {column!r}; {known.sum()} of all {len(scores)} have both. Chosen is {chosen}, "
+            f"with {scores[chosen]:g}. FlatnessScorer(non_minimum='warn') scores all models."
         )
         return chosen
 
@@ -187,9 +184,8 @@ class FlattestWithin:
         missing = [column for column in (score, flatness) if column not in columns]
         if missing:
             raise ValueError(
-                f"cv_results_ has no column {' and no column '.join(map(repr, missing))}; its "
-                f"columns of this kind are {columns}. Pass the names of both scorers: "
-                "flattest_within(..., score=..., flatness=...)."
+                f"cv_results_ has no column {' and no column '.join(map(repr, missing))}, but "
+                f"{columns}. Name both scorers: flattest_within(..., score=..., flatness=...)."
             )
         return score, flatness
 
@@ -337,8 +333,7 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         search.scoring = judge = _Scorer(scorer, keeps=averages)
         if averages:
             check_mean("mean", search.estimator, y)
-            learns_classes = is_classifier(search.estimator) and y is not None
-            if learns_classes and not _lists_classes(search.estimator):
+            if _learns_classes(search.estimator, y):
                 search.cv = _FoldsOfAllClasses(check_cv(self.cv, y, classifier=True), weights)
         # a net that only predicts for its score need not be measured
         is_seen = averages or not isinstance(self.scoring, str | None)
@@ -353,16 +348,16 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         for name, learned in vars(search).items():
             if name.endswith("_"):
                 setattr(self, name, learned)
-        self.best_index_ = best = _weakest_of_best(self.cv_results_)
-        self.best_params_ = self.cv_results_["params"][best]
-        self.best_score_ = self.cv_results_[SCORE][best]
+        self.best_index_ = _weakest_of_best(self.cv_results_)
+        self.best_params_ = self.cv_results_["params"][self.best_index_]
+        self.best_score_ = self.cv_results_[SCORE][self.best_index_]
         self.scorer_ = scorer
         if averages:
             started = time.perf_counter()
-            chosen = clone(search.estimator).set_params(**self.best_params_)
-            names = set().union(*search.cv_results_["params"])
-            folds = enumerate(judge.trained_like(chosen, names))
-            self.best_estimator_ = average({f"fold{i}": net for i, net in folds}, y)
+            names = sorted(set().union(*search.cv_results_["params"]))
+            best = _values_of(clone(search.estimator).set_params(**self.best_params_), names)
+            folds = [net for net in judge.estimators if _values_of(net, names) == best]
+            self.best_estimator_ = average({f"fold{i}": net for i, net in enumerate(folds)}, y)
             if hasattr(self.best_estimator_, "feature_names_in_"):
                 self.feature_names_in_ = self.best_estimator_.feature_names_in_
             self.refit_time_ = time.perf_counter() - started
@@ -391,10 +386,7 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         return self.__getattribute__(name)  # raises
 
     def __sklearn_tags__(self) -> Any:
-        search = self._grid_search()
-        tags = get_tags(search)
-        tags.target_tags = get_tags(search.estimator).target_tags  # several outputs
-        return tags
+        return get_tags(self._grid_search().estimator)
 
     def get_metadata_routing(self) -> Any:
         """Return how metadata are routed, as in `GridSearchCV`.
@@ -419,9 +411,8 @@ def _settings(
     ]
     if len(prefixes) != 1:
         raise ValueError(
-            f"the estimator must hold one net with a flatness penalty, and this "
-            f"{type(estimator).__name__} has {len(prefixes)} parameters flatness_weight. Pass a "
-            "RelativeFlatnessRegularizedNet, or a pipeline that ends in one."
+            f"{type(estimator).__name__} has {len(prefixes)} parameters flatness_weight, expected "
+            "one: pass a RelativeFlatnessRegularizedNet, or a pipeline that ends in one."
         )
     (prefix,) = prefixes
     if penalties is None:
@@ -433,7 +424,8 @@ def _settings(
     are_settings = all(isinstance(setting, Mapping) for setting in settings)
     kind = "a list of dicts, such as list(ParameterGrid(...))"
     check_kind(are_settings, "penalties", penalties, kind)
-    settings = sorted(map(dict, settings), key=_strength)
+    weights = ("flatness_weight", "optimizer__weight_decay")
+    settings.sort(key=lambda setting: [setting.get(name, 0.0) for name in weights])
     return [{f"{prefix}{name}": value for name, value in setting.items()} for setting in settings]
 
 
@@ -445,33 +437,29 @@ def _weakest_of_best(cv_results: Mapping[str, Any]) -> int:
 
 def _check_labels(estimator: Any, y: Any) -> None:
     """Refuse the targets of a regression for a classifier, once before all folds."""
-    if y is None or _lists_classes(estimator) or not is_classifier(estimator):
+    if not _learns_classes(estimator, y):
         return
-    kind = type_of_target(to_array(y), input_name="y")
-    if kind == "continuous":
-        problem = f"Unknown label type: {kind}."
-    elif kind == "multiclass" and looks_like_values(labels := np.ravel(to_array(y))):
-        problem = (
-            f"y has {len(np.unique(labels))} different values in {len(labels)} samples, which look "
-            "like those of a regression. If they are labels, pass classes= to the net."
+    labels = to_array(y)
+    kind = type_of_target(labels, input_name="y")
+    if kind == "continuous" or (kind == "multiclass" and looks_like_values(np.ravel(labels))):
+        raise ValueError(
+            f"Unknown label type: {kind}. {len(np.unique(labels))} different values in "
+            f"{len(labels)} samples look like a regression: pass a "
+            "RelativeFlatnessRegularizedRegressor, or for labels classes= to the net."
         )
-    else:
-        return
-    raise ValueError(
-        f"{problem} The estimator is a classifier. For a regression, use "
-        "RelativeFlatnessPenaltyCV(RelativeFlatnessRegularizedRegressor())."
-    )
 
 
-def _lists_classes(estimator: Any) -> bool:
-    """Return whether the net of an estimator has a list of its classes."""
+def _learns_classes(estimator: Any, y: Any) -> bool:
+    """Return whether a classifier learns from y which classes there are, without a list of them."""
     params = estimator.get_params()
-    return any(params[name] is not None for name in params if name.split("__")[-1] == "classes")
+    lists = any(params[name] is not None for name in params if name.split("__")[-1] == "classes")
+    return is_classifier(estimator) and y is not None and not lists
 
 
-def _strength(setting: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the weights of penalty and decay, to order settings by."""
-    return setting.get("flatness_weight", 0.0), setting.get("optimizer__weight_decay", 0.0)
+def _values_of(estimator: Any, names: Iterable[str]) -> list[str]:
+    """Describe the parameters of an estimator that settings vary."""
+    params = estimator.get_params()
+    return [describe(params.get(name)) for name in names]
 
 
 class _Scorer:
@@ -493,23 +481,13 @@ class _Scorer:
         # scikit-learn refuses several scores where it expects one, at the first fold
         return {"scoring": score} if isinstance(score, Mapping) else score
 
-    def trained_like(self, chosen: Any, names: Iterable[str]) -> list[Any]:
-        """Return the estimators that have these parameters of another one."""
 
-        def described(estimator: Any) -> list[str]:
-            params = estimator.get_params()
-            return [describe(params.get(name)) for name in sorted(names)]
-
-        expected = described(chosen)
-        return [estimator for estimator in self.estimators if described(estimator) == expected]
-
-
+@dataclass
 class _FoldsOfAllClasses:
     """A splitter that refuses folds whose networks know other classes, and so have no mean."""
 
-    def __init__(self, cv: Any, weights: NDArray[np.float64] | None) -> None:
-        self.cv = cv
-        self.weights = weights  # (n,)
+    cv: Any
+    weights: NDArray[np.float64] | None  # (n,)
 
     def __getattr__(self, name: str) -> Any:
         """Return what scikit-learn asks of a splitter, such as the number of folds."""

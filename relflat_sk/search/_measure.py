@@ -109,6 +109,7 @@ class Measuring:
         scorers = [read_measure(measure) for measure in listed(measures)]
         self.measures = find_measures([scorer.measure for scorer in scorers])
         self.names = list(self.measures)
+        self.ranking = self.names[:1]  # the objectives
         self.criterion = criterion
         self.ways: dict[str, Way] = {}
         for scorer in scorers:
@@ -120,8 +121,15 @@ class Measuring:
                     f"and {way.arguments()}. For one of the two pass a function of another name."
                 )
 
-    def depth_band(self, by: str) -> float | None:
-        """Choose the band of the depths that are compared by a measure."""
+    @property
+    def depth_band(self) -> float | None:
+        """The band of the depths that are compared; None if measures are at equal loss.
+
+        None as well if the objectives weigh flatness and loss.
+        """
+        if TRAIN_LOSS in self.ranking:
+            return None
+        by = self.ranking[0]
         return find_depth_band(AUTO, by, self.ways[by].params.get("at_loss"))
 
     @property
@@ -187,12 +195,14 @@ def listed(measure: Any) -> list[Any]:
     return list(measures)
 
 
-def find_objectives(measure: Any) -> tuple[list[str], Measuring]:
-    """Check the objectives of a search, and separate the measures from the training loss."""
+def read_objectives(measure: Any, n_objectives: int | None = None) -> Measuring:
+    """Read what a search measures, of which the first, or all, and the training loss rank."""
     objectives = listed(measure)
     measuring = Measuring([objective for objective in objectives if objective != TRAIN_LOSS])
     names = iter(measuring.names)
-    return [TRAIN_LOSS if x == TRAIN_LOSS else next(names) for x in objectives], measuring
+    ranking = [TRAIN_LOSS if x == TRAIN_LOSS else next(names) for x in objectives]
+    measuring.ranking = ranking[:n_objectives]
+    return measuring
 
 
 # -- one candidate -------------------------------------------------------------------------------
@@ -204,17 +214,16 @@ def assess(
     data: TrainingData,
     measuring: Measuring,
     seed: int | None,
-    *,
-    ranking: Sequence[str],
     goal: Any = None,
+    *,
     has_record: bool = True,  # of its training
 ) -> Network:
     """Measure a trained candidate, and record what is found and whether it is a minimum.
 
-    The values of the minimum are those of the `ranking` measures: nan if the candidate is no
-    better than a constant, infinity if its flatness cannot be compared.
+    The values of the minimum are those of its ranking: nan if the candidate is no better than a
+    constant, infinity if its flatness cannot be compared.
     """
-    networks = measuring.networks(estimator, data)
+    networks, ranking = measuring.networks(estimator, data), measuring.ranking
     network = next(iter(networks.values()))
     minimum.values, minimum.converged = [np.nan] * len(ranking), False
     measured: dict[str, Measured] = {}

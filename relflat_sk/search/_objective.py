@@ -6,12 +6,13 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
+from relflat_sk._random import draw_seed
 from relflat_sk.minima._table import Minimum
-from relflat_sk.search._measure import AUTO
+from relflat_sk.search._measure import AUTO, read_objectives
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._storage import check_store
 from relflat_sk.search._sweep import OWNER, pruning, this_process
-from relflat_sk.search._task import STOPPED, train
+from relflat_sk.search._task import STOPPED, Task, train
 
 SIGNS = {"minimize": 1.0, "maximize": -1.0}  # of an objective, by the direction of its study
 
@@ -134,11 +135,10 @@ class MinimaObjective:
     ) -> None:
         if direction not in SIGNS:
             raise ValueError(f"direction must be one of {list(SIGNS)}, got {direction!r}.")
-        self.recipe = Recipe(
-            estimator, X, y, space, measures, X_test=X_test, y_test=y_test,
-            artifact_store=artifact_store, goal=goal, random_state=random_state,
-            n_threads=n_threads, fit_params=fit_params,
-        )  # fmt: skip
+        measuring = read_objectives(measures)
+        task = Task(estimator, X, y, X_test, y_test, measuring, goal, n_threads, fit_params)
+        seed = None if random_state is None else draw_seed(random_state)
+        self.recipe = Recipe(task, space, artifact_store, seed)
         self.direction = direction
         self._checked: set[str] = set()  # names of studies
 

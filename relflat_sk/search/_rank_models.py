@@ -179,13 +179,11 @@ def rank_models(  # noqa: PLR0913
     measuring = Measuring(measure, criterion)
     _check_models(models)
     check_held_out(y, X_test, y_test)
-    held_out = X_test, y_test
-    data = TrainingData(X, y, X, y, sample_weight=sample_weight, held_out=held_out)
-    seed = seed_from(random_state)
-    target = None if module is None else _find_module(module)
-    seed = draw_seed(None) if seed is None else seed
+    data = TrainingData(X, y, X, y, sample_weight=sample_weight, held_out=(X_test, y_test))
+    seed = draw_seed(None) if random_state is None else seed_from(random_state)
+    target = nn.Module() if module is None else _find_module(module)
     reading = _Reading(data, measuring, seed, module, target, load)
-    own_weights = {} if target is None else copy.deepcopy(target.state_dict())
+    own_weights = copy.deepcopy(target.state_dict())
     rows: list[dict[str, Any]] = []
     name = ended = ""
     total = len(models) if isinstance(models, Sized) else None
@@ -194,8 +192,8 @@ def rank_models(  # noqa: PLR0913
             for name, item in _named(models):
                 rows.append({"model": name, "trial": len(rows)} | reading.row(item))
                 del item  # or this model would be in memory together with the next
-                if target is not None:  # the next may be the module itself, or share its weights
-                    target.load_state_dict(own_weights)
+                # which may be the module itself, or share its weights
+                target.load_state_dict(own_weights)
                 bar.update()
         except CallError as error:
             raise ValueError(f"{name!r}: {str(error).removesuffix(KEPT)}") from error.__cause__
@@ -206,8 +204,7 @@ def rank_models(  # noqa: PLR0913
             if isinstance(error, Exception):
                 ended = f"models ended with {type(error).__name__}: {error}"
         finally:
-            if target is not None:
-                target.load_state_dict(own_weights)
+            target.load_state_dict(own_weights)
     return _rank(rows, ended, measuring)
 
 
@@ -242,9 +239,9 @@ class _Reading:
 
     data: TrainingData
     measuring: Measuring
-    seed: int
+    seed: int | None
     module: Any
-    target: nn.Module | None  # in it, which takes weights
+    target: nn.Module  # in it, which takes weights
     load: Callable[[Any], Any]
 
     def row(self, item: Any) -> dict[str, Any]:
@@ -256,9 +253,8 @@ class _Reading:
             kind, params = (type(model), type(final_estimator(model))), _parameters(model)
             with seeded(self.seed):  # data loaders draw from torch's random state
                 network = assess(
-                    minimum, model, self.data, self.measuring, self.seed,
-                    ranking=self.measuring.names[:1], has_record=has_record,
-                )  # fmt: skip
+                    minimum, model, self.data, self.measuring, self.seed, has_record=has_record
+                )
             if network.loss.row is None or network.loss.row.task == "regression":
                 units = {"loss_unit": ""}
         except CallError:
@@ -273,7 +269,7 @@ class _Reading:
         if isinstance(item, str | Path):
             item = self.load(item)
         if isinstance(item, Mapping):
-            if self.target is None:
+            if self.module is None:
                 raise ValueError(
                     "these are weights, and need the network that they belong to: pass module=..., "
                     "a torch module or a fitted skorch net"
@@ -309,10 +305,8 @@ def _rank(rows: list[dict[str, Any]], ended: str, measuring: Measuring) -> pd.Da
             f"{len(no_minima)} of {len(table)} models are no minima, and rank behind all "
             f"others. Reasons:\n{list_reasons(no_minima)}"
         )
-    by = measuring.names[0]
-    band = measuring.depth_band(by)
-    warn_if_few_fit(table, by, band)
-    return rank_minima(table, by, depth_band=band)
+    warn_if_few_fit(table, measuring)
+    return rank_minima(table, measuring.ranking[0], depth_band=measuring.depth_band)
 
 
 def _find_module(model: Any) -> nn.Module:
@@ -358,7 +352,6 @@ def _check_constants(names: list[str], constant_losses: list[float]) -> None:
     if finite and max(finite) - min(finite) > _SAME_LOSS * abs(max(finite)):
         ends = [f"{loss:.4g} of {finite[loss]!r}" for loss in (min(finite), max(finite))]
         warn(
-            f"the loss of the best constant prediction differs among the models, from {ends[0]} "
-            f"to {ends[1]}. They have different losses, weights of classes or units: rank the "
-            "models of each loss by themselves."
+            f"the loss of a constant differs among the models, from {' to '.join(ends)}. They have "
+            "different losses, weights of classes or units: rank those of each by themselves."
         )

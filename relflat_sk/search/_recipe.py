@@ -23,7 +23,7 @@ from sklearn.pipeline import Pipeline
 from skorch import NeuralNet
 from skorch.dataset import get_len
 
-from relflat_sk._checks import check_integer, check_kind, warn
+from relflat_sk._checks import check_integer, warn
 from relflat_sk._models.network_of import (
     DataOptions,
     final_estimator,
@@ -33,16 +33,9 @@ from relflat_sk._models.network_of import (
 )
 from relflat_sk._network.batches import check_weights
 from relflat_sk._network.borrowing import unwrapped
-from relflat_sk._random import draw_seed, seeded
+from relflat_sk._random import seeded
 from relflat_sk.minima._table import UNITS, Minimum, remeasured_key
-from relflat_sk.search._measure import (
-    TRAIN_LOSS,
-    Measuring,
-    TrainingData,
-    check_held_out,
-    find_objectives,
-    record_held_out,
-)
+from relflat_sk.search._measure import Measuring, TrainingData, check_held_out, record_held_out
 from relflat_sk.search._space import Space, describe, labels_of
 from relflat_sk.search._storage import (
     DamagedWeightsError,
@@ -81,38 +74,15 @@ def check_fit_params(X: Any, fit_params: Mapping[str, Any] | None, prefix: str) 
 class Recipe:
     """What the trials of a study and their minima have in common."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        estimator: Any,
-        X: Any,
-        y: Any,
-        space: Any,
-        measures: Any,
-        *,
-        n_objectives: int | None = None,  # of the measures, the first; all if None
-        X_test: Any,
-        y_test: Any,
-        artifact_store: Any,
-        goal: Any,
-        random_state: Any,
-        n_threads: int | None,
-        fit_params: Mapping[str, Any] | None,
-    ) -> None:
-        check_integer("n_threads", n_threads, minimum=1, optional=True)
-        is_instance = hasattr(estimator, "get_params") and not isinstance(estimator, type)
-        kind = "an instance of a scikit-learn estimator or skorch net"
-        check_kind(is_instance, "estimator", estimator, kind)
+    def __init__(self, task: Task, space: Any, artifact_store: Any, seed: int | None) -> None:
+        estimator, X = task.estimator, task.X
+        check_integer("n_threads", task.n_threads, minimum=1, optional=True)
         self.space = Space(space)
-        shape = getattr(X, "shape", (2,))
-        if shape[0] < 2:
-            raise ValueError(f"X holds {shape[0]} sample(s), which a constant fits. Pass more.")
-        check_held_out(y, X_test, y_test)
-        names, measuring = find_objectives(measures)
-        of_samples = check_fit_params(X, fit_params, last_prefix(estimator))
-        self.task = Task(
-            estimator, X, y, X_test, y_test, **of_samples, measuring=measuring,
-            ranking=names[:n_objectives], goal=goal, n_threads=n_threads,
-        )  # fmt: skip
+        if getattr(X, "shape", (2,))[0] < 2:
+            raise ValueError(f"X holds {X.shape[0]} sample(s), which a constant fits. Pass more.")
+        check_held_out(task.y, task.X_test, task.y_test)
+        of_samples = check_fit_params(X, task.fit_params, last_prefix(estimator))
+        self.task = replace(task, **of_samples)
         # what is wrong with the first candidate's estimator is an error of the call
         example = self.task.prepare(self.space.example(), seed=0)
         while isinstance(example, Pipeline):
@@ -121,18 +91,9 @@ class Recipe:
             with suppress(NotFittedError):  # which is the only objection to a network
                 to_network(example, None, None, DataOptions())
         self.store = as_store(artifact_store)
-        self.seed = None if random_state is None else draw_seed(random_state)
+        self.seed = seed
         # without a random_state, other searches have other networks
-        self.drawn = int(torch.randint(2**31 - 1, ())) if self.seed is None else self.seed
-
-    @property
-    def depth_band(self) -> float | None:
-        """The band of the depths that are compared; None if measures are at equal loss.
-
-        None as well if the objectives weigh flatness and loss.
-        """
-        ranking = self.task.ranking
-        return None if TRAIN_LOSS in ranking else self.task.measuring.depth_band(ranking[0])
+        self.drawn = int(torch.randint(2**31 - 1, ())) if seed is None else seed
 
     def seed_of(self, trial: Any) -> int:
         """Return the seed of a trial.
@@ -169,14 +130,11 @@ class Recipe:
     ) -> None:
         """Refuse a study whose minima were made otherwise; record in a new one how."""
         directions = [direction.name.lower() for direction in study.directions]
-        if directions != (needed := [direction] * len(self.task.ranking)):
+        if directions != (needed := [direction] * len(self.task.measuring.ranking)):
             create = f"direction={direction!r}" if len(needed) == 1 else f"directions={needed}"
-            instead = "use another study_name"
-            if current >= 0:  # of the user's own study
-                instead = "pass the study's own to MinimaObjective(direction=...)"
             raise ValueError(
                 f"the directions of study {study.study_name!r} are {directions}, and must be "
-                f"{needed}. Create the study with {create}, or {instead}."
+                f"{needed}. Create one with {create}, or pass MinimaObjective(direction=...)."
             )
         now, then = self._made_with(also), study.user_attrs.get(MADE_WITH, {})
         of_results = TrialState.COMPLETE, TrialState.PRUNED
@@ -201,8 +159,7 @@ class Recipe:
                 raise ValueError(
                     f"study {study.study_name!r} was made with something else:\n"
                     + "\n".join(differences)
-                    + "\nUse another study, by another study_name, or undo the difference. In "
-                    "cross-validation leave study_name out: every fold is a search of its own."
+                    + "\nUndo the difference, or use another study_name; none for folds."
                 )
             now = then | now
         if then != now:
@@ -221,8 +178,8 @@ class Recipe:
             "estimator": type(task.estimator),
             **{n: x for n, x in params.items() if not (n in varied or _WITHOUT_EFFECT.search(n))},
             **{name: value for name, value in data.items() if value is not None},
-            **{f"fit {name}": value for name, value in task.fit_params.items()},
-            "search objectives": task.ranking,
+            **{f"fit {name}": value for name, value in (task.fit_params or {}).items()},
+            "search objectives": task.measuring.ranking,
             "search goal": task.goal,
             "search random_state": self.seed,
             **{f"space {name}": entry for name, entry in self.space.described().items()},

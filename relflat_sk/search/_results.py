@@ -26,6 +26,7 @@ from relflat_sk.minima._table import (
     shorten_parameters,
     table_of_trials,
 )
+from relflat_sk.search._measure import Measuring
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._space import Space
 from relflat_sk.search._sweep import without_superseded
@@ -47,7 +48,7 @@ def candidate_table(
     if len(study.directions) > 1:
         table["pareto"] = table["trial"].isin([trial.number for trial in study.best_trials])
     table = shorten_parameters(table, last_prefix(recipe.task.estimator))
-    return mark_depth_band(table, recipe.depth_band)
+    return mark_depth_band(table, recipe.task.measuring.depth_band)
 
 
 def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
@@ -71,32 +72,26 @@ def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
         )
     if not table["converged"].any():
         warn(
-            "no candidate converged: networks that are no minima are ranked by training loss "
-            f"({_losses(table)}). Train longer (max_epochs, max_iter), or to a goal within reach. "
-            f"Reasons:\n{list_reasons(table)}"
+            f"no candidate converged: all are ranked by training loss ({_losses(table)}). Train "
+            f"longer, or to a goal within reach. Reasons:\n{list_reasons(table)}"
         )
         return
-    n, n_ranked = len(table), table["comparable"].sum()
-    lacking = "have no value of a measure that does not rank"
-    is_pruned = table["state"] == STATES[TrialState.PRUNED]
+    n, ranked = len(table), table[table["comparable"]]
+    lacking = "are ranked, but have no value of a measure that does not rank"
     for rows, what in (
-        (~table["converged"] & ~is_pruned, f"{n} candidates are no minima, and rank last"),
-        (
-            table["comparable"] & (table["reason"] != ""),
-            f"{n_ranked} minima are ranked, but {lacking}",
-        ),
+        (table[~table["converged"]], f"{n} candidates are no minima, and rank last"),
+        (ranked[ranked["reason"] != ""], f"{len(ranked)} minima {lacking}"),
     ):
-        if rows.any():
-            warn(f"{rows.sum()} of {what}. Reasons:\n{list_reasons(table[rows])}")
-    ranked = table[table["comparable"]]
+        rows = rows[rows["state"] != STATES[TrialState.PRUNED]]  # noqa: PLW2901
+        if len(rows):
+            warn(f"{len(rows)} of {what}. Reasons:\n{list_reasons(rows)}")
     _warn_if_criteria_vary(ranked)
     left_out = table[table["converged"] & ~table["comparable"]]
     if len(left_out):
         warn(
             f"{len(left_out)} of {table['converged'].sum()} minima are left out of the ranking, "
-            f"because their training losses ({_losses(left_out)}) differ too much from those of "
-            f"the others ({_losses(ranked)}). Rank at equal loss "
-            "(measure='comparable_flatness'), or all by rank_minima(search, depth_band=None)."
+            f"because their training losses ({_losses(left_out)}) differ too much from "
+            f"{_losses(ranked)}. Use 'comparable_flatness', or rank_minima(..., depth_band=None)."
         )
 
 
@@ -127,16 +122,16 @@ def _failure(table: pd.DataFrame) -> Exception:
 FEW_FIT, LEARNED = 0.4, 2.0
 
 
-def warn_if_few_fit(table: pd.DataFrame, by: str, depth_band: float | None) -> None:
+def warn_if_few_fit(table: pd.DataFrame, measuring: Measuring) -> None:
     """Warn if most networks do not reach the loss at which they are compared."""
     learned = table[is_complete(table) & (table["depth"] >= LEARNED)]
-    n = int(learned[by].notna().sum())
+    n = int(learned[measuring.ranking[0]].notna().sum())
     # with a band, they are compared at the losses that they have
-    if depth_band is None and 0 < n < FEW_FIT * len(learned):
+    if measuring.depth_band is None and 0 < n < FEW_FIT * len(learned):
         warn(
-            f"only {n} of {len(learned)} networks reach the loss at which they are compared. A "
-            "cause is that labels are wrong, and then flatness orders networks worse than chance. "
-            "Choose by held-out data, or average the predictions of all (docs/does_it_help.md)."
+            f"only {n} of {len(learned)} networks reach the loss at which they are compared. If "
+            "labels are wrong, flatness orders networks worse than chance: choose by held-out "
+            "data, or average the predictions of all (docs/does_it_help.md)."
         )
 
 
@@ -152,11 +147,7 @@ def trial_at(minima: pd.DataFrame, index: int) -> int:
 
 
 def cv_results(
-    table: pd.DataFrame,
-    ranked: pd.DataFrame,
-    by: str,
-    space: Space,
-    trials: Sequence[FrozenTrial],
+    table: pd.DataFrame, ranked: pd.DataFrame, by: str, space: Space, trials: Sequence[FrozenTrial]
 ) -> dict[str, Any]:
     """Arrange the table of candidates as scikit-learn's searches do."""
     minima, n = table["comparable"].to_numpy(), len(table)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import optuna
 import pandas as pd
+from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import BaseSampler, NSGAIIISampler, NSGAIISampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
@@ -28,7 +29,7 @@ from relflat_sk._random import as_random_state, draw_seed
 from relflat_sk.fleet._fleet import fleet_size
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import Minimum
-from relflat_sk.search._measure import Measuring, callbacks_of
+from relflat_sk.search._measure import Measuring, callbacks_of, read_objectives
 from relflat_sk.search._recipe import Recipe
 from relflat_sk.search._report import render, render_short
 from relflat_sk.search._results import (
@@ -53,7 +54,7 @@ from relflat_sk.search._storage import (
     without_password,
 )
 from relflat_sk.search._sweep import Candidates, SearchStudy, n_processes, owned, sweep
-from relflat_sk.search._task import Trained, nets_of
+from relflat_sk.search._task import Task, Trained, nets_of
 
 MEAN = "mean"  # of the predictions of all networks that have learned
 NEAREST = "nearest"  # to this mean, on noisy inputs
@@ -69,10 +70,7 @@ def check_arguments(search: Any) -> None:
         fleet_size(search.fleet)
     if not isinstance(search.refit, bool | np.bool_) and search.refit not in (MEAN, NEAREST):
         raise ValueError(f"refit must be True, False, 'mean' or 'nearest', got {search.refit!r}.")
-    for name, kind in (
-        ("sampler", optuna.samplers.BaseSampler),
-        ("pruner", optuna.pruners.BasePruner),
-    ):
+    for name, kind in (("sampler", BaseSampler), ("pruner", BasePruner)):
         value = getattr(search, name)
         fits = value is None or isinstance(value, kind)
         check_kind(fits, name, value, f"an optuna {name} or None")
@@ -101,17 +99,15 @@ def _plan(search: Any, space: Space, seed: int | None) -> tuple[list[dict[str, A
     Some of a grid are a random sample of it.
     """
     grid = space.grid() if search.sampler is None else None
-    if search.n_trials is None and grid is None:
+    n_trials = len(grid or []) if search.n_trials is None else int(search.n_trials)
+    if not n_trials:
         raise ValueError(
             "n_trials is needed with a sampler, a distribution or a function that draws: there is "
             "no finite grid. Say how many candidates to train."
         )
-    if grid is None:
-        return None, int(search.n_trials)
-    if search.n_trials is None or search.n_trials >= len(grid):
-        return grid, len(grid)
-    order = np.random.RandomState(seed).permutation(len(grid))
-    return [grid[i] for i in order], int(search.n_trials)
+    if grid is not None and n_trials < len(grid):
+        grid = [grid[i] for i in np.random.RandomState(seed).permutation(len(grid))]
+    return grid, n_trials if grid is None else min(n_trials, len(grid))
 
 
 def progress(trials: Iterable[FrozenTrial]) -> str:
@@ -425,19 +421,19 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """
         for name in (*_PREDICTORS, "refit_time_", *_OF_PREDICTOR):
             self.__dict__.pop(name, None)
-        rng = None if self.random_state is None else as_random_state(self.random_state)
-        # the seed of candidates is drawn first, that of the sampler second
-        self._random_state = copy.deepcopy(rng)
-        _, seed = (None, None) if rng is None else (draw_seed(rng), draw_seed(rng))
+        self._seed = seed = None
+        if self.random_state is not None:  # that of candidates is drawn first
+            rng = as_random_state(self.random_state)
+            self._seed, seed = draw_seed(rng), draw_seed(rng)
         recipe = self._make_recipe(X, y, X_test, y_test, fit_params)
         check_arguments(self)
         if self.refit == NEAREST:
             check_nearest(self.estimator, X, recipe.task.y)
         check_number("timeout", timeout, optional=True)
-        deadline = None if timeout is None else time.time() + timeout
+        deadline = time.time() + (np.inf if timeout is None else timeout)
         points, n_trials = _plan(self, recipe.space, seed)
         check_store(recipe.store)
-        study, storage = self._open_study(len(recipe.task.ranking), seed)
+        study, storage = self._open_study(len(recipe.task.measuring.ranking), seed)
         view = SearchStudy(study.study_name, storage, study.sampler, study.pruner)
 
         def sampler_of(number: int) -> BaseSampler:
@@ -473,7 +469,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                     directions=["minimize"] * n_objectives,
                     storage=storage,
                     sampler=copy.deepcopy(self.sampler) or _draw_by_tpe(seed),
-                    pruner=self.pruner or optuna.pruners.NopPruner(),
+                    pruner=self.pruner or NopPruner(),
                     study_name=self.study_name,
                     load_if_exists=self.study_name is not None,
                 )
@@ -497,13 +493,12 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
                 if shown:
                     bar.set_postfix_str(progress(study.get_trials(deepcopy=False)), refresh=False)
                 bar.update()
-                if self.verbose > 1:  # as `Study.optimize` says it
-                    text = f"ended as {trial.state.name}: {Minimum.from_trial(trial).reason}"
-                    if trial.state == TrialState.COMPLETE:
-                        text = (
-                            f"finished with values: {trial.values} and parameters: {trial.params}."
-                        )
-                    optuna.logging.get_logger("optuna.study").info(f"Trial {trial.number} {text}")
+                if self.verbose > 1:  # what `Study.optimize` says
+                    ended = f"finished with values: {trial.values}"
+                    if trial.state != TrialState.COMPLETE:
+                        ended = f"ended as {trial.state.name}: {Minimum.from_trial(trial).reason}"
+                    text = f"Trial {trial.number} {ended} and parameters: {trial.params}."
+                    optuna.logging.get_logger("optuna.study").info(text)
                 for callback in callbacks:
                     callback(study, trial)
 
@@ -514,12 +509,11 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if get_config()["enable_metadata_routing"]:
             fit_params = process_routing(self, "fit", **fit_params).estimator.fit
         several = isinstance(self.sampler, NSGAIISampler | NSGAIIISampler)
-        return Recipe(
-            self.estimator, X, y, self.space, self.measure, n_objectives=None if several else 1,
-            X_test=X_test, y_test=y_test, artifact_store=self.artifact_store, goal=self.goal,
-            random_state=copy.deepcopy(self._random_state), n_threads=self.n_threads,
-            fit_params=fit_params,
-        )  # fmt: skip
+        measuring = read_objectives(self.measure, None if several else 1)
+        task = Task(
+            self.estimator, X, y, X_test, y_test, measuring, self.goal, self.n_threads, fit_params
+        )
+        return Recipe(task, self.space, self.artifact_store, self._seed)
 
     def _recipe_of(self, X: Any, y: Any, fit_params: Any) -> Recipe:
         """Return the recipe of `fit`, made again from the data if the search was unpickled."""
@@ -698,7 +692,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             )
         recipe.complete(self.study_, measuring, retrain=retrain)
         table = candidate_table(self.study_, recipe, measuring.names)
-        self.minima_ = rank_minima(table, by=recipe.task.ranking[0])
+        self.minima_ = rank_minima(table, by=recipe.task.measuring.ranking[0])
         return self.minima_
 
     def report(self, path: Any = None) -> Path | str:
@@ -852,22 +846,17 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         """
         router = MetadataRouter(owner=self).add_self_request(self)
         mapping = MethodMapping().add(caller="fit", callee="fit")
-        mapping.add(caller="score", callee="score")
+        mapping = mapping.add(caller="score", callee="score")
         return router.add(estimator=self.estimator, method_mapping=mapping)
 
     def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        inner = get_tags(self.estimator)
-        for name in ("estimator_type", "classifier_tags", "regressor_tags", "target_tags"):
-            setattr(tags, name, getattr(inner, name))
-        tags.input_tags = inner.input_tags
-        return tags
+        return get_tags(self.estimator)
 
     def _rank(self, recipe: Recipe, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
-        table, by = candidate_table(self.study_, recipe), recipe.task.ranking[0]
+        table, by = candidate_table(self.study_, recipe), recipe.task.measuring.ranking[0]
         check_table(table, interrupted, None if self.storage is None else self.study_.study_name)
-        warn_if_few_fit(table, by, recipe.depth_band)
+        warn_if_few_fit(table, recipe.task.measuring)
         self.minima_ = rank_minima(table, by=by)
         trials = self.study_.get_trials(deepcopy=False)
         self.cv_results_ = cv_results(table, self.minima_, by, recipe.space, trials)

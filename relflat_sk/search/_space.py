@@ -111,9 +111,8 @@ class Space:
                 self._draw(again, name, entry)
         except Exception as error:  # of a function of the user's
             raise ValueError(
-                f"the function of the space{f' for {name!r}' if name else ''} raises "
-                f"{type(error).__name__} when it is called again for the same trial: {error}. It "
-                "may use the trial's suggest_... methods, params and number only."
+                f"the function of space[{name!r}] raises {type(error).__name__} when it is called "
+                f"again: {error}. It may use a trial's suggest_... methods, params and number only."
             ) from error
         return params
 

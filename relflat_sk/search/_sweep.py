@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import CancelledError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ import joblib
 import optuna
 from joblib import Parallel, delayed
 from joblib.parallel import get_active_backend
+from optuna.pruners import NopPruner
 from optuna.samplers import BaseSampler, RandomSampler
 from optuna.trial import FrozenTrial, TrialState
 
@@ -93,10 +94,9 @@ def owned(study: optuna.Study) -> Iterator[list[Any]]:
     alive = next((owner for owner in owners if not _is_gone(owner)), None)
     if alive is not None:
         raise ValueError(
-            f"study {study.study_name!r} belongs to process {alive[1]} on {alive[0]}, which is "
-            "training. Wait until it ends; processes share a study by study.optimize("
-            f"MinimaObjective(...)). If it is gone: study.set_user_attr({OWNER!r}, None), "
-            "and for each running trial study.tell(number, state=TrialState.FAIL)."
+            f"study {study.study_name!r} belongs to process {alive[1]} on {alive[0]}. Wait until "
+            "it ends; processes share a study by study.optimize(MinimaObjective(...)). If it is "
+            f"gone, study.set_user_attr({OWNER!r}, None), and study.tell the running trials FAIL."
         )
     owner = this_process()
     study.set_user_attr(OWNER, owner)
@@ -127,7 +127,8 @@ class Candidate(NamedTuple):
     number: int
     params: dict[str, Any]
     seed: int
-    problem: str = ""  # why there are no parameters
+    problem: str  # why there are no parameters
+    on_epoch: OnEpoch | None  # None for workers
 
 
 class SearchStudy(optuna.Study):
@@ -177,49 +178,47 @@ def without_superseded(trials: Sequence[FrozenTrial]) -> list[FrozenTrial]:
     ]
 
 
+@dataclass(eq=False)
 class Candidates:
     """Asks a study for the candidates that are left, and tells it what became of them."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        study: SearchStudy,
-        recipe: Recipe,
-        *,
-        owner: list[Any],
-        points: Sequence[Point] | None,  # in this order, or None for draws
-        n_trials: int,
-        sampler_of: Callable[[int], BaseSampler],  # of a draw, by its number
-        retry_failed: bool,
-        deadline: float | None,
-        keeps_trained: bool,
-    ) -> None:
-        self.study, self.recipe, self.owner = study, recipe, owner
-        self.sampler, self.deadline = study.sampler, deadline
+    study: SearchStudy
+    recipe: Recipe
+    owner: list[Any]
+    points: Sequence[Point] | None  # in this order, or None for draws
+    n_trials: int
+    sampler_of: Callable[[int], BaseSampler]  # of a draw, by its number
+    retry_failed: bool
+    deadline: float  # in seconds, as of time.time()
+    keeps_trained: bool
+
+    def __post_init__(self) -> None:
+        self.sampler = self.study.sampler
         self.trials: dict[int, tuple[optuna.Trial, dict[str, Any]]] = {}  # in training
-        self.keeps_trained, self.trained = keeps_trained, dict[int, Trained]()
+        self.trained = dict[int, Trained]()
         self._lock = threading.Lock()  # joblib asks for candidates in threads
         self._has_ended = False
-        trials = study.get_trials(deepcopy=False)
+        trials = self.study.get_trials(deepcopy=False)
         ended = [trial for trial in trials if trial.state.is_finished()]
         failed = [trial for trial in ended if trial.state == TrialState.FAIL]
-        free = failed if retry_failed else list(filter(_is_interrupted, failed))
+        free = failed if self.retry_failed else list(filter(_is_interrupted, failed))
         self._taken = {_key(trial.params) for trial in ended if trial not in free}
-        drawn = recipe.space.distributions().keys()
+        drawn = self.recipe.space.distributions().keys()
         again = {_key(t.params): t.params for t in free if t.params and drawn <= t.params.keys()}
         again = {key: point for key, point in again.items() if key not in self._taken}
         n_held = len(ended) - len(free) + len(again)
-        n_left = max(n_trials - n_held, 0)
+        n_left = max(self.n_trials - n_held, 0)
         n_enqueued = sum(trial.state == TrialState.WAITING for trial in trials)  # by a user
         left, n_draws = list[Point](), max(n_left - n_enqueued, 0)
-        if points is not None:
+        if self.points is not None:
             taken = self._taken | again.keys()
-            left, n_draws = [point for point in points if _key(point) not in taken], 0
-            left = left[:n_left] if n_trials < len(points) else left
+            left, n_draws = [point for point in self.points if _key(point) not in taken], 0
+            left = left[:n_left] if self.n_trials < len(self.points) else left
         self.n_candidates = n_enqueued + len(left) + n_draws + len(again)
         self._samplers = chain(
-            repeat(study.sampler, n_enqueued),  # which Optuna asks for first
+            repeat(self.sampler, n_enqueued),  # which Optuna asks for first
             self._fixed(left),
-            map(sampler_of, range(n_held, n_held + n_draws)),
+            map(self.sampler_of, range(n_held, n_held + n_draws)),
             self._fixed(again.values()),  # the last: they may have killed a process
         )
 
@@ -232,8 +231,7 @@ class Candidates:
 
     def __next__(self) -> Candidate:
         with self._lock:
-            is_late = self.deadline is not None and time.time() >= self.deadline
-            if self._has_ended or self.study.stopped or is_late:
+            if self._has_ended or self.study.stopped or time.time() >= self.deadline:
                 raise StopIteration
             sampler = next(self._samplers)
             with blame_storage(self.study):
@@ -263,7 +261,8 @@ class Candidates:
             self.study.sampler = self.sampler
         self._taken.add(_key(labels_of(trial)))
         self.trials[trial.number] = trial, params
-        return Candidate(trial.number, params, self.recipe.seed_of(trial), problem)
+        seed = self.recipe.seed_of(trial)
+        return Candidate(trial.number, params, seed, problem, pruning(trial))
 
     def tell(self, candidate: Candidate, minimum: Minimum, trained: Trained | None) -> FrozenTrial:
         """Store what became of a candidate."""
@@ -293,6 +292,7 @@ class Candidates:
 
 Result = tuple[Candidate, Minimum, Trained | None]
 OnFinished = Callable[[FrozenTrial], None]
+Tell = Callable[[Candidate, Minimum, Trained | None], None]
 
 
 def n_processes(n_jobs: int | None) -> int:
@@ -310,14 +310,11 @@ def sweep(
     def tell(*result: Any) -> None:
         on_finished(candidates.tell(*result))
 
-    def on_epoch(candidate: Candidate) -> OnEpoch | None:
-        return pruning(candidates.trials[candidate.number][0])
-
     try:
         if n_jobs:
             _Workers(candidates, n_jobs, fleet, tell).train_all()
         else:
-            _train_together(candidates.recipe.task, candidates, fleet, tell, on_epoch)
+            _train_together(candidates.recipe.task, candidates, fleet, tell)
     except StorageFailedError:
         raise  # nothing more can be written; who comes next finds that this process has moved on
     except BaseException as error:
@@ -329,11 +326,7 @@ def sweep(
 
 
 def _train_together(
-    task: Task,
-    candidates: Iterator[Candidate],
-    fleet: int | str | None,
-    on_trained: Callable[[Candidate, Minimum, Trained | None], None],
-    on_epoch: Callable[[Candidate], OnEpoch | None],
+    task: Task, candidates: Iterator[Candidate], fleet: int | str | None, tell: Tell
 ) -> None:
     """Train candidates until there is none left, several at a time if their nets can be stacked."""
 
@@ -343,8 +336,8 @@ def _train_together(
             return False
         result: Any = Minimum(failed=True, reason=candidate.problem), None
         if not candidate.problem:
-            result = train(task, candidate.params, candidate.seed, on_epoch(candidate))
-        on_trained(candidate, *result)
+            result = train(task, candidate.params, candidate.seed, candidate.on_epoch)
+        tell(candidate, *result)
         return True
 
     nets = nets_of(task.estimator)
@@ -363,9 +356,7 @@ def _train_together(
 def pruning(trial: Any) -> OnEpoch | None:
     """Return what reports the epochs of a trial to the pruner of its study, if it has one."""
     study = getattr(trial, "study", None)
-    if study is None or len(study.directions) > 1:
-        return None
-    if isinstance(study.pruner, optuna.pruners.NopPruner):
+    if study is None or len(study.directions) > 1 or isinstance(study.pruner, NopPruner):
         return None
 
     def on_epoch(epoch: int, loss: float) -> bool:
@@ -393,26 +384,25 @@ def _train_in_worker(
         results.append((candidate, minimum, trained and trained.to_send()))
 
     task = replace(task, X=X, y=y, X_test=X_test, y_test=y_test)
-    _train_together(task, iter(candidates), fleet, keep, lambda candidate: None)
+    _train_together(task, iter(candidates), fleet, keep)
     return results
 
 
+@dataclass(eq=False)
 class _Workers:
     """Sends candidates to workers, and brings back what they have become."""
 
-    def __init__(
-        self,
-        candidates: Candidates,
-        n_jobs: int,
-        fleet: int | str | None,
-        tell: Callable[..., None],
-    ) -> None:
-        self.candidates, self.n_jobs, self.fleet, self.tell = candidates, n_jobs, fleet, tell
-        task = candidates.recipe.task
+    candidates: Candidates
+    n_jobs: int
+    fleet: int | str | None
+    tell: Tell
+
+    def __post_init__(self) -> None:
+        task = self.candidates.recipe.task
         self.task = replace(task, X=None, y=None, X_test=None, y_test=None)
         self.data = task.X, task.y, task.X_test, task.y_test
-        size = fleet_size(fleet) if fleet else 1
-        self.at_a_time = min(size, -(-candidates.n_candidates // n_jobs)) or 1
+        size = fleet_size(self.fleet) if self.fleet else 1
+        self.at_a_time = min(size, -(-self.candidates.n_candidates // self.n_jobs)) or 1
         self.n_finished = 0
         self.in_training: dict[int, Candidate] = {}
 

@@ -64,26 +64,20 @@ class Task:
     y: Any
     X_test: Any
     y_test: Any
-    fit_params: Mapping[str, Any]
-    sample_weight: Any  # (n,), among them
     measuring: Measuring
-    ranking: Sequence[str]  # the measures that are objectives of the study
     goal: Any
     n_threads: int | None
+    fit_params: Mapping[str, Any] | None
+    sample_weight: Any = None  # (n,), among them
     # of scikit-learn, which has one for each thread
     config: Mapping[str, Any] = field(default_factory=get_config)
 
     def data(self, params: Mapping[str, Any]) -> TrainingData:
         """Choose the data that a candidate is trained and measured on."""
-        data = vary_data(
-            self.X,
-            self.y,
-            **split_params(params)[1],
-            stratify=is_classifier(self.estimator),
-            fit_params=self.fit_params,
-            sample_weight=self.sample_weight,
-        )
-        return replace(data, held_out=(self.X_test, self.y_test))
+        X, y, held_out = self.X, self.y, (self.X_test, self.y_test)
+        data = TrainingData(X, y, X, y, self.fit_params or {}, self.sample_weight, held_out)
+        stratify = is_classifier(self.estimator)
+        return vary_data(data, stratify=stratify, **split_params(params)[1])
 
     def prepare(self, params: Mapping[str, Any], seed: int) -> Any:
         """Make the estimator of a candidate."""
@@ -150,19 +144,16 @@ def split_params(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return of_net, {name.removeprefix(PREFIX): value for name, value in of_data.items()}
 
 
-def vary_data(  # noqa: PLR0913
-    X: Any,
-    y: Any,
+def vary_data(
+    data: TrainingData,
     *,
     train_size: Any = None,
     random_labels: float = 0.0,
     confusion_size: int = 0,
     random_state: int = 0,
     stratify: bool = False,
-    fit_params: Mapping[str, Any] | None = None,
-    sample_weight: Any = None,
 ) -> TrainingData:
-    """Choose samples and shuffle labels; X and y stay themselves if nothing varies.
+    """Choose samples and shuffle labels; the data stay themselves if nothing varies.
 
     Arguments of `fit` with one value for each sample are chosen with the samples. `stratify` says
     whether the classes have the same shares among the chosen samples as among all.
@@ -173,7 +164,8 @@ def vary_data(  # noqa: PLR0913
         "data__confusion_size", confusion_size, minimum=0, reason="it is a number of samples"
     )
     if train_size is None and not random_labels and not confusion_size:
-        return TrainingData(X, y, X, y, fit_params or {}, sample_weight)
+        return data
+    X, y = data.X, data.y
     if y is None or not hasattr(X, "__len__"):
         raise ValueError(
             f"names in space that begin with data__ need X and y as arrays, got X of type "
@@ -191,16 +183,17 @@ def vary_data(  # noqa: PLR0913
     labels[shuffled] = rows[rng.permutation(shuffled)]
     confusion = rng.permutation(rest)[: int(confusion_size)]
     rows_fit = np.concatenate([rows, confusion])
-    return TrainingData(
+    return replace(
+        data,
         X_fit=take_rows(X, rows_fit),
         y_fit=take_rows(y, np.concatenate([labels, rng.permutation(confusion)])),
         X=take_rows(X, rows),
         y=take_rows(y, labels),
         fit_params={
             name: take_rows(value, rows_fit) if _is_per_sample(value, len(y)) else value
-            for name, value in (fit_params or {}).items()
+            for name, value in data.fit_params.items()
         },
-        sample_weight=take_rows(sample_weight, rows),
+        sample_weight=take_rows(data.sample_weight, rows),
     )
 
 
@@ -311,9 +304,7 @@ def _train(
         estimator, data = task.prepare(params, seed), task.data(params)
         fit(estimator, data, seed, minimum, task.measuring.layers, on_epoch)
     with seeded(seed):  # data loaders draw from torch's random state
-        network = assess(
-            minimum, estimator, data, task.measuring, seed, ranking=task.ranking, goal=task.goal
-        )
+        network = assess(minimum, estimator, data, task.measuring, seed, task.goal)
     for check in later:
         check()
     if np.isnan(minimum.values).any():
@@ -389,15 +380,15 @@ def _interruptible() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+@dataclass(eq=False)
 class _Watcher(Callback):
     """Refuse a net without the layers to measure, and let a pruner stop it.
 
     It stays itself in copies of its net, because what it calls belongs to the caller.
     """
 
-    def __init__(self, layers: Sequence[Any], on_epoch: OnEpoch | None) -> None:
-        self.layers = layers
-        self.on_epoch = on_epoch
+    layers: Sequence[Any]
+    on_epoch: OnEpoch | None
 
     def __deepcopy__(self, memo: Any) -> "_Watcher":
         return self
@@ -426,9 +417,6 @@ class _Watcher(Callback):
 @contextmanager
 def _watched(estimator: Any, layers: Sequence[Any], on_epoch: OnEpoch | None) -> Iterator[None]:
     """Let nets be checked before their first epoch, and stopped after each."""
-    if not layers and on_epoch is None:
-        yield
-        return
     watcher = _Watcher(layers, on_epoch)
     nets = [net for net in nets_of(estimator) if net.callbacks != "disable"]
     for net in nets:

@@ -21,7 +21,9 @@ from relflat_sk import (
     RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
 )
+from relflat_sk.search._measure import TrainingData
 from relflat_sk.search._storage import open_storage
+from relflat_sk.search._task import vary_data
 
 X, Y = load_iris(return_X_y=True)
 X = scale(X).astype(np.float32)
@@ -100,6 +102,10 @@ def record(estimator, X=X, y=Y, space=None, **parameters):
     """Train one candidate; return what its trial records, and the candidate."""
     space = {"lr": [0.05]} if space is None else space
     return train_one(estimator, space, X, y, **parameters)[1:]
+
+
+def vary(X, y, fit_params=None, sample_weight=None, **amounts):
+    return vary_data(TrainingData(X, y, X, y, fit_params or {}, sample_weight), **amounts)
 
 
 def load(stored):

@@ -35,7 +35,7 @@ from relflat_sk import (
 )
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
-from relflat_sk.search._task import scale_lr, vary_data
+from relflat_sk.search._task import scale_lr
 from tests.search.examples import (
     NO_MINIMA,
     WEIGHTS,
@@ -47,6 +47,7 @@ from tests.search.examples import (
     make_net,
     piped,
     plain_net,
+    vary,
 )
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -96,8 +97,8 @@ def early(**parameters):
     return MLPClassifier((4,), random_state=0, **{"early_stopping": True, **parameters})
 
 
-def vary(X=ROWS, y=ROWS, **parameters):
-    return lambda: vary_data(X, y, **parameters)
+def varied(y=ROWS, **amounts):
+    return lambda: vary(ROWS, y, **amounts)
 
 
 def states(stored):
@@ -178,11 +179,11 @@ VALUES = [
     (name(PIPELINE, "logistic_regression__C"), "Did you mean 'logisticregression'"),
     (name(NESTED, "net__lr"), "'lr'"),
     (name(LogisticRegression(), "data__size"), "the names that vary the data are"),
-    (vary(random_labels=1.5), "must be a share from 0 to 1, got 1.5"),
-    (vary(confusion_size=-1), "must be an integer of at least 0, got -1"),
-    (vary(train_size=30, confusion_size=11), "of 40 samples 10 are left"),
-    (vary(train_size=41), "train_size=41"),
-    (vary(y=None, train_size=3), "data__ need X and y as arrays"),
+    (varied(random_labels=1.5), "must be a share from 0 to 1, got 1.5"),
+    (varied(confusion_size=-1), "must be an integer of at least 0, got -1"),
+    (varied(train_size=30, confusion_size=11), "of 40 samples 10 are left"),
+    (varied(train_size=41), "train_size=41"),
+    (varied(y=None, train_size=3), "data__ need X and y as arrays"),
     (objective(space={"lr_scaling": ["log"]}), r"one of \['linear', 'sqrt'\], got 'log'"),
     (partial(scale_lr, make_net(), {"batch_size": -1, "lr_scaling": "sqrt"}), "'sqrt' needs num"),
     # the rule for searches of scikit-learn
@@ -197,7 +198,7 @@ TYPES = [
     (search(pruner="median"), "pruner must be an optuna pruner or None"),
     (search(storage=3), "storage must be"),
     (search(artifact_store=3), "artifact_store must be"),
-    (search(estimator=LogisticRegression), "estimator must be an instance"),
+    (search(estimator=LogisticRegression), "an instance"),
     (search(estimator=make_pipeline(SVC()), space={"svc__C": [1.0]}), "SVC is not a network"),
     (scored(layer=True), "layer must be the position"),
     (scored(measure_params={"probes": 3}), "'probes' is no argument of"),

@@ -23,7 +23,7 @@ from relflat_sk import MinimaObjective, StopAtLoss, relative_flatness
 from relflat_sk.minima._table import Minimum
 from relflat_sk.search._space import Space
 from relflat_sk.search._storage import open_storage
-from relflat_sk.search._task import scale_lr, vary_data
+from relflat_sk.search._task import scale_lr
 from tests.data_kinds import Pairs
 from tests.search.examples import (
     FILES,
@@ -35,6 +35,7 @@ from tests.search.examples import (
     make_search,
     piped,
     plain_net,
+    vary,
 )
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
@@ -231,7 +232,7 @@ def test_what_is_chosen(size, share, confusion, seed):
     sizes = {"train_size": size, "confusion_size": confusion}
     per_sample = {"fit_params": {"sample_weight": ROWS}, "sample_weight": ROWS}
     amounts = {**sizes, **per_sample, "random_labels": share, "random_state": seed}
-    data, again = (vary_data(ROWS, ROWS, **amounts) for _ in range(2))
+    data, again = (vary(ROWS, ROWS, **amounts) for _ in range(2))
     n = len(data.X)
     assert n == N - left
     # the confusion set comes last, of samples that are not in the other part
@@ -251,7 +252,7 @@ def test_what_is_chosen(size, share, confusion, seed):
 
 
 def test_a_share_of_one_leaves_labels_by_chance_alone():
-    drawn = [vary_data(ROWS, ROWS, random_labels=1.0, random_state=i).y for i in range(200)]
+    drawn = [vary(ROWS, ROWS, random_labels=1.0, random_state=i).y for i in range(200)]
     assert (
         abs((np.array(drawn) == ROWS).sum(axis=1).mean() - 1) < 0.3
     )  # a random permutation keeps one, in the mean
@@ -259,15 +260,15 @@ def test_a_share_of_one_leaves_labels_by_chance_alone():
 
 def test_classes_keep_their_shares():
     y = np.repeat(["a", "b"], [30, 10])
-    data = vary_data(ROWS, y, train_size=8, stratify=True)
+    data = vary(ROWS, y, train_size=8, stratify=True)
     assert sorted(data.y) == ["a"] * 6 + ["b"] * 2
 
 
 @pytest.mark.parametrize("make", [torch.from_numpy, csr_matrix, pd.DataFrame, np.ndarray.tolist])
 def test_containers(make):
     arguments = {"train_size": 50, "random_labels": 0.2, "confusion_size": 10}
-    expected = vary_data(X, Y, **arguments)
-    found = vary_data(make(X), Y.tolist() if make is np.ndarray.tolist else Y, **arguments)
+    expected = vary(X, Y, **arguments)
+    found = vary(make(X), Y.tolist() if make is np.ndarray.tolist else Y, **arguments)
     assert type(found.X_fit) is type(make(X))
     rows = found.X_fit.toarray() if make is csr_matrix else np.asarray(found.X_fit)
     assert_array_equal(rows, expected.X_fit)
@@ -288,7 +289,7 @@ def test_a_candidate_on_varied_data_is_trained_and_measured_as_by_hand(amounts, 
     space = {f"data__{name}": [value] for name, value in amounts.items()}
     search = logistic({"C": [1.0], **space}).fit(X, Y, **per_sample)
     options = {"fit_params": per_sample, "sample_weight": weights, "stratify": True}
-    data = vary_data(X, Y, **amounts, **options)
+    data = vary(X, Y, **amounts, **options)
     fitted = LogisticRegression(max_iter=1000).fit(data.X_fit, data.y_fit, **data.fit_params)
     weights = {"sample_weight": data.sample_weight}
     expected = {
