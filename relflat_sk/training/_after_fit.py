@@ -98,14 +98,11 @@ def record_outcome(net: Any, dataset: Any, *, since: int | None) -> None:
     _finish(net, dataset, seed, since)
     if since is None or getattr(net, "converged_", True):  # nets without a goal have none to miss
         return
-    goals = required_goals(net)
-    if goals and 0 < net.max_epochs <= len(net.history) - since:
+    goals, most = required_goals(net), net.max_epochs
+    if goals and 0 < most <= len(net.history) - since:
         # of the class only: one warning for many nets at a line that differ in parameters
-        warn(
-            f"the {type(net).__name__} has not reached {goals} with max_epochs="
-            f"{net.max_epochs}. Train longer, or to a goal within reach.",
-            ConvergenceWarning,
-        )
+        text = f"the {type(net).__name__} has not reached {goals} with max_epochs={most}."
+        warn(f"{text} Train longer, or to a goal within reach.", ConvergenceWarning)
 
 
 def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
@@ -133,14 +130,8 @@ def _finish(net: Any, dataset: Any, seed: int, since: int | None) -> None:
             at_last = values[-1]
         with _saying("constant_comparison_ could not be computed"):
             comparison = compare_with_constant(network, next(iter(results.values())).passes)
-    net._record = Record(
-        value,
-        at_last,
-        comparison,
-        net.flatness_layer,
-        net.flatness_normalize,
-        checksum(net.module_),
-    )
+    way = net.flatness_layer, net.flatness_normalize
+    net._record = Record(value, at_last, comparison, *way, checksum(net.module_))
     is_flat = network is not None and net.flatness_weight != 0 and value == 0
     has_died = is_flat and not comparison.beats_constant
     if is_flat:

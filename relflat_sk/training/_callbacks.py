@@ -242,9 +242,8 @@ def gradient_norm(net: NeuralNet, dataset: Any) -> float:
             divisor += share
     if not divisor:
         raise ValueError(
-            f"the gradient is that of all training data after an epoch, but the "
-            f"{type(dataset).__name__} gives no samples any more: let its __iter__ return a new "
-            "iterator each time."
+            f"the {type(dataset).__name__} gives no samples after an epoch, to take the gradient "
+            "on: let its __iter__ return a new iterator each time."
         )
     return float(torch.stack([(total / divisor).double().norm() for total in sums]).norm())
 
@@ -262,9 +261,10 @@ class StopAtDepth(StopAtLoss):
     _parameter = "depth"
     _is_required = False  # a search also takes a plateau for a minimum
 
-    def __init__(self, depth: float = 20.0, every: int = 1) -> None:  # loss is a property
+    every = 1
+
+    def __init__(self, depth: float = 20.0) -> None:  # loss is a property
         self.depth = depth
-        self.every = every
 
     def on_train_begin(self, net: NeuralNet, **kwargs: Any) -> None:
         """Check the parameters, and forget the goal of an earlier training."""
@@ -413,17 +413,15 @@ class WeightAverage(Callback):
         del self._average_
         if not self.n_averaged_:
             warn(
-                f"WeightAverage(start={self.start!r}) averaged no weights, because the training "
-                f"ended after {len(net.history)} epochs. The net keeps its last weights. Choose "
-                "an earlier start."
+                f"WeightAverage(start={self.start!r}) averaged no weights in {len(net.history)} "
+                "epochs: the net keeps its last weights. Choose an earlier start."
             )
             return
         with torch.no_grad():
             for weight, average in zip(net.module_.parameters(), averages, strict=True):
                 weight.copy_(average)
         update_bn(
-            ([split_labels(batch)[0]] for batch in net.get_iterator(dataset)),
-            _Inference(net),
+            ([split_labels(batch)[0]] for batch in net.get_iterator(dataset)), _Inference(net)
         )
 
 

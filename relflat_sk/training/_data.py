@@ -117,10 +117,9 @@ def with_sizes(
     if missing:
         to_pass = [f"module__{name}=..." for name in missing]
         raise ValueError(
-            f"the module needs {' and '.join(missing)}, which the net does not know. It reads "
-            "n_features from an array X, and n_outputs from an array y if the criterion is one of "
-            "torch's for classes or numbers. Before fit, there are no data yet, and a Dataset or "
-            f"DataLoader does not show its arrays. Pass {', '.join(to_pass)}."
+            f"the module needs {' and '.join(missing)}, which fit reads from arrays X and y if the "
+            "criterion is one of torch's for classes or numbers. For a Dataset or a DataLoader, "
+            f"for another criterion and before fit, pass {', '.join(to_pass)}."
         )
     return given | {name: sizes[name] for name in asked if sizes[name] is not None}
 
@@ -131,12 +130,12 @@ _ARGUMENTS = {"batch_size", "shuffle", "drop_last"}
 # -- sample weights ------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class WeightedDataset(Dataset[Any]):
     """A data set of pairs (x, y), with a weight for each."""
 
-    def __init__(self, dataset: Any, weights: NDArray[np.float64]) -> None:
-        self.dataset = dataset
-        self.weights = weights
+    dataset: Any
+    weights: NDArray[np.float64]  # (n,)
 
     def __len__(self) -> int:
         return len(self.dataset)

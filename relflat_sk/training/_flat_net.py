@@ -213,7 +213,7 @@ class FlatNet(SkorchNet):
         """
         restart = not (self.warm_start and self.initialized_)
         since = 0 if restart else len(self.history)
-        with self._session(X, y, sample_weight, restart=restart, since=since) as data:
+        with self._session(X, y, sample_weight, restart, classes=None, since=since) as data:
             super().fit(*data, **fit_params)
         return self
 
@@ -252,20 +252,13 @@ class FlatNet(SkorchNet):
             super().partial_fit(X, y, **fit_params)
             return self
         restart = not self.initialized_
-        with self._session(X, y, sample_weight, restart=restart, classes=classes) as data:
+        with self._session(X, y, sample_weight, restart, classes=classes, since=None) as data:
             super().partial_fit(*data, **fit_params)
         return self
 
     @contextmanager
     def _session(
-        self,
-        X: Any,
-        y: Any,
-        sample_weight: Any,
-        *,
-        restart: bool,
-        classes: Any = None,
-        since: int | None = None,
+        self, X: Any, y: Any, sample_weight: Any, restart: bool, classes: Any, since: int | None
     ) -> Iterator[tuple[Any, Any]]:
         """Check everything, train inside the context on the inputs and targets it yields, measure.
 
@@ -350,9 +343,8 @@ class FlatNet(SkorchNet):
         for name in ("iterator_train", "iterator_valid") if weights is not None else ():
             if self.get_params_for(name).get("collate_fn") is not None:
                 raise ValueError(
-                    "sample_weight travels with the labels of a batch, which "
-                    f"{name}__collate_fn may not expect. Leave out the collate function, or "
-                    "put the weights into a criterion of your own."
+                    f"sample_weight travels with the labels, which {name}__collate_fn may not "
+                    "expect. Leave it out, or put the weights into a criterion of your own."
                 )
         if weights is not None:
             X = with_weights(self.get_dataset(X, y), weights)
@@ -465,10 +457,7 @@ class FlatNet(SkorchNet):
         if self._task.estimator_type == "regressor":
             truth, predicted = (one.reshape(len(one), -1) for one in (truth, predicted))
             return float(r2_score(truth, predicted, sample_weight=sample_weight))
-        return self._accuracy(truth, predicted, sample_weight)
-
-    def _accuracy(self, truth: Any, predicted: Any, sample_weight: Any = None) -> float:
-        """Compute an accuracy, over all pixels or tokens if these have labels."""
+        # over all pixels or tokens, if these have labels
         if predicted.ndim > 1 and not getattr(self, "multilabel_", False):
             right = predicted == truth
             counts = truth != getattr(self.criterion_, "ignore_index", IGNORED)
@@ -605,23 +594,20 @@ class FlatNet(SkorchNet):
         check_start("flatness_start", self.flatness_start)
         if any(isinstance(layer, nn.Module) for layer in self._layers()):
             raise TypeError(
-                "flatness_layer must be a position or a dotted name, got a module. The net trains "
-                "a copy of its own, which does not contain that module. Pass the layer's name, as "
-                "listed by module.named_modules()."
+                "flatness_layer must be a position or a dotted name, got a module, of which the "
+                "net trains a copy. Pass its name, as listed by module.named_modules()."
             )
         optimizer = self.optimizer
         searches = isinstance(optimizer, type) and issubclass(optimizer, torch.optim.LBFGS)
         if self.flatness_weight != 0 and searches:
             raise ValueError(
-                f"{optimizer.__name__} compares values of the objective within a step, but the "
-                "penalty may draw new random probes each time. Use another optimizer, such as SGD "
-                "or Adam, or flatness_weight=0."
+                f"{optimizer.__name__} compares values within a step, and the penalty may draw new "
+                "probes for each. Use another optimizer, such as Adam, or flatness_weight=0."
             )
         if self._fixed_task and self._criterion_task not in {None, self._fixed_task}:
             raise ValueError(
-                f"{type(self).__name__} does {self._fixed_task}, but "
-                f"{self._criterion_class.__name__} is a {self._criterion_task} loss. Use "
-                "RelativeFlatnessRegularizedNet, which takes its task from the criterion."
+                f"{type(self).__name__} does {self._fixed_task}, {self._criterion_class.__name__} "
+                f"is a {self._criterion_task} loss. Use RelativeFlatnessRegularizedNet."
             )
         check_device(self.device)
 
@@ -730,10 +716,9 @@ class FlatNet(SkorchNet):
             return to_tensor(y_true, device=self.device)
         except TypeError as error:
             raise TypeError(
-                f"the labels of a batch are no numbers, got {y_true!r:.60}: the net encodes labels "
-                "that fit gets as y, but not those in a Dataset, also in one for validation "
-                "(predefined_split). Put the criterion's targets there, for classes their "
-                "positions in classes_, by np.searchsorted(net.classes_, labels)."
+                f"the labels of a batch are no numbers, got {y_true!r:.60}. Those in a Dataset, "
+                "also for validation (predefined_split), are the criterion's targets: for classes "
+                "their positions in classes_, by np.searchsorted(net.classes_, labels)."
             ) from error
 
     @penalised
@@ -769,9 +754,8 @@ class FlatNet(SkorchNet):
         elif y_pred.shape[1:].numel() != n_outputs:
             raise ValueError(
                 f"y has {describe_labels(self)}, which takes {n_outputs} output(s) for each "
-                f"sample, but the module returned shape {tuple(y_pred.shape)} for a batch. Give "
-                "the module's constructor an argument n_outputs, which is then set from y, or "
-                "pass all classes to partial_fit."
+                f"sample, and the module returned shape {tuple(y_pred.shape)} for a batch. Give it "
+                "an argument n_outputs, which is set from y, or pass all classes to partial_fit."
             )
         if not state.output_checked:
             ending = check_ending(criterion, y_pred)

@@ -88,9 +88,8 @@ class MLP(nn.Sequential):
         sizes = (n_features, *hidden, n_outputs)
         if not all(is_integer(size) and size >= 1 for size in sizes):
             raise ValueError(
-                "n_features, n_outputs and hidden_layer_sizes must be positive integers, got "
-                f"n_features={n_features!r}, n_outputs={n_outputs!r}, "
-                f"hidden_layer_sizes={hidden_layer_sizes!r}."
+                f"sizes must be positive integers, got n_features={n_features!r}, "
+                f"n_outputs={n_outputs!r}, hidden_layer_sizes={hidden_layer_sizes!r}."
             )
         act = _choice("activation", activation, _ACTIVATIONS)
         draw = _choice("init", init, _INITS)

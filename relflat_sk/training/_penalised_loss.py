@@ -154,7 +154,6 @@ def warn_without_penalty(net: Any) -> None:
     name = type(net).__name__
     warn(
         f"flatness_weight={net.flatness_weight!r} had no effect: no step of the {name} has "
-        "computed the penalty. A step of your own gets outputs from self.infer(x), and the loss, "
-        "which then has the penalty, from self.get_loss(y_pred, y, X=x, training=True). Write it "
-        f"so, or train the {name} with flatness_weight=0."
+        "computed the penalty. Let a step of your own call self.infer(x), and for the loss with "
+        "the penalty self.get_loss(y_pred, y, X=x, training=True); or set flatness_weight=0."
     )

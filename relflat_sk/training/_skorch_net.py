@@ -128,10 +128,9 @@ class SkorchNet(NeuralNet):
             monitor = getattr(callback, "monitor", None)
             if self.train_split is None and monitor in _OF_VALIDATION:
                 raise ValueError(
-                    f"the callback {type(callback).__name__} reads {monitor!r}, but no "
-                    "validation data are held out: train_split=None is the default here. Pass "
-                    "train_split=skorch.dataset.ValidSplit(5) to the net, or a monitor such as "
-                    "'train_loss' to the callback."
+                    f"the callback {type(callback).__name__} reads {monitor!r}, but the net holds "
+                    "out no validation data. Pass train_split=skorch.dataset.ValidSplit(5) to the "
+                    "net, or a monitor such as 'train_loss' to the callback."
                 )
         return self
 
@@ -366,8 +365,6 @@ def _can_fuse(
         return False
     if any(getattr(part, "sparse", False) for part in parts):
         return False
-    return all(
-        p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda")
-        for group in groups
-        for p in group["params"]
-    )
+    weights = [p for group in groups for p in group["params"]]
+    are_floats = all(p.dtype in (torch.float32, torch.float64) for p in weights)
+    return are_floats and all(p.device.type in ("cpu", "cuda") for p in weights)

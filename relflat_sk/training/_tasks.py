@@ -172,9 +172,8 @@ class _Binary(_Classification):
         super().learn(net, y, classes)
         if len(net.classes_) > 2:
             raise ValueError(
-                "Only binary classification is supported with this criterion: y has "
-                f"{len(net.classes_)} classes, but one logit separates two. Use "
-                "torch.nn.CrossEntropyLoss for more classes, or one 0/1 column per label."
+                f"Only binary classification is supported with this criterion: y has "
+                f"{len(net.classes_)} classes. Use CrossEntropyLoss, or one 0/1 column per label."
             )
         return 1
 
@@ -330,9 +329,8 @@ def check_ignored(net: Any) -> None:
     if ignored != IGNORED or ignored in classes.tolist():
         raise ValueError(
             f"the criterion has ignore_index={ignored}, but the labels in y are not the numbers 0 "
-            f"to {len(classes) - 1}: they are encoded as these, so that the criterion would not "
-            "ignore the label that you mean. Leave the samples to be ignored out of X and y; or "
-            "pass class indices in a Dataset, whose labels are not encoded."
+            f"to {len(classes) - 1}: they are encoded as these, and others ignored. Leave out the "
+            "samples that you mean, or pass class indices in a Dataset, which stay as they are."
         )
 
 
@@ -440,9 +438,8 @@ def check_ending(loss: Loss, output: Tensor) -> str | None:
         far = (p < 0).any() | ((p.sum(dim=1) - 1).abs() > _ROUNDING).any()
         if far:
             raise ValueError(
-                "NLLLoss takes probabilities here, as in skorch's classifiers: from 0 to 1, with "
-                "the sum 1 over the classes. The module returned values from "
-                f"{p.min():g} to {p.max():g}. End it with a softmax, or use CrossEntropyLoss, "
-                "which takes logits or the output of LogSoftmax."
+                "NLLLoss takes probabilities here, as in skorch's classifiers, with the sum 1. "
+                f"The module returned values from {p.min():g} to {p.max():g}. End it with a "
+                "softmax, or use CrossEntropyLoss, for logits or the output of LogSoftmax."
             )
     return ending
