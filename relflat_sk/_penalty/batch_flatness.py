@@ -155,9 +155,8 @@ def batch_flatness(
         record.check()  # that it was called once
         if record.node is None:
             raise ValueError(
-                f"there is nothing to train up to layer {record.name!r}: the forward pass ran "
-                "without gradients, or all parameters up to there are frozen. Penalise a later "
-                "layer; to measure, use relflat_sk.relative_flatness."
+                f"there is nothing to train up to layer {record.name!r}, where all is frozen or "
+                "ran without gradients. Penalise a later layer, or measure: relative_flatness."
             )
     share = scale * _share(loss, output, target.relevant, weights)
     tail = Tail(loss, output, target, last, full_precision)

@@ -26,13 +26,7 @@ from relflat_sk._network.layers import (
     weight_layers,
     why_shared,
 )
-from relflat_sk._network.recording import (
-    LayerRecord,
-    Recorder,
-    find_link,
-    keep_graph,
-    nodes_behind,
-)
+from relflat_sk._network.recording import LayerRecord, Recorder, find_link, keep_graph, nodes_behind
 from relflat_sk._network.tail import (
     few_rows,
     find_mixed_rows,
@@ -187,8 +181,7 @@ class Capture:
         if any(nodes.values()) and behind.isdisjoint(nodes.values()):
             raise ValueError(
                 "y_pred is not the output of the captured forward pass. Call the network once, "
-                "inside `with penalty.capture(module):`, and pass the output of this call: "
-                "y_pred = module(X)."
+                "inside `with penalty.capture(module):`, and pass y_pred = module(X)."
             )
         if self._asked is None:  # the term of a layer beside the criterion's input is zero
             penalised = [
@@ -242,9 +235,8 @@ class Capture:
         ]
         for name in set(skipped) - self._checked:
             warn(
-                f"layer {name!r} was not called in this step, and the network draws random "
-                "numbers. If it skips layers at random, the term of one that it skips is zero. "
-                "If it never calls this one, name another layer."
+                f"layer {name!r} was not called in this step. If the network skips it at random, "
+                "its term is zero then. If it never calls this layer, name another."
             )
         return [name for name in plan.penalised if name not in skipped and name not in repeated]
 
@@ -272,9 +264,8 @@ class Capture:
         if not output.requires_grad:
             raise ValueError(
                 "y_pred carries no gradient: it was detached, or the network ran in "
-                "torch.no_grad() or torch.inference_mode(). Pass the output as the network "
-                "returned it, outside of these. To measure without training, use "
-                "relflat_sk.relative_flatness."
+                "torch.no_grad() or torch.inference_mode(). Pass it as the network returned it "
+                "outside of these. To measure without training, use relative_flatness."
             )
         recorder.is_finished = True
         self.recorder = None
@@ -284,7 +275,7 @@ class Capture:
         penalised = [recorder[name] for name in plan.layers if name in names]
         records = [record for record in penalised if record.calls == 1 and record.node is not None]
         self._check(records, output)
-        self._row_checks.check(output, records, self.explicit, weighted=weighted)
+        self._row_checks.check(output, records, self.explicit.pull_back, weighted=weighted)
         self.plan = plan
         return penalised, recorder[plan.layers[-1]]
 
@@ -315,17 +306,12 @@ class RowChecks:
         self._seen: dict[tuple[str, int], Tensor] = {}  # which rows have had slopes
 
     def check(
-        self,
-        output: Tensor,
-        records: Sequence[LayerRecord],
-        explicit: ExplicitLayers,
-        *,
-        weighted: bool,
+        self, output: Tensor, records: Sequence[LayerRecord], pull_back: Any, *, weighted: bool
     ) -> None:
         """Refuse layers whose rows are not those of the output."""
         way = type(output.grad_fn), weighted
         if way != self._way:
-            self._steps, self._settled, self._seen = Counter(), set(), {}
+            self._way, self._steps, self._settled, self._seen = way, Counter(), set(), {}
         due = [
             record
             for record in records
@@ -333,7 +319,7 @@ class RowChecks:
         ]
         if due:
             with without_autocast(output):
-                seen, reasons = find_mixed_rows(output, due, explicit.pull_back, in_order=weighted)
+                seen, reasons = find_mixed_rows(output, due, pull_back, in_order=weighted)
             refuse_layers(reasons.values())
             self._settled |= {record.name for record in due} - seen.keys()
             for name, rows in seen.items():
@@ -341,4 +327,3 @@ class RowChecks:
                 self._seen[key] = self._seen.get(key, rows) | rows
                 if bool(self._seen[key].all()):
                     self._settled.add(name)
-        self._way = way

@@ -53,10 +53,9 @@ def _refusing_checkpoints() -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise ValueError(
-            "gradient checkpointing runs normalisations or attention again in the backward pass, "
-            "and not as the penalty needs them at a layer before them. Train without it "
-            "(gradient_checkpointing=False), or penalise the last layer (layer=-1) of a network "
-            "without nn.MultiheadAttention."
+            "gradient checkpointing runs normalisations or attention again, and not as the penalty "
+            "needs them at earlier layers. Train without it (gradient_checkpointing=False), or "
+            "penalise the last layer (layer=-1) of a network without nn.MultiheadAttention."
         ) from error
 
 
@@ -334,9 +333,8 @@ def penalise_batch(
     capture, penalty._capture = penalty._capture, None  # if this fails, the next step begins anew
     if capture is None or not capture.has_recorded:
         raise RuntimeError(
-            "the penalty has recorded no forward pass. Call the network inside `with "
-            "penalty.capture(module):` before each call of the penalty. If the network is "
-            "compiled by torch.compile, capture the compiled module."
+            "the penalty has recorded no forward pass. Call the network, or what torch.compile "
+            "returned, inside `with penalty.capture(module):` before each call of the penalty."
         )
     loss, target, module = batch.loss, batch.target, capture.parts[0]
     with capture.hooks.quiet():
