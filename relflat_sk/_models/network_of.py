@@ -222,7 +222,7 @@ def to_network(model: Any, X: Any, y: Any, options: DataOptions) -> Network:
         return to_network(inside, X, y, options)
     if isinstance(model, type):
         raise TypeError(f"pass a fitted instance, not the class {model.__name__}.")
-    converted = to_torch(model, y)
+    converted = to_torch(model, y, options.sample_weight)
     if not isinstance(X, Dataset | DataLoader):  # names and number of features
         validate_data(model, X, reset=False, skip_check_array=True)
     targets = None if y is None else converted.encode_target(y)

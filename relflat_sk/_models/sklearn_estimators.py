@@ -39,6 +39,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, TypeVar
 
 import numpy as np
@@ -107,7 +108,11 @@ _REGRESSORS: dict[type, Callable[[Any], nn.Module]] = {
 # -- class weights --------------------------------------------------------------------------
 
 
-def class_weights(estimator: Any, y: Any) -> Array | None:
+# whether this scikit-learn balances classes by the samples' weights, which SGD never does
+_COUNTS_WEIGHTS = "sample_weight" in signature(compute_class_weight).parameters
+
+
+def class_weights(estimator: Any, y: Any, sample_weight: Any = None) -> Array | None:
     """Compute the weight of each class of a fitted classifier: (n_classes,)."""
     if estimator.class_weight is None:
         return None
@@ -120,7 +125,9 @@ def class_weights(estimator: Any, y: Any) -> Array | None:
             f'{type(estimator).__name__}(class_weight="balanced") weighs classes by their '
             "frequencies, which takes labels: pass y."
         )
-    counts = np.bincount(class_indices(y, classes), minlength=len(classes))
+    weighs = _COUNTS_WEIGHTS and isinstance(estimator, LogisticRegression)
+    indices = class_indices(y, classes)
+    counts = np.bincount(indices, sample_weight if weighs else None, minlength=len(classes))
     present = counts > 0
     weights = np.ones(len(counts))  # a class without samples may have any weight
     weights[present] = counts.sum() / (present.sum() * counts[present])  # 1 in the samples' mean
@@ -184,7 +191,7 @@ class TorchModel:
     encode_target: Callable[[Any], Array]
 
 
-def to_torch(estimator: Any, y: Any = None) -> TorchModel:
+def to_torch(estimator: Any, y: Any = None, sample_weight: Any = None) -> TorchModel:
     """Copy a fitted scikit-learn estimator into a torch module with its loss."""
     kinds = {**_REGRESSORS, **_CLASSIFIERS}
     kind = next((kind for kind in type(estimator).__mro__ if kind in kinds), None)
@@ -197,20 +204,20 @@ def to_torch(estimator: Any, y: Any = None) -> TorchModel:
         )
     check_is_fitted(estimator)
     if kind in _CLASSIFIERS:
-        return _CLASSIFIERS[kind](estimator, y)
+        return _CLASSIFIERS[kind](estimator, y, sample_weight)
     return TorchModel(_to_module(estimator), _REGRESSORS[kind](estimator), regression_targets)
 
 
 # -- classifiers ----------------------------------------------------------------------------
 
 
-def _linear_classifier(estimator: Any, y: Any) -> TorchModel:
+def _linear_classifier(estimator: Any, *data: Any) -> TorchModel:
     """Use one output for two classes, and softmax or one output per class for more."""
     is_logistic = isinstance(estimator, LogisticRegression)
     make: Any = nn.BCEWithLogitsLoss
     if not is_logistic:
         make = _fitted_loss(estimator, {"log_loss": make})
-    array, classes = class_weights(estimator, y), estimator.classes_
+    array, classes = class_weights(estimator, *data), estimator.classes_
     # scikit-learn before 1.8 has other losses as well
     kind = getattr(estimator, "multi_class", "auto")
     against_rest = is_logistic and (kind == "ovr" or estimator.solver == "liblinear")
@@ -239,7 +246,7 @@ def _sum_of_outputs(n: int) -> Tensor:
     return torch.full((n,), float(n), dtype=torch.float64)
 
 
-def _ridge_classifier(estimator: Any, y: Any) -> TorchModel:
+def _ridge_classifier(estimator: Any, *data: Any) -> TorchModel:
     """Use the squared error of signs, which is what it was fitted by."""
     if estimator.class_weight is not None:
         raise ValueError(
@@ -250,7 +257,7 @@ def _ridge_classifier(estimator: Any, y: Any) -> TorchModel:
     return TorchModel(_to_module(estimator), nn.MSELoss(), encode)
 
 
-def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
+def _mlp_classifier(estimator: Any, *data: Any) -> TorchModel:
     """Use softmax for classes, and one logit for two classes or for each of several labels."""
     module = _to_module(estimator)
     if estimator.out_activation_ == "softmax":
@@ -262,7 +269,8 @@ def _mlp_classifier(estimator: Any, y: Any) -> TorchModel:
     return TorchModel(module, nn.BCEWithLogitsLoss(_sum_of_outputs(estimator.n_outputs_)), encode)
 
 
-_CLASSIFIERS: dict[type, Callable[[Any, Any], TorchModel]] = {
+# from the types of classifiers to functions of the estimator, of labels and of sample weights
+_CLASSIFIERS: dict[type, Callable[..., TorchModel]] = {
     LogisticRegression: _linear_classifier,
     RidgeClassifier: _ridge_classifier,
     RidgeClassifierCV: _ridge_classifier,

@@ -30,10 +30,10 @@ from sklearn.linear_model import (
 )
 from sklearn.multiclass import OneVsRestClassifier
 from sklearn.neural_network import MLPClassifier, MLPRegressor
-from sklearn.utils import compute_sample_weight
+from sklearn.utils import compute_class_weight, compute_sample_weight
 from torch import nn
 
-from relflat_sk import relative_flatness
+from relflat_sk import measure, relative_flatness
 from relflat_sk._models.sklearn_estimators import to_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -217,6 +217,7 @@ def test_subclasses_and_sparse_coefficients_are_converted(estimator):
     assert model.encode_target(ONE_TARGET).shape == (60, 1)
 
 
+WEIGHS_BALANCED = "sample_weight" in signature(compute_class_weight).parameters
 WEIGHTS = {
     "two": (TWO, {"no": 0.5, "yes": 3.0}),
     "three": (THREE, {"a": 0.5, "c": 3.0}),  # "b" is not named: it weighs 1
@@ -236,6 +237,17 @@ def test_class_weights_count_like_sample_weights(classes, balanced, at_loss):
         for model, weight in ((weighted, None), (plain, compute_sample_weight(class_weight, y)))
     )
     assert found == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.skipif(not WEIGHS_BALANCED, reason="this scikit-learn counts samples")
+@pytest.mark.parametrize("classes", WEIGHTS)
+def test_weighted_samples_are_balanced_as_in_fit(classes):
+    y, _ = WEIGHTS[classes]
+    weight = np.arange(60) % 4 * np.where(y == y[0], 3.0, 1.0)
+    model = LogisticRegression(class_weight="balanced", tol=1e-10).fit(X, y, sample_weight=weight)
+    # the classes' weights leave the sum of the samples' as it is, by which the penalty is divided
+    options = {"sample_weight": weight, "weight_decay": 1 / weight.sum()}
+    assert measure("gradient_norm", model, X, y, **options) < 1e-6
 
 
 @pytest.mark.parametrize("balanced", [False, True], ids=["dict", "balanced"])
