@@ -96,12 +96,6 @@ def test_penalties_at_earlier_layers(kind, layer, activation, steps):
     assert steps == [np.ndarray] * 16  # of the stack, and of one net
 
 
-def test_penalties_in_front_of_smooth_functions_take_autograd(steps):
-    net = classifier(module=partial(wide, 3, nn.Tanh), flatness_layer=0)
-    net.fit(*data(n_features=100))
-    assert not steps
-
-
 def test_float32_and_large_layers(steps):
     module = partial(network, lambda: [nn.Linear(6, 3)], dtype=torch.float32)
     assert_same_by_both(classifier(module=module), atol=1e-4)

@@ -161,6 +161,8 @@ PROBED = {"module__widths": [5], "module__activation": nn.Tanh, "flatness_layer"
 @example("fleet", "numpy", "classes", 15, "positive", 0.0, PLAIN | NO_BATCH, {"random_state": 1})
 # weights of classes, of samples that are not the first ones
 @example("fleet", "numpy", "classes", 15, "positive", 0.0, PLAIN | HEAVY, {"random_state": 1})
+# smooth functions behind the penalised layer
+@example("alone", "numpy", "classes", 15, "", 0.0, PLAIN | PROBED, {})
 # numbers of probes that are each net's own
 @example("vmap", "numpy", "classes", 15, "", 0.0, PLAIN | PROBED, {"flatness_probes": 2})
 def test_every_engine_gives_the_result_of_a_plain_torch_loop(

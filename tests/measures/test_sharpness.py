@@ -193,13 +193,6 @@ def test_error_bars_are_right(kind, monkeypatch):
     assert (np.abs(errors) < 4 * stated).mean() >= 0.99
 
 
-def test_errors_are_counted_for_classifiers_and_losses_otherwise():
-    net, X, _ = make_kind("mlp tanh")
-    at = network(net, CE, X, net(X).argmax(1))
-    function = partial(pac_bayes_flatness, at, n_draws=3, random_state=0)
-    assert function(risk="auto") == function(risk="error") != function(risk="loss")
-
-
 def test_a_network_that_cannot_get_worse_is_flat():
     net, X = nn.Linear(3, 3).double(), regression()[1]
     at, outputs = network(net, CE, X, net(X).argmin(1)), []

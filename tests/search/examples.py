@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import optuna
 import pytest
+from pandas.testing import assert_frame_equal
 from sklearn.datasets import load_iris
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline
@@ -20,6 +21,7 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     RelativeFlatnessRegularizedRegressor,
     StopAtLoss,
+    rank_minima,
 )
 from relflat_sk.search._measure import TrainingData
 from relflat_sk.search._storage import open_storage
@@ -106,6 +108,18 @@ def record(estimator, X=X, y=Y, space=None, **parameters):
 
 def vary(X, y, fit_params=None, sample_weight=None, **amounts):
     return vary_data(TrainingData(X, y, X, y, fit_params or {}, sample_weight), **amounts)
+
+
+def table_of(found):
+    """The minima of a search or a study, without what differs whenever they are trained."""
+    minima = rank_minima(found) if isinstance(found, optuna.Study) else found.minima_
+    dropped = ["trial", "seconds", "rank", "artifact_id", "in_fleet"]
+    minima = minima.drop(columns=dropped, errors="ignore")
+    return minima.sort_values(list(minima.filter(like="param_")), ignore_index=True)
+
+
+def assert_same_results(found, other, **tolerances):
+    assert_frame_equal(table_of(found), table_of(other), **tolerances)
 
 
 def load(stored):

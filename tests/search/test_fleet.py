@@ -2,10 +2,10 @@
 
 import logging
 import signal
+from functools import partial
 
 import numpy as np
 import optuna
-import pandas as pd
 import pytest
 import torch
 from joblib import Parallel, delayed
@@ -22,10 +22,9 @@ from relflat_sk import (
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
     fleet_training,
-    rank_minima,
     relative_flatness,
 )
-from tests.search.examples import NO_MINIMA, attributes_of, piped
+from tests.search.examples import NO_MINIMA, assert_same_results, attributes_of, piped
 
 pytestmark = NO_MINIMA
 
@@ -47,17 +46,7 @@ def make_search(estimator=None, space=SPACE, **arguments):
     return FlatMinimaSearch(estimator or make_net(), space, **arguments)
 
 
-def table(found):
-    """The minima of a search or a study, without times and in the order of the parameters."""
-    minima = found.minima_ if isinstance(found, FlatMinimaSearch) else rank_minima(found)
-    dropped = ["trial", "seconds", "rank", "artifact_id", "in_fleet"]
-    minima = minima.drop(columns=dropped, errors="ignore")
-    parameters = [name for name in minima if name.startswith("param_")]
-    return minima.sort_values(parameters, ignore_index=True)
-
-
-def assert_same(one, other):
-    pd.testing.assert_frame_equal(table(one), table(other), rtol=1e-8, atol=1e-8)
+assert_same = partial(assert_same_results, rtol=1e-8, atol=1e-8)
 
 
 class Fails(Callback):

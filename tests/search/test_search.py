@@ -33,6 +33,7 @@ from tests.search.examples import (
     Slow,
     X,
     Y,
+    assert_same_results,
     attributes_of,
     logistic,
     make_net,
@@ -45,13 +46,6 @@ from tests.search.examples import (
 DEAD = 1e10  # a learning rate that leaves nothing but dead units
 DIVERGING = 1e37
 EARLY = 1e-3  # one that is far from the goal when training ends
-
-
-def assert_same_results(search, other):
-    """Compare the columns that are the same whenever the same candidates are trained."""
-    tables = (one.minima_.drop(columns=["trial", "seconds", "rank"]) for one in (search, other))
-    parameters = [name for name in search.minima_ if name.startswith("param_")]
-    assert_frame_equal(*(table.sort_values(parameters, ignore_index=True) for table in tables))
 
 
 def run_objective(objective, sampler, n_trials=None, **study_parameters):
