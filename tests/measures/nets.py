@@ -474,6 +474,67 @@ def behind_relu(criterion, y):
     return Problem(net, torch.randn(6, 4).double(), y, criterion, is_mean=is_mean)
 
 
+def smooth_absolute_value(name):
+    """Make the function ``sqrt(x^2 + 1)`` under any name."""
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x.square() + 1).sqrt()
+
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x / (x.square() + 1).sqrt()
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods).apply
+
+
+def named_as(name):
+    """A function of the user that has the name of one of torch's."""
+    function, layers = smooth_absolute_value(name), {"first": nn.Linear(4, 5)}
+    layers["head"] = nn.Linear(5, 3)
+    net = Net(lambda net, x: net.head(function(net.first(x))), **layers).double()
+    plain = Net(lambda net, x: net.head((net.first(x).square() + 1).sqrt()), **layers)
+    return Problem(net, *labelled(4), oracle=plain)
+
+
+def between_a_view_and_its_change(view, frozen):
+    def run(net, x):
+        out = view(torch.tanh(net.main(x)))
+        out += net.shortcut(x)
+        return net.head(out)
+
+    modules = {"main": nn.Linear(4, 8), "shortcut": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    net = Net(run, **modules).double()
+    net.main.weight.requires_grad = not frozen
+    return Problem(net, *labelled(4), layers=("shortcut",), closed=())
+
+
+def called(run, closed=(), hook=None):
+    """Two layers that are called in another order than they are registered."""
+    layers = {"b": nn.Linear(4, 3), "a": nn.Linear(5, 4)}
+    net = Net(lambda net, x: run(net.a, net.b, x), **layers).double()
+    for layer in (net.a, net.b) if hook else ():
+        layer.register_forward_hook(hook)
+    return Problem(net, *labelled(5), layers=("a", "b"), closed=closed)
+
+
+def wide(activation):
+    """Too wide for a penalty to take all columns of the weight."""
+    net = nn.Sequential(nn.Linear(150, 6), activation(), nn.Linear(6, 3)).double()
+    return Problem(net, *labelled(150))
+
+
+def added_keys():
+    def run(net, x):
+        h = net.body(x)
+        return net.head(net.attention(h, h, h, need_weights=False)[0].mean(1))
+
+    attention = nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True)
+    net = Net(run, body=nn.Linear(4, 4), attention=attention, head=nn.Linear(4, 3)).double()
+    return Problem(net.eval(), *labelled(3, 4), layers=("body", "head"), closed=("head",))
+
+
 def last_of_a_sequence(net, x):
     return net.out(net.body(x)[0][:, -1])
 
@@ -563,6 +624,27 @@ PIXELS = {
 }  # fmt: skip
 
 
+# names of torch's operations that are piecewise linear, linear in an input, or no change at all
+NAMES = ["Abs", "Add", "Div", "Mul", "NativeBatchNorm", "View", "_OfBatch", "Embedding"]
+VIEWS = {
+    "slice": lambda h: h[:, 2:6],
+    "reshaped": lambda h: h.view(-1, 2, 4)[:, 1],
+    "whole": lambda h: h.view(-1, 8).narrow(1, 0, 4),
+}
+# layers that are used in unusual ways
+UNUSUAL = {
+    **{f"a function named {name}": partial(named_as, name) for name in NAMES},
+    **{
+        f"a {view} that is changed": partial(between_a_view_and_its_change, function, False)
+        for view, function in VIEWS.items()
+    },
+    "called by name": lambda: called(lambda a, b, x: b(input=a(input=x).relu()), ("b",)),
+    "overwritten later": lambda: called(lambda a, b, x: b(a(x).relu_()).tanh_()),
+    "hooks": lambda: called(lambda a, b, x: b(a(x).relu()), hook=lambda _, x, z: z + z.tanh() / 2),
+    "wide, relu": partial(wide, nn.ReLU),
+    "wide, tanh": partial(wide, nn.Tanh),
+    "added keys": added_keys,
+}
 REDUCED = ("cross-entropy", "cross-entropy class weights", "squared error")
 OF_CRITERIA = {
     **{case: partial(of_criterion, case) for case in cases.CASES},
@@ -597,6 +679,11 @@ PROBLEMS = seeded({
     ),
     **PIXELS,
     "lstm": lstm,
+    **UNUSUAL,
+    **{
+        f"a {view} of a frozen layer": partial(between_a_view_and_its_change, function, True)
+        for view, function in VIEWS.items()
+    },
     **OF_CRITERIA,
 })
 HEADS_OF_CLASSES = seeded({

@@ -269,37 +269,6 @@ def test_a_product_of_two_layers_has_no_other_head():
     report_of(net, "hessian_trace")
 
 
-# names of torch's operations that are piecewise linear, linear in an input, or no change at all
-NAMES = ["Abs", "Add", "Div", "Mul", "NativeBatchNorm", "View", "_OfBatch", "Embedding"]
-
-
-def smooth_absolute_value(name):
-    """Make the function ``sqrt(x^2 + 1)`` under any name."""
-
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return (x.square() + 1).sqrt()
-
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        return gradient * x / (x.square() + 1).sqrt()
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), methods).apply
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_function_of_the_user_may_be_named_as_one_of_torch(name):
-    function, layers = smooth_absolute_value(name), {"first": nn.Linear(4, 5)}
-    layers["head"] = nn.Linear(5, 3)
-    net = Net(lambda net, x: net.head(function(net.first(x))), **layers).double()
-    plain = Net(lambda net, x: net.head((net.first(x).square() + 1).sqrt()), **layers)
-    expected = oracles.relative_flatness(plain, "first", CE, X.double(), Y)
-    assert exact(net, "first", X.double(), Y) == pytest.approx(expected, rel=1e-9)
-    truth = expected / (2 * 4)
-    assert_right_on_average(published_penalty(layer="first"), net, CE, X.double(), Y, truth)
-
-
 def windows(net, x):
     """The middle layer has the windows of all samples as its rows."""
     rows = torch.tanh(net.first(x)).unflatten(1, (2, -1)).movedim(1, 0).flatten(0, 1)
@@ -322,29 +291,6 @@ def test_a_layer_whose_rows_are_no_samples_is_left_out(n_steps):
         assert set(layer_sensitivity(*at, bits=8, **options)["layer"]) == {"first", "head"}
     with pytest.raises(ValueError, match="within"):
         exact(net, "within", *at[1:])
-
-
-VIEWS = {
-    "slice": lambda h: h[:, 2:6],
-    "reshaped": lambda h: h.view(-1, 2, 4)[:, 1],
-    "whole": lambda h: h.view(-1, 8).narrow(1, 0, 4),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_between_a_view_and_its_change_in_place(view, frozen):
-    def run(net, x):
-        out = VIEWS[view](torch.tanh(net.main(x)))
-        out += net.shortcut(x)
-        return net.head(out)
-
-    modules = {"main": nn.Linear(4, 8), "shortcut": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
-    net = Net(run, **modules).double()
-    net.main.weight.requires_grad = not frozen
-    expected = oracles.relative_flatness(net, "shortcut", CE, X.double(), Y)
-    assert exact(net, "shortcut", X.double(), Y) == pytest.approx(expected, rel=1e-9)
-    assert [p.requires_grad for p in net.parameters()] == [not frozen, *[True] * 5]
 
 
 compiled = partial(torch.compile, backend="aot_eager")

@@ -97,26 +97,6 @@ def test_no_such_layer(make, layer, message):
             penalise(make(), X, Y, layer=layer)
 
 
-CALLS = {
-    "by name": lambda a, b, x: b(input=a(input=x).relu()),
-    "overwritten later": lambda a, b, x: b(a(x).relu_()).tanh_(),
-}
-
-
-@pytest.mark.parametrize("call", [*CALLS, "hook"])
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_the_ways_in_which_a_layer_is_called(call, name):
-    net = pair(CALLS.get(call, chain))
-    if call == "hook":
-        for layer in (net.a, net.b):
-            layer.register_forward_hook(lambda module, args, output: 3 * output.tanh())
-    expected = oracles.relative_flatness(net, name, CE, X, Y)
-    found = relative_flatness(net, X, Y, layer=name, criterion=CE)
-    assert found == pytest.approx(expected, rel=1e-10)
-    truth = oracles.penalty(net, name, CE, X, Y)
-    assert_right_on_average(published_penalty(name), net, CE, X, Y, truth)
-
-
 class Scaled(nn.Linear):
     """A linear layer that is none."""
 

@@ -17,6 +17,7 @@ from tests.measures.nets import (
     NETS,
     PROBLEMS,
     UNTRAINED,
+    UNUSUAL,
     Problem,
     allowed,
     make,
@@ -29,7 +30,7 @@ from tests.penalty.test_penalty import EXACT, assert_slope_is_that_of_difference
 
 pytestmark = UNTRAINED
 LANGUAGE = ["language model, plain, classes second", "language model, plain, mapping"]
-KINDS = [*NETS, "packed attention", "packed cross-attention", *LANGUAGE]
+KINDS = [*NETS, "packed attention", "packed cross-attention", *LANGUAGE, *UNUSUAL]
 AT = [(kind, layer) for kind in KINDS for layer in PROBLEMS[kind]().all_layers()]
 OTHERS = [
     ("GPT-2", "lm_head"),  # which is tied
@@ -98,17 +99,6 @@ def test_batch_norm_is_the_linear_map_that_the_batch_makes_of_it(name, activatio
     truth = truth_at(Problem(fixed, X, y), name)
     assert_right_on_average(published_penalty(name), net, CE, X, y, truth)
     assert_slope_is_that_of_differences(published_penalty(name), net, CE, X, y)
-
-
-@pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh])
-def test_wide_layers(activation):
-    # too wide for all columns of the weight to be taken
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(150, 6), activation(), nn.Linear(6, 3)).double()
-    X, y = torch.randn(12, 150).double(), torch.arange(12) % 3
-    penalty = published_penalty(0)
-    assert_right_on_average(penalty, net, CE, X, y, truth_at(Problem(net, X, y), "0"))
-    assert_slope_is_that_of_differences(penalty, net, CE, X, y)
 
 
 def mean_penalty(penalty, net, X, y):
@@ -397,17 +387,3 @@ def test_attention_stays_fused_where_no_second_derivative_is_needed():
         assert allowed() == before
         penalty(CE, output, y).backward()
     assert net.allowed[-3:] == [(False, False, False, True)] * 3
-
-
-def test_attention_with_added_keys():
-    def attends(net, x):
-        h = net.body(x)
-        return net.head(net.attention(h, h, h, need_weights=False)[0].mean(1))
-
-    attention = nn.MultiheadAttention(4, 2, add_bias_kv=True, batch_first=True)
-    net = Net(attends, body=nn.Linear(4, 4), attention=attention, head=nn.Linear(4, 3))
-    X, y = torch.randn(6, 3, 4), torch.arange(6) % 3
-    penalty = published_penalty("body")
-    for _ in range(2):
-        evaluate(penalty, net, CE, X, y).backward()
-    assert net.body.weight.grad.any()
