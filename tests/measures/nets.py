@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -583,6 +583,16 @@ def of_criterion(case, reduction=None):
     return problem
 
 
+def of_hooked_criterion(case):
+    """A criterion whose hooks are part of the loss."""
+    problem = of_criterion(case)
+    plain, hooked = problem.criterion, copy.deepcopy(problem.criterion)
+    hooked.register_forward_pre_hook(lambda _, args: (2 * args[0], args[1]))
+    hooked.register_forward_hook(lambda _, args, loss: 3 * loss)
+    options = {"loss": lambda z, y: 3 * plain(2 * z, y), "closed": ()}
+    return replace(problem, criterion=hooked, **options)
+
+
 def pixels(criterion, y, *, last=(1,), closed=None, is_mean=True):
     """A head of segmentation, with a loss for each pixel."""
     last = nn.Conv2d(4, 3, *last)
@@ -644,6 +654,8 @@ UNUSUAL = {
     "wide, relu": partial(wide, nn.ReLU),
     "wide, tanh": partial(wide, nn.Tanh),
     "added keys": added_keys,
+    "hooks of cross-entropy": partial(of_hooked_criterion, "cross-entropy"),
+    "hooks of squares": partial(of_hooked_criterion, "squared error"),
 }
 REDUCED = ("cross-entropy", "cross-entropy class weights", "squared error")
 OF_CRITERIA = {

@@ -20,28 +20,6 @@ from tests.penalty.test_penalty import EXACT, make
 pytestmark = UNTRAINED
 
 
-@pytest.mark.parametrize("layer", ["0", "4"])
-@pytest.mark.parametrize("case", ["cross-entropy", "squared error"])
-def test_hooks_of_a_criterion_are_part_of_the_loss(case, layer):
-    net, criterion, X, y = make(case)
-    plain = type(criterion)()
-
-    def of_loss(z, y):
-        return 3 * plain(2 * z, y)
-
-    criterion.register_forward_pre_hook(lambda _, args: (2 * args[0], args[1]))
-    criterion.register_forward_hook(lambda _, args, loss: 3 * loss)
-    expected = oracles.relative_flatness(net, layer, of_loss, X, y)
-    for loss in (criterion, of_loss):
-        value = relative_flatness(net, X, y, criterion=loss, layer=layer, method="exact")
-        assert value == pytest.approx(expected, rel=EXACT)
-    penalty = RelativeFlatnessPenalty(layer)
-    penalties = [penalty_of(penalty, net, loss, X, y) for loss in (criterion, of_loss)]
-    assert_close(*penalties, rtol=EXACT, atol=0)
-    with pytest.raises(ValueError, match="with hooks has none"):
-        relative_flatness(net, X, y, criterion=criterion, at_loss=0.1)
-
-
 # tests/measures/test_layer_kinds.py compares all measures with the full Hessian in float64
 @pytest.mark.parametrize("case", CASES)
 def test_float32_is_close(case):

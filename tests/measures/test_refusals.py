@@ -107,6 +107,8 @@ def once_in_loss(z, y):
 in_loss = calls(measure, nn.Linear(4, 3), X.float(), Y, criterion=once_in_loss)
 
 
+HOOKED = nn.CrossEntropyLoss()
+HOOKED.register_forward_hook(lambda _, args, loss: 3 * loss)
 LAYER_WISE = ["relative_flatness", "trace_flatness", "eigenvalue_flatness", "neuron_flatness_max"]
 WHOLE = ["joint_eigenvalue_flatness", "fisher_rao_norm"]
 TWICE = [*LAYER_WISE, "joint_eigenvalue_flatness", "hessian_trace", "hessian_max_eigenvalue"]
@@ -146,6 +148,7 @@ REFUSED = [
     (line("adaptive_sharpness", at_loss=0.1, normalize_logits=True), V, "pass one of the two"),
     (line("comparable_flatness", criterion=nn.HuberLoss()), V, "HuberLoss has none"),
     (on_net("hessian_trace", criterion=once_in_loss, at_loss=0.1), V, "once_in_loss has none"),
+    (on_net("hessian_trace", criterion=HOOKED, at_loss=0.1), V, "with hooks has none"),
     # terms of samples
     (on_iris("eigenvalue_flatness", per_sample=True), V, "per_sample=True .* eigenvalue_flatness"),
     (on_iris("relative_flatness", per_sample=True, aggregate="max"), V, "aggregate='max' asks"),

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from sklearn.linear_model import LinearRegression
 from torch import nn
-from torch.func import functional_call
 
 from tests.cases import mlp
 
@@ -35,11 +34,15 @@ def regression(n=40, m=3):
 
 
 def rise_by(net, name, X, y, move, criterion=CE["criterion"]):
-    """The rise of the mean loss with the weight ``W (I + move)``."""
-    weight = net.get_submodule(name).weight.detach()
+    """The rise of the mean loss if a layer receives ``x + move x``, with x as one vector."""
     move = torch.as_tensor(move).double()
-    moved = functional_call(net, {f"{name}.weight": weight + weight @ move}, (X,))
-    return float((criterion(moved, y) - criterion(net(X), y)).detach())
+
+    def moved(layer, inputs):
+        return inputs[0] + (inputs[0].flatten(1) @ move.T).reshape(inputs[0].shape)
+
+    before = criterion(net(X), y)
+    with net.get_submodule(name).register_forward_pre_hook(moved):
+        return float((criterion(net(X), y) - before).detach())
 
 
 def rises_by(net, position, X, y, moves):

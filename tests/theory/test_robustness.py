@@ -19,7 +19,7 @@ from relflat_sk import (
 )
 from tests import oracles
 from tests.cases import CASES, WEIGHTS
-from tests.hugging_face import conv1d
+from tests.measures.nets import PROBLEMS
 from tests.theory.problems import CE, network, plane_network, rise_by, rises_by, rotations
 
 pytestmark = pytest.mark.filterwarnings("ignore:NLLLoss takes log:relflat_sk.FlatnessWarning")
@@ -96,21 +96,30 @@ def test_remainder_of_theorem_5_is_of_fourth_order_over_two_decades(loss, where,
     assert np.median(slopes) == pytest.approx(4, abs=0.1)  # by symmetry
 
 
+def size_of_input(net, name, X):
+    sizes = []
+    with net.get_submodule(name).register_forward_hook(
+        lambda layer, inputs, output: sizes.append(inputs[0][0].numel())
+    ):
+        net(X)
+    return sizes[0]
+
+
+# a convolution's input is one vector, and the last layer of "gpt2" has a transposed weight
+LAYERS_OF = [*product(CASES, [-1, 0, 1]), *product(["conv", "conv tanh"], [-1, 0]), ("gpt2", -1)]
+
+
 @of_any_norm
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("layer", "batch_size"), [(-1, 11), (0, 4), (1, 4)])
-def test_given_matrices_agree_with_the_definition(case, layer, batch_size):
-    make_network, make_criterion, target, _ = CASES[case]
-    torch.manual_seed(1)
-    net, criterion = make_network(), make_criterion()
-    X, y = torch.randn(11, 5).double(), target(11)
-    name = [name for name, m in net.named_modules() if isinstance(m, nn.Linear)][layer]
-    m = net.get_submodule(name).in_features
+@pytest.mark.parametrize(("case", "layer"), LAYERS_OF)
+def test_given_matrices_agree_with_the_definition(case, layer):
+    problem = PROBLEMS[case]()
+    name, at = problem.all_layers()[layer], (problem.net, problem.X, problem.y)
+    m = size_of_input(problem.net, name, problem.X)
     moves = torch.randn(3, m, m).double()
-    options = {"layer": layer, "criterion": criterion, "batch_size": batch_size}
-    value, stderr = feature_robustness(net, X, y, 0.1, matrices=moves.numpy(), **options)
-    expected = np.mean([rise_by(net, name, X, y, 0.1 * one, criterion) for one in moves])
-    assert value == pytest.approx(expected, rel=EXACT, abs=1e-13)
+    options = {"layer": name, "criterion": problem.criterion, "batch_size": 11 if layer < 0 else 4}
+    value, stderr = feature_robustness(*at, 0.1, matrices=moves.numpy(), **options)
+    each = [rise_by(at[0], name, *at[1:], 0.1 * one, problem.criterion) for one in moves]
+    assert value == pytest.approx(np.mean(each), rel=EXACT, abs=1e-13)
     assert stderr == 0
 
 
@@ -128,20 +137,6 @@ def test_single_features_without_replacement():
     possible = {round((each[i] + each[j]) / 2, 12) for i in range(6) for j in range(i)}
     assert pairs <= possible
     assert len(pairs) > 10
-
-
-@of_any_norm
-@pytest.mark.parametrize("layer", [0, -1])
-def test_the_input_of_a_convolution_is_one_vector(layer):
-    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
-    X, y = torch.randn(6, 2, 3, 3).double(), torch.arange(6) % 3
-    features, tail = (X, net) if layer == 0 else (net[:3](X), net[3])
-    m = features[0].numel()
-    move = torch.randn(m, m).double()
-    moved = features + 0.1 * (features.flatten(1) @ move.T).reshape(features.shape)
-    expected = CE["criterion"](tail(moved), y) - CE["criterion"](net(X), y)
-    value, _ = feature_robustness(net, X, y, 0.1, layer=layer, matrices=move, **CE)
-    assert value == pytest.approx(float(expected.detach()), rel=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +178,6 @@ def test_a_network_that_diverged_warns(value, cause):
     with pytest.warns(FlatnessWarning, match=match):
         worst = worst_feature_robustness(net, X, y, 0.1, **options)
     assert not np.isfinite([robustness, worst.value, worst.rise, worst.flatness_bound]).any()
-
-
-def test_a_head_with_a_transposed_weight_is_that_linear_layer():
-    head, linear = conv1d(4, 4).double(), nn.Linear(4, 4).double()  # also a square is transposed
-    linear.load_state_dict({"weight": head.weight.detach().T, "bias": head.bias.detach()})
-    first, X, y = nn.Linear(5, 4).double(), torch.randn(30, 5).double(), torch.arange(30) % 4
-    transposed, usual = (
-        feature_robustness(nn.Sequential(first, nn.ReLU(), last), X, y, 0.1, random_state=0, **CE)
-        for last in (head, linear)
-    )
-    assert transposed == pytest.approx(usual)
 
 
 @pytest.mark.parametrize("layer", [0, -1])
