@@ -136,9 +136,8 @@ def warn_of_ending(criterion: Any, ending: str | None) -> None:
     """Warn if probabilities reach a criterion that takes logits, or logarithms of them."""
     if type(criterion) is nn.NLLLoss and ending == "softmax":
         warn(
-            "NLLLoss takes log-probabilities, but the network ends in a softmax: its loss "
-            "is -p, not -log p. For skorch's convention, pass the skorch net; otherwise let "
-            "the network end in LogSoftmax, or in logits with CrossEntropyLoss."
+            "NLLLoss takes log-probabilities, but the network ends in a softmax: its loss is -p. "
+            "Pass the skorch net, or let the network end in LogSoftmax."
         )
     problem = explain_ending(criterion, ending)
     if problem is not None:

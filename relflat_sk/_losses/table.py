@@ -147,8 +147,7 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
             target.where(classes != target, 0).abs(),
             (0, 0),
             f"{type(criterion).__name__} needs class indices 0, 1, ..., got fractions such as "
-            "{high:g}. Is this a regression target? Then use a regression criterion such as "
-            "MSELoss.",
+            "{high:g}. For a regression, use a criterion such as MSELoss.",
         )
     n_classes, ignored = output.shape[1], criterion.ignore_index
     # one operation, since every training step does it
@@ -160,8 +159,7 @@ def _read_classes(criterion: Any, output: Tensor, target: Tensor) -> Target:
         classes.where(classes != ignored, 0),
         (0, n_classes - 1),
         f"y must hold class indices from 0 to {n_classes - 1}, one per output, got values from "
-        "{low:.0f} to {high:.0f}. Encode the labels, for instance with "
-        "sklearn.preprocessing.LabelEncoder, or give the network more outputs.",
+        "{low:.0f} to {high:.0f}. Encode the labels, or give the network more outputs.",
     )
     return Target(classes, classes)
 

@@ -96,8 +96,8 @@ def next_labels(labels: Tensor | None) -> Tensor:
     if labels is None or labels.ndim != 2:
         raise ValueError(
             "a causal language model takes labels of shape (samples, tokens) as y, got "
-            f"{'none' if labels is None else tuple(labels.shape)}. Pass the input_ids as y, with "
-            f"{IGNORED} for padding: each token is compared with the next."
+            f"{'none' if labels is None else tuple(labels.shape)}. Pass the input_ids as y, and "
+            f"{IGNORED} for padding."
         )
     last = torch.full_like(labels[:, :1], IGNORED)
     return torch.cat([labels[:, 1:], last], dim=1)
@@ -113,9 +113,8 @@ _ROUNDING = 1e-4
 
 # what to do if the get_loss of a net cannot be called as measures call it
 _WITHOUT_X = (
-    "Measures call it with one tensor of outputs and with targets, without X and with "
-    "training=False. If it reads X, for instance weights of samples, pass criterion= to the "
-    "measure, and the weights as sample_weight; nets of relflat_sk take sample_weight in fit."
+    "Measures call it with outputs and targets, without X and with training=False. If it reads X, "
+    "such as weights of samples, pass criterion= to the measure, and the weights as sample_weight."
 )
 
 

@@ -196,9 +196,8 @@ def why_not_linear(record: LayerRecord, features: Tensor, z: Tensor) -> str:
     if is_linear(record, features, z) or _is_linear_without_noise(record, features):
         return ""
     return (
-        f"layer {record.name!r} does not compute W x + b with its own weight (a subclass "
-        "with another forward, as of DoRA, or an output_size?), so the curvature in its weight "
-        "is not that of a linear layer. Measure another layer."
+        f"layer {record.name!r} does not compute W x + b with its own weight (a subclass with "
+        "another forward, as of DoRA, or an output_size?). Measure another layer."
     )
 
 

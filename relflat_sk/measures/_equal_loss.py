@@ -132,8 +132,7 @@ class _Recording:
         if link == "log_softmax" and are_no_logarithms(forward.output.detach()):
             return (
                 f"{name_criterion(loss.criterion)} takes logarithms of probabilities, but the "
-                "probabilities do not sum to 1. Let the network end in LogSoftmax, or pass "
-                "criterion=torch.nn.CrossEntropyLoss()"
+                "probabilities do not sum to 1. Let the network end in LogSoftmax"
             )
         if link == "sigmoid" and forward.link != link and bool(logits.isinf().any()):
             return (

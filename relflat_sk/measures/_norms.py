@@ -237,13 +237,6 @@ def _log_largest_row(layer: AffineLayer) -> float:
     return _log(float(layer.apply(ones, layer.weight.abs()).max()))
 
 
-def _path_norm(power: int, network: Network) -> LogNorm:
-    """Take the path norm of powers 1, which is squared, or 2."""
-    with borrowed(network.module):
-        total = sum_over_paths(network, fold_layers(network), power)
-    return 2 / power * _log(total), 0.0
-
-
 def _parameter_count(network: Network, *, times_depth: bool = False) -> Measured:
     count = sum(parameter.numel() for parameter in network.module.parameters())
     return Measured(float(count * (len(layer_names(network)) if times_depth else 1)))
@@ -337,14 +330,16 @@ _STEPS = {
 }  # fmt: skip
 
 
-def sum_over_paths(network: Network, layers: Sequence[AffineLayer], power: int) -> float:
-    """Sum the products of powers of weights along all paths of a network, within `borrowed`."""
-    total, half = (_sum_from(network, layers, power, start) for start in (1.0, 0.5))
+def _path_norm(power: int, network: Network) -> LogNorm:
+    """Take the path norm of powers 1, which is squared, or 2."""
+    with borrowed(network.module):
+        layers = fold_layers(network)
+        total, half = (_sum_from(network, layers, power, start) for start in (1.0, 0.5))
     if not total < math.inf:  # nan is infinity times a weight of zero
-        return math.inf
+        return math.inf, 0.0
     if not math.isclose(half, total / 2, rel_tol=1e-9):
         raise _refusal("it is not homogeneous: it adds or multiplies by something else than paths")
-    return total
+    return 2 / power * _log(total), 0.0
 
 
 def _refusal(reason: str) -> NotApplicableError:

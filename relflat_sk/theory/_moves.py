@@ -234,8 +234,7 @@ def move_features(
                 if not all(torch.equal(parts, divisors) for _, parts in moved):
                     raise ValueError(
                         "the labels of moved features have other class weights than the labels, or "
-                        "are ignored where those are not. Use a criterion without weight and "
-                        "ignore_index."
+                        "are ignored where those are not. Leave out weight and ignore_index."
                     )
                 rises.append(torch.stack([after - losses for after, _ in moved]).mean(dim=0))
             yield Moved(losses, torch.stack(rises), split.weights, divisors)
