@@ -99,11 +99,8 @@ def train_epoch(step: Step, jobs: Sequence[Job], stack: Any, *, small: bool = Fa
     settings, recorded = settings_of(penalties, like.numpy() if small else like), []
     with torch.no_grad():
         for batch in _cut_batches(jobs, like, small=small):
-            if settings is None or settings.limit.begin_step(settings.every):
-                recorded.append(step(batch, settings))
-            else:
-                (loss,) = step(batch, None)
-                recorded.append((loss, 0 * loss, 0 * loss + 1))
+            rests = settings is not None and not settings.limit.begin_step(settings.every)
+            recorded.append(step(batch, None if rests else settings))
             stack.step()
     if settings is not None and len(penalties) > 1:
         settings.limit.unstack([penalty.limit for penalty in penalties])
@@ -183,17 +180,10 @@ def _libraries() -> ThreadpoolController:
 
 
 def _read_epochs(jobs: Sequence[Job], recorded: Sequence[tuple[Any, ...]]) -> list[Epoch]:
-    """Return the batches of each network.
-
-    `recorded` has the losses of a step, and with a penalty also penalties and their shares.
-    """
+    """Return the batches of each network, from the losses, penalties and shares of each step."""
     numbers = [quantity for step in recorded for quantity in step]
     joined = namespace(numbers[0]).concatenate(numbers)
     if isinstance(joined, Tensor):
         joined = joined.cpu().numpy()
-    without = [0.0] * len(recorded), [1.0] * len(recorded)
     steps = joined.reshape(len(recorded), -1, len(jobs)).transpose(2, 1, 0).tolist()
-    return [
-        Epoch(job.sizes, losses, *(penalty or without))
-        for job, (losses, *penalty) in zip(jobs, steps, strict=True)
-    ]
+    return [Epoch(job.sizes, *numbers) for job, numbers in zip(jobs, steps, strict=True)]
