@@ -232,8 +232,8 @@ class FlatnessScorer(BaseEstimator):
             found: float = net.relative_flatness_
         except AttributeError as error:
             raise ValueError(
-                f'data="train" needs a net that records its flatness in fit; {type(net).__name__} '
-                f'did not, or not with these weights: {error} Use data="given".'
+                f'data="train" needs a net that records its flatness in fit; the '
+                f'{type(net).__name__} did not, or not so: {error} Use data="given".'
             ) from None
         expected = {"layer": self.layer, "normalize": RECORDED[self.measure]}
         # the net's parameters may have other values since fit
