@@ -220,8 +220,8 @@ class FlatnessScorer(BaseEstimator):
             )
         if self.data == "train" and (self.measure not in RECORDED or self.measure_params):
             raise ValueError(
-                f'data="train" takes one of {", ".join(RECORDED)} without measure_params, got '
-                f'{self.measure!r} and {self.measure_params!r}. Use data="given" instead.'
+                f'data="train" takes what was recorded in fit, {" or ".join(RECORDED)}, without '
+                f'measure_params, got {self.measure!r} and {self.measure_params!r}. Use "given".'
             )
 
     def _read_recorded(self, estimator: Any) -> tuple[float, ConstantComparison | None, str]:
