@@ -273,11 +273,7 @@ def test_the_bound_is_the_sum_of_its_terms(sigma, n_ignored):
     assert found.gammas == pytest.approx(gammas, rel=1e-9)
 
 
-def test_slopes_of_the_losses_are_the_largest_gradients():
-    z = (50 * torch.randn(1000, 3)).double().requires_grad_()
-    loss = nn.CrossEntropyLoss(reduction="sum")(z, torch.arange(1000) % 3)
-    (grad,) = torch.autograd.grad(loss, z)
-    assert 0.99 * 2**0.5 < grad.norm(dim=1).max() <= 2**0.5 + 1e-12
+def test_the_slope_of_the_binary_loss_is_one():
     net = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 1)).double()
     at = net, data(), torch.ones(9, 1).double(), 1e-3
     found = sharpness_bound(*at, criterion=nn.BCEWithLogitsLoss())
