@@ -8,8 +8,6 @@ import numpy as np
 import optuna
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from optuna.trial import create_trial
 from pandas.testing import assert_frame_equal
 from scipy import stats
@@ -166,34 +164,6 @@ def test_resamples_draw_as_many_and_stay_within_cells_that_have_repeats():
 
 
 # -- what all share -------------------------------------------------------------------------------
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 1000),
-    monotone=st.sampled_from([np.cbrt, np.arctan, lambda x: np.exp(x / 10), lambda x: x**3 + x]),
-)
-@pytest.mark.parametrize("name", ["pearson", "granulated", "information"])
-def test_ranks_alone_count_and_the_sign_is_that_of_the_measure(name, seed, monotone):
-    ties = seed % 2 == 0
-    minima = make_minima(seed, repeats=1 + seed % 4 // 2, ties=ties)
-    measure, gap = minima["relative_flatness"], minima["generalization_gap"]
-    mapped = {"relative_flatness": monotone(measure), "generalization_gap": -monotone(-gap)}
-    plain, same, opposite = (
-        STATISTICS[name][0](minima.assign(**changed), n_bootstrap=10, random_state=0)
-        for changed in ({}, mapped, {"relative_flatness": -measure})
-    )
-    kept = [one for one in plain if not one.startswith("pearson") and one != "given"]
-    assert_frame_equal(plain[kept], same[kept], rtol=1e-9)
-    if ties:  # of the gap: what is resampled is in the order of the measure
-        return
-    if name == "information":  # which has no sign
-        assert_frame_equal(plain[kept], opposite[kept], rtol=1e-9)
-        return
-    for column in ["psi"] if name == "granulated" else SCIPY:
-        expected = -plain[[column, f"{column}_high", f"{column}_low"]].to_numpy()
-        found = opposite[[column, f"{column}_low", f"{column}_high"]]
-        np.testing.assert_allclose(found, expected, **ROUNDING)
 
 
 def test_only_converged_finite_minima_count(statistic):
