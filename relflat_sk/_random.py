@@ -150,14 +150,20 @@ def seeded(seed: int | None) -> Iterator[None]:
     """Seed torch's global random states, and give them back at the end of the context.
 
     Other threads are not kept out: an estimator that is fitted inside may have threads of its own.
+    But no other thread computes alone while the states change.
     """
     if seed is None:
         yield
         return
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else None
-    with _forked(device):
+    with alone():
+        before = get_states(device)
         seed_torch(seed)
+    try:
         yield
+    finally:
+        with alone():
+            set_states(device, before)
 
 
 def rademacher(

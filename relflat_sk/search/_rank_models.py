@@ -19,7 +19,7 @@ from tqdm import tqdm
 from relflat_sk._checks import check_kind, warn
 from relflat_sk._models.network_of import final_estimator
 from relflat_sk._network.borrowing import unwrapped
-from relflat_sk._random import draw_seed, seed_from, seeded
+from relflat_sk._random import alone, draw_seed, seed_from, seeded
 from relflat_sk.minima import rank_minima
 from relflat_sk.minima._table import (
     PARAM_PREFIX,
@@ -251,7 +251,7 @@ class _Reading:
         try:
             model, has_record = self._read(item)
             kind, params = (type(model), type(final_estimator(model))), _parameters(model)
-            with seeded(self.seed):  # data loaders draw from torch's random state
+            with alone(), seeded(self.seed):  # data loaders draw from torch's random state
                 network = assess(
                     minimum, model, self.data, self.measuring, self.seed, has_record=has_record
                 )

@@ -121,10 +121,10 @@ def reparameterize(
     if kind not in ("layer", "neuron"):
         raise ValueError(f'kind must be "layer" or "neuron", got {kind!r}.')
     network = open_model(module, X, criterion=nn.MSELoss())  # the loss is not used
-    original, copied = (
-        replace(network, module=copy.deepcopy(network.module).eval()) for _ in range(2)
-    )
     with fork_rng(network.device), torch.no_grad():
+        original, copied = (
+            replace(network, module=copy.deepcopy(network.module).eval()) for _ in range(2)
+        )
         inputs: list[tuple[str, Tensor]] = []
         _run_first_batch(original, lambda name, part, x: inputs.append((name, x.clone())))
         layers = weight_layers(network.module)

@@ -3,13 +3,21 @@
 import os
 import signal
 from contextlib import contextmanager
+from functools import partial
 from threading import Event, Thread
 
 import pytest
 import torch
 
 from relflat_sk import _random
-from relflat_sk._random import alone, fork_rng, make_generator, rademacher, seed_torch
+from relflat_sk._random import (
+    alone,
+    fork_rng,
+    make_generator,
+    rademacher,
+    seed_torch,
+    seeded,
+)
 
 
 def test_torch_is_seeded_as_by_its_own_function(device):
@@ -47,17 +55,20 @@ def held_by_another_thread():
     thread = Thread(target=hold)
     thread.start()
     began.wait()
-    yield end.set
-    end.set()
-    thread.join()
+    try:
+        yield end.set
+    finally:
+        end.set()
+        thread.join()
 
 
-def test_a_thread_that_waits_for_long_says_so_and_goes_on_waiting(monkeypatch):
+@pytest.mark.parametrize("change", [alone, partial(fork_rng, None), partial(seeded, 0)])
+def test_a_thread_that_waits_for_long_says_so_and_goes_on_waiting(change, monkeypatch):
     said = []
     with held_by_another_thread() as let_go:
         monkeypatch.setattr(_random, "_PATIENCE", 0.01)
         monkeypatch.setattr(_random, "warn", lambda message: (said.append(message), let_go()))
-        with alone():
+        with change():
             assert "waited 0.01 s for a fit or a measure in another thread" in said[0]
     with alone(), fork_rng(None):
         assert len(said) == 1

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -70,6 +71,15 @@ def test_the_table_is_that_of_a_search():
     table = table.drop(columns=["model", "param_random_state"])
     # nobody knows how long training took
     assert_frame_equal(table, search.minima_.assign(seconds=np.nan), rtol=1e-12)
+
+
+def test_rankings_in_threads_give_torchs_random_state_back(steps):
+    arguments = [{"module": build(), **OF_MODULE} for _ in range(8)]
+    state = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        rankings = [pool.submit(rank_models, steps, X, Y, **each) for each in arguments]
+    assert all(ranking.result()["rank"].tolist() == [1, 2, 3] for ranking in rankings)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_models_of_several_kinds_have_columns_for_what_differs_within_a_kind():
