@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from relflat_sk import (
     FlatnessWarning,
     LayerNotFoundError,
-    RelativeFlatnessRegularizedBinaryClassifier,
     RelativeFlatnessRegularizedClassifier,
     StopAtLoss,
     relative_flatness,
@@ -110,19 +109,6 @@ def test_skorch_own_dataset_and_loader_are_used():
         relative_flatness(net, X32, Y, sample_weight=np.ones(60))
     with pytest.raises(ValueError, match="X has no samples"):
         relative_flatness(net, X32[:0], Y[:0])
-
-
-def test_nets_of_this_package_accept_labels_of_any_type():
-    names, settings = np.array(["ant", "bee", "cow"]), {"verbose": 0, "random_state": 0}
-    net = RelativeFlatnessRegularizedClassifier(max_epochs=3, **settings).fit(X, names[Y])
-    expected = relative_flatness(net.module_, X, Y, criterion=CE)
-    assert relative_flatness(net, X, names[Y]) == pytest.approx(expected, rel=FLOAT32)
-    with pytest.raises(ValueError, match=r"labels that were not seen .*\['dog'\]"):
-        relative_flatness(net, X, np.full(60, "dog"))
-    two, y = RelativeFlatnessRegularizedBinaryClassifier(max_epochs=3, **settings), Y % 2
-    two.fit(X, names[y])
-    expected = relative_flatness(two.module_, X, y[:, None], criterion=nn.BCEWithLogitsLoss())
-    assert relative_flatness(two, X, names[y]) == pytest.approx(expected, rel=FLOAT32)
 
 
 def test_pipelines_transform_their_inputs():

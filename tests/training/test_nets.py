@@ -126,16 +126,6 @@ def test_the_default_penalty_does_not_cost_r2_in_any_unit(unit):
     assert plain > 0.7
 
 
-@pytest.mark.parametrize("layer", [-1, "hidden0", ["hidden0", -1], "all"], ids=str)
-@pytest.mark.parametrize("normalize", [False, True])
-def test_records_the_flatness_of_the_training_data(layer, normalize):
-    net = make(flatness_layer=layer, flatness_normalize=normalize).fit(X, NAMES)
-    options = {"normalize": normalize, "random_state": 0}
-    layers = [0, 1] if layer == "all" else layer if isinstance(layer, list) else [layer]
-    truth = sum(relative_flatness(net, X, NAMES, layer=name, **options) for name in layers)
-    assert net.relative_flatness_ == pytest.approx(truth, rel=1e-9)
-
-
 # kind, inputs, targets; numbers of inputs and outputs, and what follows the rows in predictions
 SHAPES = {
     "classes": (Net, X, NAMES, (4, 3), ()),
