@@ -39,6 +39,11 @@ _LUCK = 0.5
 _PROGRESS = 0.02
 # A difference between epochs that is beyond the noise on data of any size.
 _LARGE_PROGRESS = 0.2
+# Or the first epoch is above those of the second half by that many of their standard deviations:
+# on large or noisy data, the first epoch may learn nearly all. If all weights but creep, losses
+# fall on a line, where it is 5.
+_FLATTENED = 10
+_FEWEST_LATE = 5
 _P_VALUE = 1e-4
 # A model whose flatness is a smaller share of the best constant's loss has no curvature left.
 # Flatness is the rise of the loss under noise on a layer's inputs (relative to their size, to
@@ -271,8 +276,8 @@ def _has_learned(model: Any, comparison: ConstantComparison) -> bool | None:
         if own is None:  # the weights are not those that were trained
             return None
         if own.is_known:
-            return own.beats_constant and (own.is_lower_by(_LUCK) or bool(made_progress(model)))
-    progress = made_progress(model)
+            return own.beats_constant and is_trained(model, own)
+    progress = _made_progress(model)
     if progress is not None:
         return progress
     # of an optimizer that keeps no curve; labels of other data have about the same constant
@@ -280,7 +285,12 @@ def _has_learned(model: Any, comparison: ConstantComparison) -> bool | None:
     return True if final < comparison.constant_loss * (1 - _PROGRESS) else None
 
 
-def made_progress(model: Any) -> bool | None:
+def is_trained(model: Any, comparison: ConstantComparison) -> bool:
+    """Return whether a loss is lower than luck can make it, or a training has lowered it."""
+    return comparison.is_lower_by(_LUCK) or bool(_made_progress(model))
+
+
+def _made_progress(model: Any) -> bool | None:
     """Return whether a training has lowered its loss, to its end; None without a record."""
     if isinstance(model, NeuralNet):
         recorded = [epoch["train_loss"] for epoch in model.history if "train_loss" in epoch]
@@ -305,7 +315,8 @@ def epoch_losses(net: NeuralNet) -> list[float]:
 def _history_shows_progress(net: NeuralNet) -> bool:
     """Compare the losses of epochs and batches at the beginning and the end of the training."""
     batches = [losses for losses in map(_batch_losses, net.history) if losses]
-    if _is_lowered(epoch_losses(net), _LARGE_PROGRESS if batches else _PROGRESS):
+    epochs = epoch_losses(net)
+    if _is_lowered(epochs, _LARGE_PROGRESS if batches else _PROGRESS) or _has_flattened(epochs):
         return True
     if not batches:
         return False
@@ -324,6 +335,14 @@ def _history_shows_progress(net: NeuralNet) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # there may be no noise
         return bool(compare(first, last, alternative="greater").pvalue < _P_VALUE)
+
+
+def _has_flattened(losses: Sequence[float]) -> bool:
+    """Return whether the first epoch's loss is above those of the second half, which are even."""
+    late = losses[len(losses) // 2 :]
+    if len(late) < _FEWEST_LATE:
+        return False
+    return bool(losses[0] - np.mean(late) > _FLATTENED * np.std(late))
 
 
 def _is_lowered(losses: Sequence[float], share: float) -> bool:

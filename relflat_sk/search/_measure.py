@@ -2,8 +2,8 @@
 
 A candidate is a minimum, as docs/searching.md says, if it reached a goal or a plateau. At a
 **plateau**, the mean training loss of the last fifth of the epochs differs from that of the fifth
-before by at most 1% of the drop from the best constant prediction's loss. With fewer than
-`FEWEST_EPOCHS` epochs nothing can be said.
+before by at most 1% of the drop from the best constant prediction's loss, and the training made
+progress, as for a scorer. With fewer than `FEWEST_EPOCHS` epochs nothing can be said.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +32,12 @@ from relflat_sk.measures._measure_network import (
     find_measures,
     measure_network,
 )
-from relflat_sk.measures._minimum import ConstantComparison, epoch_losses, has_vanished
+from relflat_sk.measures._minimum import (
+    ConstantComparison,
+    epoch_losses,
+    has_vanished,
+    is_trained,
+)
 from relflat_sk.measures._scan import Measured, range_of
 from relflat_sk.measures._scorer import FlatnessScorer, read_measure
 from relflat_sk.minima._ranking import depth_of, find_depth_band
@@ -389,7 +394,7 @@ def _find_ending(
     if isinstance(final, nn.Module):  # has no record of its training
         return "", ""
     if isinstance(final, NeuralNet):
-        return _ending_of_net(final, constant_loss)
+        return _ending_of_net(final, ConstantComparison(train_loss, constant_loss))
     if is_number(goal) and train_loss > goal * (1 + ROUNDING):
         return "", f"the training loss did not reach the goal of {goal:g}"
     n_iter, max_iter = getattr(final, "n_iter_", None), getattr(final, "max_iter", None)
@@ -398,7 +403,7 @@ def _find_ending(
     return "goal" if is_number(goal) else "solver", ""
 
 
-def _ending_of_net(net: NeuralNet, constant_loss: float) -> tuple[str, str]:
+def _ending_of_net(net: NeuralNet, comparison: ConstantComparison) -> tuple[str, str]:
     """Return what ended the training of a net at a minimum, or why it is none."""
     if getattr(net, "converged_", False):
         return "goal", ""
@@ -409,8 +414,10 @@ def _ending_of_net(net: NeuralNet, constant_loss: float) -> tuple[str, str]:
     if auto is None and hasattr(net, "converged_"):
         return "", f"training stopped before its goal was reached, {after}"
     losses = np.array(epoch_losses(net), dtype=np.float64)
-    if _is_at_plateau(losses[~np.isnan(losses)], constant_loss):
-        return "plateau", ""
+    if _is_at_plateau(losses[~np.isnan(losses)], comparison.constant_loss):
+        if is_trained(net, comparison):
+            return "plateau", ""
+        return "", f"its training made no progress {after}: its loss is about that of the first"
     goal = f"a training loss of {auto.loss:.3g} or " if auto is not None and auto.is_known else ""
     return "", f"training stopped before {goal}a plateau was reached, {after}"
 

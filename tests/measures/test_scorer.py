@@ -301,6 +301,8 @@ PROGRESS = {  # losses of the batches in each epoch, whether they are shuffled, 
     "batches of one epoch": ([np.linspace(1.0, 0.9, 40)], True, True),
     "nan": ([[1.0, math.nan], [math.nan, 0.5]], True, False),
     "order and noise": ([HARDER + noise / 10 for noise in NOISE[:3]], False, False),
+    "first epoch alone": ([[0.83], *([0.8 + noise.mean() / 100] for noise in NOISE)], True, True),
+    "slow": ([[1 - 0.0005 * at] for at in range(20)], True, False),
     "lower in the same order": ([HARDER - 0.05 * at for at in range(3)], False, True),
 }
 

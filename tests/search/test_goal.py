@@ -131,6 +131,10 @@ ENDINGS = {  # the estimator, targets, the search's goal, what ended it, why it 
         net(max_epochs=15), Y, None, "", f"{EARLY} a plateau was reached, after 15 epochs",
     ),
     # at a learning rate of almost zero nothing moves, which is no minimum
+    "no progress": (
+        net(max_epochs=20, lr=1e-7, random_state=0), Y, "auto", "",
+        "its training made no progress after 20 epochs: its loss is about that of the first",
+    ),
     "no plateau": (
         net(max_epochs=20, lr=0.001, callbacks=[StopAtLoss]), Y, "auto", "",
         f"{EARLY} its goal was reached, after 20 epochs",
