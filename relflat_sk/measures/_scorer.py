@@ -102,11 +102,11 @@ class FlatnessScorer(BaseEstimator):
     that loss at some temperature of its logits is at a minimum. One that does not has the score
     nan, with a warning.
 
-    Training made progress if it lowered its own loss by more than 2%, and by more than the noise
-    of batches: over the epochs of a skorch net's history, over the batches of a single epoch if
-    they are shuffled, over the loss curve of scikit-learn's MLPs. Or if the first epoch's loss is
-    above those of the second half of the epochs by more than ten times their scatter. A net whose weights were loaded
-    has an empty history, and is scored if its loss is low enough.
+    Training made progress if it lowered its own loss by more than 2%, and by more than the noise of
+    batches: over the epochs of a skorch net's history, over the batches of a single epoch if they
+    are shuffled, over the loss curve of scikit-learn's MLPs. Or if the first epoch's loss is above
+    those of the second half of the epochs by more than ten times their scatter. A net whose weights
+    were loaded has an empty history, and is scored if its loss is low enough.
 
     Without labels there is no check, and the score comes with a `FlatnessWarning`.
 
