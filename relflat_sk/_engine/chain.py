@@ -244,10 +244,14 @@ def find_chain(module: nn.Module, shape: tuple[int, ...]) -> Chain | None:
     return Chain(layers, last.out_features)
 
 
-def _list_layers(module: nn.Module) -> list[tuple[str, Any]]:
-    """List the layers of nested sequences, and None for any other module with parts."""
+def _list_layers(module: nn.Module, name: str = "") -> list[tuple[str, Any]]:
+    """List the layers of nested sequences."""
+    if type(module).forward is not nn.Sequential.forward:
+        return [(name, None if module._modules else module)]
+    # `named_children` would leave out the second place of an activation that is used twice
     return [
-        (name, None if part._modules else part)
-        for name, part in module.named_modules(remove_duplicate=False)  # one may have two places
-        if type(part).forward is not nn.Sequential.forward
+        layer
+        for child, part in module._modules.items()
+        if part is not None
+        for layer in _list_layers(part, f"{name}.{child}" if name else child)
     ]

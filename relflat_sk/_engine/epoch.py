@@ -1,7 +1,7 @@
 """An epoch of nets that train by written-out gradients: batches and steps."""
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -80,9 +80,7 @@ class ChainNets:
             layer.seed(make_generators(jobs, like.device), like, small=small)
         earlier = ChainTerms(chain, loss, jobs, like) if chain.earlier else None
         step = Step(chain, loss, at_last=chain.at_last, earlier=earlier)
-        # small matrices are multiplied faster on one thread
-        one_thread = _libraries().limit(limits=1, user_api="blas") if small else nullcontext()
-        with one_thread, np.errstate(all="ignore"):
+        with _one_blas_thread() if small else nullcontext():
             epochs = train_epoch(step, jobs, stack, small=small)
         if earlier is not None:
             earlier.finish()
@@ -175,8 +173,23 @@ def make_generators(jobs: Sequence[Job], device: torch.device) -> list[torch.Gen
 
 
 @cache  # in the first epoch, because it searches the process for its libraries
-def _libraries() -> ThreadpoolController:
-    return ThreadpoolController()
+def _blas_libraries() -> list[Any]:
+    return list(ThreadpoolController().select(user_api="blas").lib_controllers)
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Let NumPy multiply on one thread, which small matrices do not share among several."""
+    # `ThreadpoolController.limit` and torch's iterators over modules took a tenth of an epoch
+    before = [(library, library.num_threads) for library in _blas_libraries()]
+    try:
+        for library, _ in before:
+            library.set_num_threads(1)
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        for library, n_threads in before:
+            library.set_num_threads(n_threads)
 
 
 def _read_epochs(jobs: Sequence[Job], recorded: Sequence[tuple[Any, ...]]) -> list[Epoch]:

@@ -29,12 +29,29 @@ class NeedsOwnLoop(Exception):
 
 
 class Parts:
-    """The modules inside of a network, with their tensors, by all their names."""
+    """The modules inside of a network, with their tensors, all from one pass over it.
+
+    torch's own iterators take longer than an epoch's other checks.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self.modules = list(module.named_modules(remove_duplicate=False))
-        self.parameters = list(module.named_parameters(remove_duplicate=False))
-        self.buffers = list(module.named_buffers(remove_duplicate=False))
+        self.modules = list(_walk("", module))
+        self.parameters, self.buffers = (
+            [
+                (f"{name}.{key}" if name else key, tensor)
+                for name, part in self.modules
+                for key, tensor in getattr(part, attribute).items()
+                if tensor is not None
+            ]
+            for attribute in ("_parameters", "_buffers")
+        )
+
+
+def _walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for child, part in module._modules.items():
+        if part is not None:
+            yield from _walk(f"{name}.{child}" if name else child, part)
 
 
 @dataclass(eq=False)
@@ -168,10 +185,10 @@ def _obstacles(job: Job) -> Iterator[str]:
 
 def _obstacles_of_criterion(criterion: Any) -> Iterator[str]:
     """Yield the reasons why a criterion needs a network's own loop."""
-    parts = Parts(criterion if isinstance(criterion, nn.Module) else nn.Module())
-    if parts.parameters:
+    parts = Parts(criterion) if isinstance(criterion, nn.Module) else None
+    if parts is not None and parts.parameters:
         yield "its criterion has parameters"
-    if _runs_hooks(parts):
+    if parts is not None and _runs_hooks(parts):
         yield "its criterion has hooks"
 
 
