@@ -324,6 +324,8 @@ def measure(
     refusal: Any = _refuse_scoring(model, name, "measure")
     if refusal is not None:
         return refusal  # type: ignore[no-any-return]
+    if isinstance(model, str):
+        raise TypeError(f"measure takes the name before the model, got the model {model!r}")
     checked = find_measure(name)
     if aggregate is None:
         of_data = {key: params.pop(key) for key in OF_DATA & params.keys()}

@@ -1,5 +1,6 @@
 """Displays of many minima: gap, rank, hyper-parameters, correlations under label noise."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -579,8 +580,9 @@ class HyperparameterDisplay(MinimaDisplay):
         if is_numeric(values):
             x = numeric_column(self.minima, self.axis, argument="axis")
         else:
-            x, texts = pd.factorize(values.map(str).where(np.isfinite(y)))
-            names = list(map(shorten, texts))
+            texts = values.map(str).where(np.isfinite(y))
+            kinds = sorted(texts.dropna().unique(), key=_natural)
+            x, names = pd.Categorical(texts, kinds).codes, list(map(shorten, kinds))
         points = Points(self.minima, x, y)
         points.require_minima(self.axis, self.measure)
         x, y, ax, good = points.x, points.y, make_axes(ax), points.comparable
@@ -600,6 +602,11 @@ class HyperparameterDisplay(MinimaDisplay):
             ax.set_xticks([], minor=True)
         ax.set(xlabel=label_of(self.axis, ""), ylabel=measure_label(self.measure, style.loss_unit))
         return [ax]
+
+
+def _natural(text: str) -> list[Any]:
+    """Return a key that sorts texts by the numbers in them, such as widths of layers."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
 # -- correlations against the share of random labels -----------------------------------

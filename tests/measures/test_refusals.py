@@ -132,6 +132,7 @@ REFUSED = [
         for name, values in BAD.items()
         for argument, value in values.items()
     ],
+    (lambda: measure(NET, "l2_norm", X, Y), T, "name before the model, .*'l2_norm'"),
     # arguments of the measures of layers
     (flat(method="guess"), V, rf"method must be one of {METHODS}, got 'g"),
     (flat(method="hutchinson", random_state="a"), V, "random_state must be an int"),

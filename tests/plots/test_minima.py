@@ -197,13 +197,14 @@ def test_a_measure_against_a_number():
     assert not lines(AXIS.from_minima(many, "batch_size", color_by=None).ax_)
 
 
-def test_a_measure_against_names():
+@pytest.mark.parametrize("names", [["sgd", "adam", "adamw"], ["(128,)", "(8,)", "(32,)"]])
+def test_a_measure_against_names(names):
     # failed before it had a name; and an optimizer that never converged has its place, too
-    minima = table(param_optimizer=["sgd", "adam", "adamw"] * 4, depth=20.0)
-    minima["converged"] = minima["param_optimizer"] != "adamw"
+    minima = table(param_optimizer=names * 4, depth=20.0)
+    minima["converged"] = minima["param_optimizer"] != names[2]
     minima.loc[0, ["param_optimizer", "depth", "state"]] = [np.nan, np.nan, "failed"]
     ax = AXIS.from_minima(minima, "optimizer", "depth", color_by=None).ax_
-    assert ticks(ax.xaxis) == ["adam", "adamw", "sgd"]
+    assert ticks(ax.xaxis) == [*names[1:], names[0]]
     assert points(ax)[:, 0].tolist() == [0, 2, 0, 2, 0, 2, 0]
     assert points(ax, 1)[:, 0].tolist() == [1] * 4
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("optimizer", "depth")
