@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -500,7 +501,7 @@ def named_as(name):
 
 def between_a_view_and_its_change(view, frozen):
     def run(net, x):
-        out = view(torch.tanh(net.main(x)))
+        out = VIEWS[view](torch.tanh(net.main(x)))
         out += net.shortcut(x)
         return net.head(out)
 
@@ -644,10 +645,6 @@ VIEWS = {
 # layers that are used in unusual ways
 UNUSUAL = {
     **{f"a function named {name}": partial(named_as, name) for name in NAMES},
-    **{
-        f"a {view} that is changed": partial(between_a_view_and_its_change, function, False)
-        for view, function in VIEWS.items()
-    },
     "called by name": lambda: called(lambda a, b, x: b(input=a(input=x).relu()), ("b",)),
     "overwritten later": lambda: called(lambda a, b, x: b(a(x).relu_()).tanh_()),
     "hooks": lambda: called(lambda a, b, x: b(a(x).relu()), hook=lambda _, x, z: z + z.tanh() / 2),
@@ -692,9 +689,9 @@ PROBLEMS = seeded({
     **PIXELS,
     "lstm": lstm,
     **UNUSUAL,
-    **{
-        f"a {view} of a frozen layer": partial(between_a_view_and_its_change, function, True)
-        for view, function in VIEWS.items()
+    **{  # which have no gradients in front of the view
+        f"a {view} that is changed, {frozen=}": partial(between_a_view_and_its_change, view, frozen)
+        for view, frozen in product(VIEWS, (False, True))
     },
     **OF_CRITERIA,
 })
