@@ -150,8 +150,8 @@ def granulated_kendall(
     levels = number_levels(selected.table, columns)
     if not len(_Granules.of(levels[selected.usable]).first):
         raise ValueError(
-            f"No two of the {selected.usable.sum()} minima differ in one of {columns} alone. "
-            "Name the hyper-parameters of a grid as axes, without the random seed."
+            f"No two of the {selected.usable.sum()} minima differ in one of {columns} alone. Name "
+            "axes of a grid, without the random seed."
         )
     seed = draw_seed(random_state)
     names = ["psi", *(f"psi_{plain_name(column)}" for column in columns)]

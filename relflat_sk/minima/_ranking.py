@@ -222,6 +222,5 @@ def _check_trained(table: pd.DataFrame) -> None:
         )
     if not measure_columns(table) and table["train_loss"].isna().all():
         raise ValueError(
-            f"none of these {len(table)} trials recorded a minimum: the study was made by another "
-            "objective. Train with MinimaObjective or FlatMinimaSearch."
+            f"none of these {len(table)} trials recorded a minimum: they are of another objective."
         )

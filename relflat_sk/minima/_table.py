@@ -237,10 +237,7 @@ def find_axis(table: pd.DataFrame, name: str, *, argument: str) -> str:
     nested = [p for p in params if p.endswith(f"__{name}") or name.endswith(f"__{p}")]
     if len(nested) == 1:
         return f"{PARAM_PREFIX}{nested[0]}"
-    raise ValueError(
-        f"{argument}: {name!r} is no parameter of these minima; there are {params}. Name one "
-        "of them, or add a column of that name to the table."
-    )
+    raise ValueError(f"{argument}: {name!r} is no parameter of these minima; there are {params}.")
 
 
 def find_axes(
@@ -269,10 +266,7 @@ def _varied_axes(table: pd.DataFrame) -> list[str]:
             all_differ = column if levels.max() + 1 == len(levels) else None
             partitions.setdefault((all_differ, *levels), column)
     if not partitions:
-        raise ValueError(
-            "No hyper-parameter was varied over these minima, but for random seeds. Name the "
-            "columns of the hyper-parameters as axes."
-        )
+        raise ValueError("No hyper-parameter was varied over these minima, but for random seeds.")
     return list(partitions.values())
 
 
