@@ -60,10 +60,7 @@ def choose_measures(
     for name in names:
         numeric_column(minima, name, argument="measures")
     if not names:
-        raise ValueError(
-            "There are no measures to draw: name numeric columns as measures, or run a search "
-            "that records measures."
-        )
+        raise ValueError("There are no measures to draw: name numeric columns as measures.")
     return names
 
 

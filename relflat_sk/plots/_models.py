@@ -398,13 +398,10 @@ class SharpnessKLDisplay(EstimatorDisplay):
         models = dict(estimator) if isinstance(estimator, Mapping) else {"": estimator}
         if not models:
             raise ValueError("estimator is an empty dict: pass at least one fitted model.")
+        options = {"criterion": criterion, "batch_size": batch_size, "device": device}
+        noise: dict[str, Any] = {"n_draws": n_draws, "random_state": random_state}
         curves = {
-            str(name): sharpness_curve(
-                open_model(model, X, y, criterion=criterion, batch_size=batch_size, device=device),
-                alphas,
-                n_draws=n_draws,
-                random_state=random_state,
-            )
+            str(name): sharpness_curve(open_model(model, X, y, **options), alphas, **noise)
             for name, model in models.items()
         }
         return cls(curves=curves).plot(ax=ax, **with_unit(kwargs, models.values()))

@@ -120,10 +120,7 @@ class FlatnessHistoryDisplay(EstimatorDisplay):
         """
         net = final_estimator(estimator)
         if not isinstance(net, NeuralNet):
-            raise TypeError(
-                f"Only a skorch net has a history, got {type(net).__name__}. Pass a fitted "
-                "RelativeFlatnessRegularizedNet or another skorch net."
-            )
+            raise TypeError(f"Only a skorch net has a history, got {type(net).__name__}.")
         # a net that was never initialized has no history at all
         history = list(getattr(net, "history_", None) or [])
         if not history:
