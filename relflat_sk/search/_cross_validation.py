@@ -123,10 +123,7 @@ def flattest_within(
     check_number("tolerance", tolerance, positive=False, reason=reason)
     columns = [PREFIX + name.removeprefix(PREFIX) for name in (score, flatness)]
     if columns[0] == columns[1]:
-        raise ValueError(
-            f"score and flatness are both {score!r}, expected two columns of cv_results_: one with "
-            "the score, and one with the flatness."
-        )
+        raise ValueError(f"score and flatness are both {score!r}, expected two columns.")
     return FlattestWithin(float(tolerance), *columns)
 
 
@@ -154,10 +151,7 @@ class FlattestWithin:
         scores = np.asarray(cv_results[score], dtype=np.float64)
         scored = np.isfinite(scores)
         if not scored.any():
-            raise ValueError(
-                f"No candidate has a finite {score!r} (0 of {len(scores)} have): there is none to "
-                "choose. The search's own warnings say why."
-            )
+            raise ValueError(f"No candidate has a finite {score!r}: the search's warnings say why.")
         flatness = np.asarray(cv_results[column], dtype=np.float64)
         known = scored & np.isfinite(flatness)
         best = scores[scored].max()
@@ -170,8 +164,8 @@ class FlattestWithin:
         chosen = int(np.argmax(np.where(among, scores, -np.inf)))
         warn(
             f"no candidate within {self.tolerance:g} of the best {score!r}, {best:g}, has a "
-            f"finite {column!r}; {known.sum()} of all {len(scores)} have both. Chosen is {chosen}, "
-            f"with {scores[chosen]:g}. FlatnessScorer(non_minimum='warn') scores all models."
+            f"finite {column!r}; {known.sum()} of {len(scores)} have both. Candidate {chosen} is "
+            f"chosen, with {scores[chosen]:g}. FlatnessScorer(non_minimum='warn') scores all."
         )
         return chosen
 
@@ -369,13 +363,9 @@ class RelativeFlatnessPenaltyCV(GridSearchCV):
         if estimator is None:
             estimator = RelativeFlatnessRegularizedClassifier(verbose=0)
         settings = _settings(estimator, self.penalties)
-        return GridSearchCV(
-            estimator,
-            [{name: [value] for name, value in setting.items()} for setting in settings],
-            scoring=self.scoring,
-            refit=_weakest_of_best if self.refit and self.refit != "mean" else False,
-            cv=self.cv,
-        )
+        grid = [{name: [value] for name, value in setting.items()} for setting in settings]
+        refit = _weakest_of_best if self.refit and self.refit != "mean" else False
+        return GridSearchCV(estimator, grid, scoring=self.scoring, refit=refit, cv=self.cv)
 
     def __getattr__(self, name: str) -> Any:
         """Find a method that `GridSearchCV` does not find in an estimator that is None."""
@@ -404,17 +394,13 @@ def _settings(
 ) -> list[dict[str, Any]]:
     """Return parameters of an estimator for each setting of its net, the weakest first."""
     known = estimator.get_params()
-    prefixes = [
-        name.removesuffix("flatness_weight")
-        for name in known
-        if name == "flatness_weight" or name.endswith("__flatness_weight")
-    ]
-    if len(prefixes) != 1:
+    names = [name for name in known if name.split("__")[-1] == "flatness_weight"]
+    if len(names) != 1:
         raise ValueError(
-            f"{type(estimator).__name__} has {len(prefixes)} parameters flatness_weight, expected "
+            f"{type(estimator).__name__} has {len(names)} parameters flatness_weight, expected "
             "one: pass a RelativeFlatnessRegularizedNet, or a pipeline that ends in one."
         )
-    (prefix,) = prefixes
+    prefix = names[0].removesuffix("flatness_weight")
     if penalties is None:
         penalties = list(_PENALTIES)
         optimizer = known[f"{prefix}optimizer"]

@@ -167,13 +167,11 @@ class Measuring:
         while left := [name for name in names if name not in results]:
             way = self.ways[left[0]]
             try:
-                measured = measure_network(
-                    networks[way.reading],
-                    [self.measures[name] for name in left if self.ways[name] == way],
-                    [way.layer],
-                    tolerates=lambda name, error: name not in required,
-                    **{"random_state": seed} | way.params,
-                )
+                together = [self.measures[name] for name in left if self.ways[name] == way]
+                options: dict[str, Any] = {"random_state": seed, **way.params}
+                options["tolerates"] = lambda name, error: name not in required
+                network = networks[way.reading]
+                measured = measure_network(network, together, [way.layer], **options)
             except LayerNotFoundError as error:
                 if way.layer == LAST:
                     raise
@@ -194,8 +192,7 @@ def listed(measure: Any) -> list[Any]:
     measures = [measure] if isinstance(measure, str) or callable(measure) else measure
     if not isinstance(measures, Iterable) or not list(measures):
         raise ValueError(
-            "measure must be a name, a function, a FlatnessScorer or a sequence of these, got "
-            f"{measure!r}. See get_measure_names."
+            f"measure must be a name, function, FlatnessScorer or several, got {measure!r}."
         )
     return list(measures)
 
@@ -361,13 +358,10 @@ def add_goal(estimator: Any, goal: Any) -> None:
     own = own_goals(net)
     if goal is not None and goal != AUTO:
         if not is_number(goal) or not 0 < goal < np.inf:
-            raise ValueError(
-                f"goal must be {AUTO!r}, a training loss greater than 0 or None, got {goal!r}."
-            )
+            raise ValueError(f"goal must be {AUTO!r}, a training loss > 0 or None, got {goal!r}.")
         if own:
             raise ValueError(
-                f"goal={goal!r}, but the net has a goal of its own: {own}. Remove these "
-                f"callbacks, or leave goal at {AUTO!r}, which keeps them."
+                f"goal={goal!r}, but the net has goals: {own}. Remove them, or leave goal {AUTO!r}."
             )
     is_open = isinstance(net, NeuralNet) and net.callbacks != "disable" and not own
     if goal is None or not is_open or (goal == AUTO and _predicts_numbers(net)):

@@ -210,10 +210,9 @@ def rank_models(  # noqa: PLR0913
 
 def _check_models(models: Any) -> None:
     """Refuse a single model, which may be iterable."""
-    is_weights = isinstance(models, Mapping) and any(
-        isinstance(value, Tensor) for value in models.values()
-    )
-    is_single = isinstance(models, nn.Module | str | Path) or hasattr(models, "fit") or is_weights
+    values = models.values() if isinstance(models, Mapping) else []
+    is_single = isinstance(models, nn.Module | str | Path) or hasattr(models, "fit")
+    is_single |= any(isinstance(value, Tensor) for value in values)  # weights
     if is_single or not isinstance(models, Iterable):
         raise TypeError(
             "models must be a dict or an iterable of several models or paths, got a single "
@@ -270,10 +269,7 @@ class _Reading:
             item = self.load(item)
         if isinstance(item, Mapping):
             if self.module is None:
-                raise ValueError(
-                    "these are weights, and need the network that they belong to: pass module=..., "
-                    "a torch module or a fitted skorch net"
-                )
+                raise ValueError("these are weights: pass their network or net as module=...")
             self.target.load_state_dict(item)
             return self.module, False
         item = getattr(item, "best_estimator_", item)  # a search may predict with a mean

@@ -54,9 +54,7 @@ def candidate_table(
 def check_table(table: pd.DataFrame, interrupted: bool, stored_as: Any) -> None:
     """Refuse a table in which no candidate was measured; warn of one without minima or of few."""
     if table.empty and not interrupted:
-        raise ValueError(
-            "no candidate was trained: the search was ended before, by timeout or by a callback."
-        )
+        raise ValueError("no candidate was trained: the search was ended before the first one.")
     # Optuna takes a network that is no better than a constant for failed, but it has a depth
     if not (is_complete(table) | table["depth"].notna()).any():
         if interrupted:
@@ -99,10 +97,7 @@ def _warn_if_criteria_vary(ranked: pd.DataFrame) -> None:
     """Warn of a ranking of minima whose losses are not the same function."""
     for name in ranked.filter(regex=rf"^{PARAM_PREFIX}(.*__)?criterion(__|$)"):
         if ranked[name].astype(str).nunique() > 1:
-            warn(
-                f"{name} varies: the ranking compares the flatness of different losses. Search "
-                "with each by itself, or choose by held-out data."
-            )
+            warn(f"{name} varies: the flatness of different losses is compared. Search by each.")
 
 
 def _failure(table: pd.DataFrame) -> Exception:

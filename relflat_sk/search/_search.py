@@ -76,20 +76,16 @@ def check_arguments(search: Any) -> None:
         check_kind(fits, name, value, f"an optuna {name} or None")
     if search.study_name is not None and search.storage is None:
         raise ValueError(
-            f"study_name={search.study_name!r} needs a storage: without one the study is in memory "
-            "and ends with the program. Give storage='minima.db', or leave study_name out."
+            f"study_name={search.study_name!r} needs a storage, such as storage='minima.db'."
         )
     if not n_processes(search.n_jobs):
         return
     if search.pruner is not None:
-        raise ValueError(
-            f"a pruner needs n_jobs=1, got n_jobs={search.n_jobs}: workers know no study."
-        )
+        raise ValueError(f"a pruner needs n_jobs=1, got {search.n_jobs}: workers know no study.")
     checkpoints = [x for net in nets_of(search.estimator) for x in callbacks_of(net, Checkpoint)]
     if any(getattr(checkpoint, "load_best", False) for checkpoint in checkpoints):
         raise ValueError(
-            f"Checkpoint(load_best=True) needs n_jobs=1, got n_jobs={search.n_jobs}: candidates "
-            "that are trained side by side would load each other's weights from its file."
+            f"Checkpoint(load_best=True) needs n_jobs=1, got {search.n_jobs}: all share its file."
         )
 
 
@@ -101,10 +97,7 @@ def _plan(search: Any, space: Space, seed: int | None) -> tuple[list[dict[str, A
     grid = space.grid() if search.sampler is None else None
     n_trials = len(grid or []) if search.n_trials is None else int(search.n_trials)
     if not n_trials:
-        raise ValueError(
-            "n_trials is needed with a sampler, a distribution or a function that draws: there is "
-            "no finite grid. Say how many candidates to train."
-        )
+        raise ValueError("n_trials is needed with a sampler, and for a space without a grid.")
     if grid is not None and n_trials < len(grid):
         grid = [grid[i] for i in np.random.RandomState(seed).permutation(len(grid))]
     return grid, n_trials if grid is None else min(n_trials, len(grid))
@@ -129,10 +122,7 @@ def _if_available(method: str) -> Callable[[Any], Any]:
 
     def is_there(search: Any) -> bool:
         if not search.refit:
-            raise AttributeError(
-                f"{method} is not available in a search with refit=False, which keeps no "
-                "estimator. Set refit='mean' or True, and fit again."
-            )
+            raise AttributeError(f"{method} needs refit='mean' or another, got refit=False.")
         is_fitted = any(hasattr(search, name) for name in _PREDICTORS)
         will_average = not is_fitted and search.refit == MEAN and has_mean(search.estimator)
         if method == "decision_function" and (will_average or hasattr(search, "ensemble_")):
@@ -521,10 +511,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         if X is not None:
             return self._make_recipe(X, y, None, None, fit_params)
         if not hasattr(self, "_recipe"):
-            raise ValueError(
-                "X and y are needed, to train or measure again: a search that was pickled left its "
-                "data behind. Pass those that fit was given."
-            )
+            raise ValueError("X and y are needed, since a search that was pickled left its data.")
         return self._recipe
 
     def get_estimator(self, number: int, X: Any = None, y: Any = None, **fit_params: Any) -> Any:
@@ -637,8 +624,7 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
             kept = trained & (trained.cumsum() <= k)
         else:
             raise ValueError(
-                f"k={k} minima are asked for, and {trained.sum()} candidates were trained to their "
-                "end. Pass a smaller k, or search with more candidates."
+                f"k={k} minima are asked for, and {trained.sum()} candidates have ended."
             )
         numbers: list[int] = self.minima_.loc[kept, "trial"].tolist()
         return numbers

@@ -54,9 +54,7 @@ class Space:
         kind = "a dict of parameters, or a function of a trial that returns one"
         check_kind(isinstance(space, Mapping), "space", space, kind)
         if not space:
-            raise ValueError(
-                "space is empty: name at least one parameter, as in {'batch_size': [16, 64]}."
-            )
+            raise ValueError("space is empty: name a parameter, as in {'batch_size': [16, 64]}.")
         for name, values in dict(space).items():
             self._read(str(name), values)
 
@@ -93,12 +91,8 @@ class Space:
 
         A range may change: its trials stay what they are.
         """
-        return {
-            name: [type(entry), entry.log]
-            if isinstance(entry, Range)
-            else self.choices.get(name, entry)
-            for name, entry in self.entries.items()
-        }
+        ranges = {n: [type(x), x.log] for n, x in self.entries.items() if isinstance(x, Range)}
+        return self.entries | self.choices | ranges
 
     def suggest(self, trial: Any) -> dict[str, Any]:
         """Draw one value for each parameter, from functions that can be called again."""

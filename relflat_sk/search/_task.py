@@ -87,11 +87,8 @@ class Task:
             estimator.set_params(**{n: clone(x, safe=False) for n, x in of_estimator.items()})
         _train_on_all_data(estimator)
         add_goal(estimator, self.goal)
-        unset = [
-            name
-            for name, value in estimator.get_params().items()
-            if name.split("__")[-1] == "random_state" and value is None
-        ]
+        params = estimator.get_params()
+        unset = [n for n in params if n.split("__")[-1] == "random_state" and params[n] is None]
         estimator.set_params(**dict.fromkeys(unset, seed))
         return estimator
 
@@ -114,8 +111,7 @@ def _train_on_all_data(estimator: Any) -> None:
     for name, value in estimator.get_params().items():
         if name.split("__")[-1] == "early_stopping" and value is True:
             raise ValueError(
-                f"{name}=True holds out data, and a search trains on all of them: set "
-                f"{name}=False; candidates stop at the search's goal, or by their tolerance."
+                f"{name}=True holds out data, and a search trains on all: set {name}=False."
             )
     for net in nets_of(estimator):
         split = net.train_split
@@ -168,15 +164,13 @@ def vary_data(
     X, y = data.X, data.y
     if y is None or not hasattr(X, "__len__"):
         raise ValueError(
-            f"names in space that begin with data__ need X and y as arrays, got X of type "
-            f"{type(X).__name__} and y of type {type(y).__name__}."
+            f"names with data__ need X and y as arrays, got {type(X).__name__}, {type(y).__name__}."
         )
     rng = as_random_state(random_state)
     rows, rest = _choose(y, train_size, stratify, rng)
     if confusion_size > len(rest):
         raise ValueError(
-            f"data__confusion_size={confusion_size} needs as many samples beside those of "
-            f"data__train_size, and of {len(y)} samples {len(rest)} are left."
+            f"data__confusion_size={confusion_size}, but of {len(y)} samples {len(rest)} are left."
         )
     labels = rows.copy()
     shuffled = rng.permutation(len(rows))[: round(random_labels * len(rows))]
@@ -357,8 +351,8 @@ def fit(
         if missing is None:
             raise
         raise ValueError(
-            f"{missing[0]!r} is missing: a callback reads it, but a search trains on all data. Let "
-            "it monitor the training loss, such as EarlyStopping('train_loss')."
+            f"{missing[0]!r} is missing: a search trains on all data. Let the callback monitor the "
+            "training loss, such as EarlyStopping('train_loss')."
         ) from error
     finally:
         minimum.seconds = clock() - started
@@ -441,19 +435,16 @@ def _curves(estimator: Any) -> dict[str, list[Any]] | None:
         signs |= flatness_columns(final)  # small is flat
     else:
         history = [{"train_loss": loss} for loss in getattr(final, "loss_curve_", [])]
-    recorded = signs.keys() & {name for epoch in history for name in epoch}
+    recorded = [name for name in signs if any(name in epoch for epoch in history)]
     if not recorded:
         return None
     kept = np.unique(np.linspace(0, len(history) - 1, MOST_EPOCHS).round().astype(int)).tolist()
-    return {"epoch": [row + 1 for row in kept]} | {
-        # as JSON stores values: with six digits, None if one is not finite
-        name: [
-            float(f"{sign * value:.6g}") if np.isfinite(value) else None
-            for value in (history[row].get(name, np.nan) for row in kept)
-        ]
-        for name, sign in signs.items()
-        if name in recorded
-    }
+    curves: dict[str, list[Any]] = {"epoch": [row + 1 for row in kept]}
+    for name in recorded:
+        values = [signs[name] * history[row].get(name, np.nan) for row in kept]
+        # as JSON stores them: with six digits, None if one is not finite
+        curves[name] = [float(f"{x:.6g}") if np.isfinite(x) else None for x in values]
+    return curves
 
 
 # -- trained networks ----------------------------------------------------------------------------
