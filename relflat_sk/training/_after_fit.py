@@ -179,9 +179,8 @@ def _bad_endings(net: Any, since: int, *, has_died: bool) -> Iterator[str]:
         )
     if losses and net.flatness_weight and not net._penalty_weight():
         yield (
-            f"the training of the {type(net).__name__} ended after {len(net.history)} epochs, "
-            f"before its penalty began, with flatness_start={net.flatness_start!r}. Choose an "
-            "earlier start."
+            f"the {type(net).__name__} was trained for {len(net.history)} epochs, before its "
+            f"penalty began with flatness_start={net.flatness_start!r}. Choose an earlier start."
         )
     if not all(map(math.isfinite, [*losses[-1:], *([ended.loss] if ended.is_known else [])])):
         yield f"the training of {describe(net)} has diverged: its loss is not finite."
@@ -207,9 +206,8 @@ def _bad_endings(net: Any, since: int, *, has_died: bool) -> Iterator[str]:
             # of the class only: one warning for many nets at a line
             yield (
                 f"the penalty of the {type(net).__name__} was at its limit, which took "
-                f"{100 * share:.1f}% of it, so that flatness_weight={net.flatness_weight!r} did "
-                "not matter: other large weights train the same network. Use a smaller weight, or "
-                f"a larger flatness_clip than {net.flatness_clip!r}."
+                f"{100 * share:.1f}% of it, and flatness_weight={net.flatness_weight!r} did not "
+                f"matter. Use a smaller one, or a larger flatness_clip than {net.flatness_clip!r}."
             )
     elif ended.is_known and net.flatness_weight and net.flatness_clip is None and outweighs:
         yield (
@@ -244,11 +242,9 @@ def _advice(net: Any) -> str:
     """Say what helps against a training that ends badly."""
     if not net.flatness_weight:
         return "Use a lower learning rate."
-    limit = (
-        "a limit of the penalty (flatness_clip=1.0)"
-        if net.flatness_clip is None
-        else f"a smaller flatness_clip than {net.flatness_clip!r}"
-    )
+    limit = f"a smaller flatness_clip than {net.flatness_clip!r}"
+    if net.flatness_clip is None:
+        limit = "a limit of the penalty (flatness_clip=1.0)"
     return (
         f"Use {limit}, a lower learning rate, or a flatness_weight below {net.flatness_weight!r}."
     )

@@ -420,9 +420,8 @@ class WeightAverage(Callback):
         with torch.no_grad():
             for weight, average in zip(net.module_.parameters(), averages, strict=True):
                 weight.copy_(average)
-        update_bn(
-            ([split_labels(batch)[0]] for batch in net.get_iterator(dataset)), _Inference(net)
-        )
+        inputs = ([split_labels(batch)[0]] for batch in net.get_iterator(dataset))
+        update_bn(inputs, _Inference(net))
 
 
 class _Inference(nn.Module):

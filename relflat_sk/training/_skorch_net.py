@@ -161,10 +161,8 @@ class SkorchNet(NeuralNet):
         accepted = inspect.signature(iterator).parameters
         takes = "shuffle" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         # a stream or a sampler determines the order
-        has_order = isinstance(dataset, IterableDataset) or arguments.keys() & {
-            "sampler",
-            "batch_sampler",
-        }
+        has_sampler = arguments.keys() & {"sampler", "batch_sampler"}
+        has_order = isinstance(dataset, IterableDataset) or has_sampler
         if arguments.get("shuffle") and (has_order or not takes):
             del arguments["shuffle"]
         size = arguments.get("batch_size", self.batch_size)
@@ -253,10 +251,7 @@ def check_start(name: str, start: Any) -> None:
     """Refuse what is no epoch, and no share of a training's epochs."""
     check_number(name, start, positive=False)
     if isinstance(start, float) and start > 1:
-        raise ValueError(
-            f"{name}={start!r} is a share of max_epochs, and cannot be above 1. Pass an int for a "
-            "number of epochs."
-        )
+        raise ValueError(f"{name}={start!r} is a share of max_epochs: at most 1.0, or an int.")
 
 
 def epochs_before(start: float, max_epochs: int) -> float:
@@ -276,20 +271,12 @@ def make_job(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Job:
     size, drop_last = int(loader.batch_size or 1), bool(loader.drop_last)
     if drop_last and len(samples) < size:
         raise NeedsOwnLoop("it has fewer samples than a batch, and drops them")
-    job = Job(
-        net.module_,
-        net.optimizer_,
-        net.criterion_,
-        net._penalty() if net._penalty_weight() else None,
-        samples.inputs,
-        samples.targets,
-        torch.from_numpy(samples.rows),
-        samples.weights,
-        isinstance(loader.sampler, RandomSampler),
-        min(size, len(samples)),
-        drop_last,
-        net._check_output,
-    )
+    penalty = net._penalty() if net._penalty_weight() else None
+    parts = net.module_, net.optimizer_, net.criterion_, penalty
+    rows = torch.from_numpy(samples.rows)
+    data = samples.inputs, samples.targets, rows, samples.weights
+    shuffles, size = isinstance(loader.sampler, RandomSampler), min(size, len(samples))
+    job = Job(*parts, *data, shuffles, size, drop_last, net._check_output)
     reason = qualify(job)
     if reason is not None:
         raise NeedsOwnLoop(reason)

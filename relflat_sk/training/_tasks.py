@@ -133,8 +133,7 @@ class _Classification(Task):
         net.classes_ = np.arange(n_outputs) if net.classes is None else _in_order(net.classes)
         if len(net.classes_) != n_outputs:
             raise ValueError(
-                f"classes has {describe_labels(net)}, but the module has {n_outputs} outputs: pass "
-                "one label for each output, in their order."
+                f"classes has {describe_labels(net)}, expected one for each of {n_outputs} outputs."
             )
 
     def encode(self, net: Any, y: Any) -> Any:
@@ -260,10 +259,7 @@ def check_classes(net: Any, classes: Any) -> None:
 def _require(y: Any) -> Any:
     """Return labels as an array; refuse missing ones."""
     if y is None:
-        raise ValueError(
-            "this estimator requires y to be passed, but the target y is None. Pass y, or a "
-            "torch Dataset that holds the labels."
-        )
+        raise ValueError("this estimator requires y to be passed, but the target y is None.")
     return to_array(y)
 
 
@@ -303,11 +299,9 @@ def _check_are_labels(net: Any, y: Array) -> None:
     """Refuse floats that look like the values of a regression; warn of integers that do."""
     if not looks_like_values(y):
         return
-    instead = (
-        "use RelativeFlatnessRegularizedRegressor"
-        if net._fixed_task
-        else "pass a regression loss, such as criterion=torch.nn.MSELoss"
-    )
+    instead = "use RelativeFlatnessRegularizedRegressor"
+    if not net._fixed_task:
+        instead = "pass a regression loss, such as criterion=torch.nn.MSELoss"
     text = (
         f"y has {len(net.classes_)} different values of {y.dtype} in {len(y)} samples, which look "
         "like the values of a regression, but the criterion is one of classes. If they are values, "
@@ -365,9 +359,7 @@ def to_predictions(net: Any, ending: str | None, *, labels: bool = False) -> Lin
     """
     chosen = net.predict_nonlinearity
     if not callable(chosen) and chosen not in ("auto", None):
-        raise TypeError(
-            f"predict_nonlinearity has to be a callable, 'auto' or None, got {chosen!r}."
-        )
+        raise TypeError(f"predict_nonlinearity must be a callable, 'auto' or None, got {chosen!r}.")
     if callable(chosen):
         return Link(chosen)
     if chosen is None and not (labels and net._task.estimator_type == "classifier"):
