@@ -253,14 +253,11 @@ class _Terms:
             moves = [change.changes(gradient).to(gradient.dtype) for gradient, _, change in curved]
             products = self.explicit.pull_back(of, at, moves)
             forms = [
-                _weighted(
-                    self.weights,
-                    (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1),
-                )
+                (full_precision(product) * full_precision(dz)).flatten(1).sum(dim=1)
                 for product, dz in zip(products, moves, strict=True)
                 if product is not None
             ]
-            return _sum(forms, losses)
+            return _sum([_weighted(self.weights, form) for form in forms], losses)
 
         return self._mean_of(draw)
 

@@ -199,20 +199,10 @@ class Capture:
         is_output = find_link(output, recorder[last].node) is not None
         owners = [self._named[name.rpartition(".")[0]] for name in recorded]
         twice = [] if is_output and not earlier else recorded if self._asked is None else penalised
-        return Plan(
-            recorded,
-            order,
-            names,
-            penalised,
-            twice=twice,
-            in_attention=any(isinstance(owner, nn.MultiheadAttention) for owner in owners),
-            eager=bool(twice) or self._are_compiled(recorded),
-        )
-
-    def _are_compiled(self, names: Sequence[str]) -> bool:
-        """Return whether some layers are inside of compiled parts."""
+        in_attention = any(isinstance(owner, nn.MultiheadAttention) for owner in owners)
         inside = {part for whole in self.parts if is_compiled(whole) for part in whole.modules()}
-        return not inside.isdisjoint(self._named[name] for name in names)
+        eager = bool(twice) or not inside.isdisjoint(self._named[name] for name in recorded)
+        return Plan(recorded, order, names, penalised, twice, in_attention, eager)
 
     def _without_skipped(self, plan: Plan, recorder: Recorder) -> list[str]:
         """Leave out layers that this pass did not call, if passes may skip them at random.
@@ -257,10 +247,7 @@ class Capture:
         recorder, plan = self.recorder, self.plan
         assert recorder is not None
         if not len(output):
-            raise ValueError(
-                f"the batch has no samples: y_pred has shape {tuple(output.shape)}, and the mean "
-                "loss of no samples has no flatness. Leave out empty batches."
-            )
+            raise ValueError(f"the batch has no samples: y_pred has shape {tuple(output.shape)}.")
         if not output.requires_grad:
             raise ValueError(
                 "y_pred carries no gradient: it was detached, or the network ran in "

@@ -169,10 +169,7 @@ class PenaltyLimit:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace what past steps have shown by a state dict."""
         if state_dict.keys() != vars(self).keys():
-            raise ValueError(
-                f"state_dict must have the names {sorted(vars(self))}, got {sorted(state_dict)}. "
-                "Pass that of a penalty."
-            )
+            raise ValueError(f"state_dict needs {sorted(vars(self))}, got {sorted(state_dict)}.")
         vars(self).update(state_dict)
 
     def is_resting(self, every: int) -> bool:
