@@ -50,15 +50,11 @@ class Stack:
             self._rates = torch.tensor(rates, dtype=torch.float64).to(self._rows)[:, None]
             settings = [{**one, "lr": 1.0} for one in settings]
         states = [self._state(k) for k in range(len(self._jobs))]
-        kinds = [
+        kinds = []
+        for job, of_job, state in zip(self._jobs, settings, states, strict=True):
             # a net that begins has no tensors yet, such as those of momentum
-            (
-                type(job.optimizer),
-                of_job,
-                {name: Tensor if isinstance(x, Tensor) else x for name, x in state.items()},
-            )
-            for job, of_job, state in zip(self._jobs, settings, states, strict=True)
-        ]
+            known = {name: Tensor if isinstance(x, Tensor) else x for name, x in state.items()}
+            kinds.append((type(job.optimizer), of_job, known))
         self._runs: list[_Run] = []
         for _, places in groupby(range(len(kinds)), key=lambda k: kinds[k]):
             first, *others = places
@@ -70,15 +66,15 @@ class Stack:
             optimizer = kind([{"params": [parameter], **group}], lr=group["lr"])
             of_device = group.get("fused") or group.get("capturable")
             device = self._rows.device if of_device else "cpu"
-            optimizer.state[parameter] = {
-                name: torch.stack([each[name] for each in states[rows]])
-                if value is Tensor
-                else value
-                if value is None
-                else torch.tensor(value).to(device)
-                for name, value in state.items()
-            }
-            self._runs.append(_Run(rows, optimizer.state[parameter], bare_step(optimizer)))
+            stacked = optimizer.state[parameter]
+            for name, value in state.items():
+                if value is Tensor:
+                    stacked[name] = torch.stack([
+                        state_of_job[name] for state_of_job in states[rows]
+                    ])
+                else:
+                    stacked[name] = None if value is None else torch.tensor(value).to(device)
+            self._runs.append(_Run(rows, stacked, bare_step(optimizer)))
 
     def _state(self, k: int) -> dict[str, Any]:
         """Return the state of a job's optimizer: rows, and numbers of all parameters."""

@@ -98,10 +98,7 @@ class FleetTrainer(BaseEstimator):
             If `estimators` is empty, `fleet` is not valid, or an estimator does not fit the data.
         """
         if not isinstance(self.estimators, list | tuple):
-            raise TypeError(
-                f"estimators must be a list, got a {type(self.estimators).__name__}. Pass a list "
-                "of unfitted estimators, [estimator] if there is one only."
-            )
+            raise TypeError(f"estimators must be a list, got a {type(self.estimators).__name__}.")
         if not self.estimators:
             raise ValueError("estimators must hold at least one estimator, got an empty list.")
         fits = [partial(clone(net).fit, X, y, **fit_params) for net in self.estimators]

@@ -132,12 +132,10 @@ class VmappedNets:
         """Compute the gradients of the weights, see `Body`; keep the graph."""
         pairs = [(self._z, z)] if phi is None else [(self._z, z), (self._phi, phi)]
         pairs = [(tensor, outer) for tensor, outer in pairs if tensor.requires_grad]
+        outputs, outers = zip(*pairs, strict=True)
+        leaves = list(self._leaves.values())
         gradients = torch.autograd.grad(
-            [tensor for tensor, _ in pairs],
-            list(self._leaves.values()),
-            [outer for _, outer in pairs],
-            retain_graph=True,
-            materialize_grads=True,
+            outputs, leaves, outers, retain_graph=True, materialize_grads=True
         )
         for to, gradient in zip(self._to.values(), gradients, strict=True):
             to.copy_(gradient)
