@@ -269,7 +269,7 @@ class _Reading:
             item = self.load(item)
         if isinstance(item, Mapping):
             if self.module is None:
-                raise ValueError("these are weights: pass their network or net as module=...")
+                raise ValueError("these are weights: pass module=..., their network or net")
             self.target.load_state_dict(item)
             return self.module, False
         item = getattr(item, "best_estimator_", item)  # a search may predict with a mean
