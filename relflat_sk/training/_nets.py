@@ -96,7 +96,8 @@ class RelativeFlatnessRegularizedNet(FlatNet):
     classes : array-like of shape (n_classes,), optional
         All labels of a classifier, in the order of the outputs, as in skorch's classifiers: for
         data in a Dataset or loader, whose labels are positions in this list, and for a y that lacks
-        some. By default, the sorted labels in y.
+        some. By default, the sorted labels in y. scikit-learn's scores of probabilities need sorted
+        classes; a `FlatnessWarning` tells if they are not.
     **skorch_arguments
         Any other argument of `skorch.NeuralNet`: `callbacks`, `device`, `verbose`,
         ``module__...``, ``optimizer__...``, ``criterion__...``.

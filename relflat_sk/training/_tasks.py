@@ -240,8 +240,16 @@ def to_array(y: Any) -> Any:
 def _in_order(classes: Any) -> Array:
     """Return the classes that a user lists, in this order."""
     labels = np.asarray(classes)
-    if labels.ndim != 1 or len(np.unique(labels)) < len(labels):
+    ordered = np.unique(labels)
+    if labels.ndim != 1 or len(ordered) < len(labels):
         raise ValueError(f"classes must be a list of different labels, got {classes!r}.")
+    if not np.array_equal(labels, ordered):
+        warn(
+            f"classes={_listed(labels)} are not sorted, and neither are the columns of "
+            "predict_proba, as scikit-learn takes them: its scores of probabilities, such as "
+            "'neg_log_loss' and 'roc_auc', are those of other classes. Sort the classes, and the "
+            "outputs of a module of your own with them."
+        )
     return labels
 
 
