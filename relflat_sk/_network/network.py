@@ -100,6 +100,13 @@ def check_part(loss: Loss, output: Any, target: Any, by: str) -> None:
             "criterion of one tensor. Use a criterion that takes the entry 'logits' of a mapping, "
             f"or the first entry of a tuple, which is passed to it as a tensor, or {remedy}."
         )
+    if isinstance(part, Exception):
+        first = "the entry 'logits'" if isinstance(output, Mapping) else "its first entry"
+        raise ValueError(
+            f"the module returned a {_describe(output)}, and {name_criterion(loss.criterion)} can "
+            f"take neither {first} ({type(part).__name__}: {part}) nor the whole output "
+            f"({type(whole).__name__}: {whole})."
+        )
 
 
 # -- criteria that the table of losses does not know ---------------------------------------

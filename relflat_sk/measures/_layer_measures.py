@@ -398,8 +398,9 @@ class TraceMeasures:
         warn(
             f"max_passes={precision.max_passes} ended the estimate of {what} after "
             f"{summed.n_probes} {kind}probes. Its standard error is {reached} on a value of "
-            f"{value:.3g}, more than rtol and atol allow.{more} Raise max_passes, rtol or atol, or "
-            f"pass method='exact', which takes {summed.n_passes:.0f} passes."
+            f"{value:.3g}, more than rtol={precision.rtol:g} and atol={precision.atol:g} allow."
+            f"{more} Raise max_passes, rtol or atol, or pass method='exact', which takes "
+            f"{summed.n_passes:.0f} passes."
         )
 
 

@@ -428,7 +428,7 @@ def _warn_of_batch_statistics(module: nn.Module) -> None:
     ]
     if norms:
         warn(
-            f"batch norm without track_running_stats ({', '.join(map(repr, norms))}) mixes the "
+            f"batch norm without running statistics ({', '.join(map(repr, norms))}) mixes the "
             "samples of a batch, so that losses and flatness depend on batch_size."
         )
 

@@ -132,7 +132,6 @@ REFUSED = [
         for name, values in BAD.items()
         for argument, value in values.items()
     ],
-    (lambda: measure(NET, "l2_norm", X, Y), T, "name before the model, .*'l2_norm'"),
     # arguments of the measures of layers
     (flat(method="guess"), V, rf"method must be one of {METHODS}, got 'g"),
     (flat(method="hutchinson", random_state="a"), V, "random_state must be an int"),
@@ -166,7 +165,8 @@ REFUSED = [
     # names
     (on_net("sharp"), V, f"no measure 'sharp'. Choose from {CHOICES}.* function of model, X and y"),
     (on_net("hessian_trace", aggregate="mean"), V, "aggregate must be 'max', 'sum' or None, got"),
-    (lambda: measure(LOGISTIC, "relative_flatness", *IRIS), V, "no measure LogisticRegression"),
+    (lambda: measure(LOGISTIC, "l2_norm", *IRIS), T, "name before the model, .*'l2_norm'"),
+    (lambda: measure(LOGISTIC, *IRIS), V, "no measure LogisticRegression"),
     # reports
     (report(measures=[]), T, r"measures must be a name, .* got \[\]"),
     (report(measures=1), T, "measures must be a name, .* got 1"),

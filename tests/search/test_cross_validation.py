@@ -329,7 +329,7 @@ def test_agrees_with_the_definition(candidates, tolerance, names):
             rule(table)
         return
     expected, falls_back = by_definition(scores, flatness, tolerance)
-    match = f"within {tolerance} of the best .*Chosen is {expected}, "
+    match = f"within {tolerance} of the best .*Candidate {expected} "
     with pytest.warns(FlatnessWarning, match=match) if falls_back else nullcontext():
         assert rule(table) == expected
 
