@@ -250,7 +250,7 @@ def _of_module(model: nn.Module, X: Any, y: Any, options: DataOptions) -> Networ
     if options.criterion is None and is_causal:
         criterion, batches = nn.CrossEntropyLoss(), next_tokens(batches)
     elif options.criterion is None:
-        raise ValueError("criterion is needed for a bare module, such as nn.CrossEntropyLoss().")
+        raise ValueError("criterion is needed for a bare module, as criterion=nn.MSELoss().")
     check_stored(module)
     if options.device is not None:
         present = next((p.device for p in module.parameters()), None)

@@ -504,7 +504,7 @@ def measure_layers(
     with bar, borrowed(network.module):
         summary = scan(network, layers, *(group.add for group in groups))
         if summary.divisor == 0:
-            raise ValueError("no sample counts in the mean loss: all labels are ignored.")
+            raise ValueError("no sample counts in the mean loss: all are ignored or weigh 0.")
         results: Results = {}
         for group in groups:
             results |= group.finish(summary)

@@ -97,7 +97,7 @@ def _warn_if_criteria_vary(ranked: pd.DataFrame) -> None:
     """Warn of a ranking of minima whose losses are not the same function."""
     for name in ranked.filter(regex=rf"^{PARAM_PREFIX}(.*__)?criterion(__|$)"):
         if ranked[name].astype(str).nunique() > 1:
-            warn(f"{name} varies: the flatness of different losses is compared. Search by each.")
+            warn(f"{name} varies: the flatness of different losses is compared. Search each alone.")
 
 
 def _failure(table: pd.DataFrame) -> Exception:

@@ -117,7 +117,8 @@ def reparameterize(
     ValueError: the outputs of the copy on X differ from the network's: ...
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}.")
+        got = type(module).__name__
+        raise TypeError(f"module must be a torch.nn.Module, got {got}. Of a net, pass net.module_.")
     if kind not in ("layer", "neuron"):
         raise ValueError(f'kind must be "layer" or "neuron", got {kind!r}.')
     network = open_model(module, X, criterion=nn.MSELoss())  # the loss is not used

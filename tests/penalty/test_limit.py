@@ -25,6 +25,7 @@ from tests.training.common import Classifier
 
 CRITERION = nn.CrossEntropyLoss()
 HUGE = 1e4
+LIMITED = pytest.mark.filterwarnings("ignore:.*was at its limit:relflat_sk.FlatnessWarning")
 
 
 def make_net():
@@ -279,7 +280,7 @@ def test_a_weight_that_did_not_matter_is_told_also_without_callbacks():
         net.fit(*digits(400))
 
 
-@pytest.mark.filterwarnings("ignore:.*was at its limit:relflat_sk.FlatnessWarning")
+@LIMITED
 @pytest.mark.parametrize(("layer", "n"), [(-1, 600), (0, 400)])
 def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer, n):
     X, y = digits(None)
@@ -302,17 +303,37 @@ def test_no_weight_ruins_a_network_and_larger_weights_make_it_flatter(layer, n):
     assert (ratios < [0.8, 0.7, 0.8]).all()
 
 
-def test_weights_up_to_ten_keep_a_network_from_wrong_labels():
+def train_digits(weights, lr, max_epochs, *, wrong=0, seeds=5, sizes=(64, 64)):
+    """Train on 600 digits, some of whose labels are wrong; return nets and their accuracies."""
     X, y = digits(None)
     rng, labels = np.random.default_rng(0), y[:600].copy()
-    wrong = rng.permutation(600)[:120]
-    labels[wrong] = (labels[wrong] + rng.integers(1, 10, 120)) % 10
-    settings = {"lr": 0.02, "max_epochs": 40, "module__hidden_layer_sizes": (64, 64)}
+    changed = rng.permutation(600)[:wrong]
+    labels[changed] = (labels[changed] + rng.integers(1, 10, wrong)) % 10
+    settings = {"lr": lr, "max_epochs": max_epochs, "module__hidden_layer_sizes": sizes}
     settings |= {"optimizer": torch.optim.SGD, "optimizer__momentum": 0.9}
-    nets = [make_flat("all", weight, **settings) for weight in (0, 0.3, 1, 3, 10)]
-    nets = FleetTrainer(nets, fleet=5).fit(X[:600], labels).estimators_
-    plain, *penalised = (net.score(X[600:], y[600:]) for net in nets)
+    nets = [make_flat("all", w, random_state=i, **settings) for w in weights for i in range(seeds)]
+    nets = FleetTrainer(nets, fleet=len(nets)).fit(X[:600], labels).estimators_
+    accuracies = [net.score(X[600:], y[600:]) for net in nets]
+    return nets, np.reshape(accuracies, (len(weights), seeds))
+
+
+@LIMITED
+def test_a_penalty_is_stable_at_a_rate_at_which_plain_training_is():
+    _, accuracies = train_digits((1, 30), 0.1, 25)
+    assert accuracies.min() > 0.8
+
+
+def test_weights_up_to_ten_keep_a_network_from_wrong_labels():
+    nets, accuracies = train_digits((0, 0.3, 1, 3, 10), 0.02, 40, wrong=120, seeds=1)
+    plain, *penalised = accuracies[:, 0]
     assert min(penalised) > plain + 0.05
     assert max(penalised) > plain + 0.1
     losses = [net.history[-1, "train_loss"] for net in nets]
     assert all(after > 1.2 * before for before, after in pairwise(losses))
+
+
+@LIMITED
+def test_larger_weights_do_more_also_at_a_rate_at_the_edge():
+    _, accuracies = train_digits((0.1, 3), 0.1, 25, wrong=120, sizes=(128, 64))
+    small, large = accuracies.mean(axis=1)
+    assert large > small + 0.07
