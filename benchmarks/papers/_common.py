@@ -105,7 +105,7 @@ def init(module: nn.Module, kind: str) -> nn.Module:
         "xavier_normal": nn.init.xavier_normal_,
         "kaiming_uniform": nn.init.kaiming_uniform_,
         "uniform": lambda w: nn.init.uniform_(w, -0.1, 0.1),
-        "normal": lambda w: nn.init.normal_(w, 0, 0.1**0.5),
+        "normal": lambda w: nn.init.normal_(w, 0, 0.1),  # four with variance 0.1 did not learn
     }[kind]
     for layer in module.modules():
         if hasattr(layer, "weight"):
