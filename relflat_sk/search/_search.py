@@ -836,7 +836,9 @@ class FlatMinimaSearch(MetaEstimatorMixin, BaseEstimator):
         return router.add(estimator=self.estimator, method_mapping=mapping)
 
     def __sklearn_tags__(self) -> Any:
-        return get_tags(self.estimator)
+        tags = get_tags(self.estimator)
+        tags.array_api_support = False  # data are copied, varied and stored as arrays of NumPy
+        return tags
 
     def _rank(self, recipe: Recipe, interrupted: bool) -> None:
         """Set the attributes that describe the candidates; refuse a table without any."""
