@@ -6,7 +6,7 @@ by drawing signs without a generator.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from math import prod
 from threading import RLock
@@ -113,13 +113,10 @@ if hasattr(os, "register_at_fork"):  # systems with fork
 @contextmanager
 def fork_rng(device: Any) -> Iterator[None]:
     """Use torch's global random states alone, and give them back at the end of the context."""
-    with alone(), _forked(device):
-        yield
-
-
-def _forked(device: Any) -> AbstractContextManager[None]:
     on_cuda = device is not None and torch.device(device).type == "cuda"
-    return torch.random.fork_rng(devices=[torch.device(device)] if on_cuda else [])
+    devices = [torch.device(device)] if on_cuda else []
+    with alone(), torch.random.fork_rng(devices=devices):
+        yield
 
 
 def get_states(device: Any) -> list[Tensor]:

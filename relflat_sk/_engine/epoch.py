@@ -199,4 +199,4 @@ def _read_epochs(jobs: Sequence[Job], recorded: Sequence[tuple[Any, ...]]) -> li
     if isinstance(joined, Tensor):
         joined = joined.cpu().numpy()
     steps = joined.reshape(len(recorded), -1, len(jobs)).transpose(2, 1, 0).tolist()
-    return [Epoch(job.sizes, *numbers) for job, numbers in zip(jobs, steps, strict=True)]
+    return [Epoch(job.sizes, *of_job) for job, of_job in zip(jobs, steps, strict=True)]

@@ -348,9 +348,16 @@ def penalise_batch(
             warn_of_weights(loss, read, output, module)
         penalty._checked = loss.criterion
     with capture.hooks.quiet(), without_autocast(output):
-        options: dict[str, Any] = {"probes": penalty.probes, "normalize": penalty.normalize}
-        options["scale"] = penalty.weight * penalty.every
-        term = batch_flatness(batch, output, layers, last, capture.explicit, **options)
+        term = batch_flatness(
+            batch,
+            output,
+            layers,
+            last,
+            capture.explicit,
+            probes=penalty.probes,
+            normalize=penalty.normalize,
+            scale=penalty.weight * penalty.every,
+        )
     if penalty.clip is None:
         return term, None
     of_constant = constant_loss(batch, output, batch.counts(output))

@@ -272,11 +272,20 @@ def make_job(net: Any, loader: Any, fit_params: Mapping[str, Any]) -> Job:
     if drop_last and len(samples) < size:
         raise NeedsOwnLoop("it has fewer samples than a batch, and drops them")
     penalty = net._penalty() if net._penalty_weight() else None
-    parts = net.module_, net.optimizer_, net.criterion_, penalty
-    rows = torch.from_numpy(samples.rows)
-    data = samples.inputs, samples.targets, rows, samples.weights
-    shuffles, size = isinstance(loader.sampler, RandomSampler), min(size, len(samples))
-    job = Job(*parts, *data, shuffles, size, drop_last, net._check_output)
+    job = Job(
+        net.module_,
+        net.optimizer_,
+        net.criterion_,
+        penalty,
+        samples.inputs,
+        samples.targets,
+        torch.from_numpy(samples.rows),
+        samples.weights,
+        isinstance(loader.sampler, RandomSampler),
+        min(size, len(samples)),
+        drop_last,
+        net._check_output,
+    )
     reason = qualify(job)
     if reason is not None:
         raise NeedsOwnLoop(reason)
